@@ -1,0 +1,31 @@
+"""What a request keeps in its cache blocks, and from which end it fills them.
+
+The values are those of `jaxserve.pallas_kernels.batch`, which knows nobody above it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class CacheKind(enum.IntEnum):
+    """KV: K blocks and V blocks. HIDDEN: one set of blocks with the QKV projection's input
+    (Apt-Serve section 4.3)."""
+
+    KV = 0
+    HIDDEN = 1
+
+    @property
+    def planes(self) -> int:
+        """Blocks held per `block_size` tokens."""
+        return 2 if self is CacheKind.KV else 1
+
+
+class Direction(enum.IntEnum):
+    """LEFT fills a block from slot 0 up, RIGHT from the last slot down (BROS section 5.1)."""
+
+    LEFT = 0
+    RIGHT = 1
+
+
+PLANES = tuple(kind.planes for kind in CacheKind)

@@ -1,0 +1,181 @@
+"""What a request is: prompt, sampling parameters, service-level objectives, tier.
+
+Everything here is immutable. What changes while a request is served lives in
+`jaxserve.sched.table.RequestTable`. This module never imports jax.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 32
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 300
+MAX_N = 16
+MAX_SEED = 2**63 - 1
+
+
+class InvalidRequest(ValueError):
+    """A request field that cannot be served; the message names the field and its limit."""
+
+    def __init__(self, field_name: str, problem: str) -> None:
+        super().__init__(f"{field_name}: {problem}")
+        self.field_name = field_name
+
+
+class Tier(enum.IntEnum):
+    """Service class (BROS section 3): real-time requests have token deadlines,
+    best-effort ones want throughput."""
+
+    REALTIME = 0
+    BEST_EFFORT = 1
+
+
+@dataclass(frozen=True)
+class SLO:
+    """Targets in seconds; None means that the request does not have that one.
+
+    ttft: arrival to first token. tbt: between two tokens. jct: arrival to last token
+    (AccelGen section 2).
+    """
+
+    ttft: float | None = None
+    tbt: float | None = None
+    jct: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt", "jct"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Defaults: greedy, 128 tokens.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    repetition_penalty: 1 is off; divides positive and multiplies negative logits of every token
+    in prompt or output. presence_penalty, frequency_penalty: subtracted once, or per occurrence,
+    from logits of generated tokens.
+    logprobs: None for none, else how many alternatives to report beside the chosen token's.
+    stop_token_ids end the text and are not part of it; the tokenizer's end-of-sequence token does
+    the same unless ignore_eos. stop strings end the text before they appear.
+    min_tokens: no end-of-sequence or stop token id is sampled before that many tokens.
+    n: how many continuations; continuation i of a seeded request uses seed + i.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _in_range("max_tokens", self.max_tokens, 1, None)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, None)
+        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _in_range("seed", self.seed, 0, MAX_SEED)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _in_range("n", self.n, 1, MAX_N)
+        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        if any(not s for s in self.stop):
+            raise InvalidRequest("stop", "a stop string is empty")
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True if the token is the argmax of the raw logits and nothing else is reported."""
+        return (
+            self.temperature == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and not self.logit_bias
+            and self.logprobs is None
+            and self.min_tokens == 0
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. arrival: seconds on the engine's clock."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    slo: SLO = field(default_factory=SLO)
+    tier: Tier = Tier.REALTIME
+    arrival: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
+
+
+def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_tokens: int) -> None:
+    """Checks a request against what this engine can serve.
+
+    max_model_len: prompt + output tokens. pool_tokens: tokens the whole block pool holds.
+    Raises InvalidRequest, naming the field and the limit.
+    """
+    length = len(request.prompt)
+    limit = min(max_model_len, pool_tokens)
+    if length >= limit:
+        raise InvalidRequest("prompt", f"has {length} tokens; at most {limit - 1} can be served")
+    total = length + request.sampling.max_tokens
+    if total > limit:
+        raise InvalidRequest(
+            "max_tokens",
+            f"{request.sampling.max_tokens} after a prompt of {length} tokens makes {total}; "
+            f"at most {limit} in all can be served",
+        )
+    named = (
+        ("prompt", request.prompt),
+        ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+    )
+    for name, tokens in named:
+        bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(name, f"token id {bad} is outside 0..{vocab_size - 1}")
+
+
+def _in_range(
+    name: str, value: float, low: float, high: float | None, *, low_open: bool = False
+) -> None:
+    ok = math.isfinite(value) and (value > low if low_open else value >= low)
+    if not ok or (high is not None and value > high):
+        above = f"more than {low:g}" if low_open else f"at least {low:g}"
+        below = "" if high is None else f" and at most {high:g}"
+        raise InvalidRequest(name, f"must be {above}{below}, got {value}")
+
+
+def _at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(name, f"has {count} entries; at most {limit} are allowed")

@@ -1,0 +1,122 @@
+"""The one owner of the request table and the block accounting, for the engine and the simulator.
+
+`schedule` asks the policy for a plan, checks it, and books it: from then on the planned tokens
+count as computed and the tokens that the step will sample as generated, although the device may
+still be at work. What arrives late is told with `receive`, what ends early with `finish`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan, InvalidPlan
+from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.request import Request
+from jaxserve.sched.table import RequestTable, State
+
+
+class Scheduler:
+    """Rows of the table name the requests. Not thread-safe: one thread plans."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        capacity: int,
+    ) -> None:
+        width = -(-max_model_len // block_size)
+        self.policy = policy
+        self.table = RequestTable(capacity)
+        self.pool = BlockPool(num_blocks, block_size, capacity, width)
+        self.view = View(self.table, self.pool, limits)
+        self.evictions = 0
+
+    def add(self, request: Request) -> int:
+        """The row of a new, waiting request. IndexError when the table is full."""
+        return self.table.add(request)
+
+    def schedule(self, now: float) -> tuple[BatchPlan, np.ndarray]:
+        """The next plan, booked, and which of its rows sample a token, bool [len(plan)].
+
+        InvalidPlan if the policy over-commits; nothing is booked then.
+        """
+        plan = self.policy.plan(self.view, now)
+        self._check(plan)
+        table = self.table
+        for row in plan.evict.tolist():
+            self._evict(row)
+        starts = table.state[plan.rows] == State.WAITING
+        for row, kind in zip(plan.rows[starts].tolist(), plan.kinds[starts].tolist(), strict=True):
+            self.pool.open(row, CacheKind(kind))
+            table.state[row] = State.RUNNING
+            table.kind[row] = kind
+        needed = self.pool.needed(plan.rows, plan.reserve, plan.kinds)
+        for i in np.flatnonzero(needed).tolist():
+            self.pool.grow(int(plan.rows[i]), int(plan.reserve[i]))
+        table.computed[plan.rows] += plan.num_tokens
+        emits = table.pending(plan.rows) == 0
+        table.generated[plan.rows[emits]] += 1
+        return plan, emits
+
+    def settle(self, plan: BatchPlan) -> np.ndarray:
+        """Frees the blocks of the plan's requests that need no further step, and returns their
+        rows. Called once the step is launched: later steps run after it, so the blocks can go to
+        others at once."""
+        table = self.table
+        done = plan.rows[table.generated[plan.rows] >= table.max_tokens[plan.rows]]
+        for row in done.tolist():
+            self.pool.release(row)
+        table.state[done] = State.DRAINING
+        return done
+
+    def receive(self, rows: np.ndarray, now: float) -> None:
+        """A token of each of these rows has reached the host."""
+        self.table.received[rows] += 1
+        self.table.last_token[rows] = now
+
+    def finish(self, row: int) -> None:
+        """The request is over, whatever its state: its blocks and its row are free."""
+        if self.pool.held[row]:
+            self.pool.release(row)
+        self.table.remove(row)
+
+    def _evict(self, row: int) -> None:
+        self.pool.release(row)
+        self.table.state[row] = State.WAITING
+        self.table.computed[row] = 0
+        self.table.preemptions[row] += 1
+        self.evictions += 1
+
+    def _check(self, plan: BatchPlan) -> None:
+        table, limits = self.table, self.view.limits
+        rows = plan.rows
+        _demand(len(np.unique(rows)) == len(rows), "a row is planned twice")
+        _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
+        live = np.isin(table.state[rows], (State.WAITING, State.RUNNING))
+        _demand(live.all(), "a row that has nothing to compute is planned")
+        _demand((table.state[plan.evict] == State.RUNNING).all(), "a row without cache is evicted")
+        tokens = plan.num_tokens
+        _demand(
+            ((tokens > 0) & (tokens <= table.pending(rows))).all(), "more tokens than are pending"
+        )
+        _demand((plan.reserve >= table.computed[rows] + tokens).all(), "less room than tokens")
+        _demand(plan.total_tokens <= limits.max_batch_tokens, "more tokens than max_batch_tokens")
+        running = (table.state == State.RUNNING).sum() - len(plan.evict)
+        running += (table.state[rows] == State.WAITING).sum()
+        _demand(running <= limits.max_rows, "more requests than max_rows hold cache")
+        free = self.pool.num_free + sum(self.pool.returned_by(r) for r in plan.evict.tolist())
+        needed = self.pool.needed(rows, plan.reserve, plan.kinds)
+        _demand(needed.sum() <= free, "more blocks than are free")
+        same_kind = (table.kind[rows] == plan.kinds) | (table.state[rows] == State.WAITING)
+        _demand(same_kind.all(), "a cache changes kind without being evicted")
+
+
+def _demand(condition: bool | np.bool_, problem: str) -> None:
+    if not condition:
+        raise InvalidPlan(problem)

@@ -1,0 +1,108 @@
+"""Bad requests are refused with the name of the field and its limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.sched.request import SLO, InvalidRequest, Request, SamplingParams, validate
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: .*at most 4"),
+        ({"temperature": -0.1}, "temperature: must be at least 0"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p: must be more than 0"),
+        ({"top_p": 1.1}, "top_p: .*at most 1"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"seed": -1}, "seed"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 101.0}, "presence_penalty"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+        ({"logprobs": 21}, "logprobs: .*at most 20"),
+        ({"n": 17}, "n: .*at most 16"),
+        ({"n": 0}, "n: must be at least 1"),
+        ({"logit_bias": ((1, 101.0),)}, "logit_bias"),
+        ({"logit_bias": tuple((i, 0.0) for i in range(301))}, "logit_bias: has 301 entries"),
+        ({"stop_token_ids": tuple(range(33))}, "stop_token_ids: has 33 entries; at most 32"),
+        ({"stop": ("a",) * 17}, "stop: has 17 entries"),
+        ({"stop": ("",)}, "stop: a stop string is empty"),
+    ],
+)
+def test_sampling_limits(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("name", ["ttft", "tbt", "jct"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_slo_limits(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=rf"slo\.{name}: must be a positive time"):
+        SLO(**{name: value})
+
+
+def test_empty_prompt() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: is empty"):
+        Request("a", ())
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("a", (1,) * 64), "prompt: has 64 tokens; at most 63 can be served"),
+        (
+            Request("a", (1,) * 60, SamplingParams(max_tokens=5)),
+            "max_tokens: 5 after a prompt of 60 tokens makes 65; at most 64",
+        ),
+        (Request("a", (1, 100), SamplingParams(max_tokens=1)), "prompt: token id 100"),
+        (Request("a", (1, -1), SamplingParams(max_tokens=1)), "prompt: token id -1"),
+        (
+            Request("a", (1,), SamplingParams(max_tokens=1, logit_bias=((100, 1.0),))),
+            "logit_bias: token id 100 is outside 0..99",
+        ),
+        (
+            Request("a", (1,), SamplingParams(max_tokens=1, stop_token_ids=(101,))),
+            "stop_token_ids: token id 101",
+        ),
+    ],
+)
+def test_engine_limits(request_: Request, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        validate(request_, max_model_len=64, vocab_size=100, pool_tokens=1000)
+
+
+def test_pool_limits_a_request_too() -> None:
+    request = Request("a", (1,) * 60, SamplingParams(max_tokens=4))
+    validate(request, max_model_len=64, vocab_size=100, pool_tokens=64)
+    with pytest.raises(InvalidRequest, match="at most 31"):
+        validate(request, max_model_len=64, vocab_size=100, pool_tokens=32)
+
+
+def test_import_sched_is_still_the_standard_library() -> None:
+    """The folder `sched/` at the top must not shadow Python's module, from the root either."""
+    code = "import sched; print(sched.scheduler.__module__, sched.__file__)"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.startswith("sched ") and str(ROOT) not in out
+
+
+def test_sched_never_imports_jax() -> None:
+    code = (
+        "import sys; from jaxserve.sched import scheduler; from jaxserve.sched.policy import "
+        "policies; policies(); print('jax' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.strip() == "False"

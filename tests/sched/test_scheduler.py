@@ -1,0 +1,125 @@
+"""The scheduler books what is planned and refuses what does not add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.plan import BatchPlan, InvalidPlan
+from jaxserve.sched.policy import Limits, View
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.table import RequestTable, State
+
+
+class Scripted:
+    """A policy that says what it is told to."""
+
+    chunked = True
+
+    def __init__(self) -> None:
+        self.next = BatchPlan()
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        return self.next
+
+
+def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
+    fields.setdefault("reserve", tokens)
+    fields.setdefault("kinds", [0] * len(rows))
+    fields.setdefault("evict", [])
+    arrays = {k: np.array(v, np.int64) for k, v in fields.items()}
+    return BatchPlan(np.array(rows, np.int64), np.array(tokens, np.int64), **arrays)
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    made = Scheduler(
+        Scripted(), Limits(16, 16, 2), num_blocks=8, block_size=4, max_model_len=32, capacity=4
+    )
+    for i in range(3):
+        made.add(Request(str(i), (1,) * 6, SamplingParams(max_tokens=4)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (plan([0, 0], [1, 1]), "twice"),
+        (plan([0], [7]), "more tokens than are pending"),
+        (plan([0], [0]), "more tokens than are pending"),
+        (plan([3], [1]), "nothing to compute"),
+        (plan([0], [6], reserve=[4]), "less room"),
+        (plan([0, 1, 2], [6, 6, 6]), "max_batch_tokens"),
+        (plan([0, 1, 2], [2, 2, 2]), "max_rows"),
+        (plan([0, 1], [6, 6], reserve=[12, 12]), "more blocks"),
+        (plan([0], [6], evict=[1]), "without cache"),
+    ],
+)
+def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
+    scheduler.policy.next = bad  # type: ignore[attr-defined]
+    with pytest.raises(InvalidPlan, match=problem):
+        scheduler.schedule(0.0)
+    scheduler.pool.check()
+    assert scheduler.pool.num_free == 8 and (scheduler.table.computed == 0).all()
+
+
+def test_refuses_planned_and_evicted_and_a_change_of_kind(scheduler: Scheduler) -> None:
+    policy = scheduler.policy
+    policy.next = plan([0], [6])  # type: ignore[attr-defined]
+    scheduler.schedule(0.0)
+    for bad, problem in (
+        (plan([0], [1], reserve=[7], evict=[0]), "planned and evicted"),
+        (plan([0], [1], reserve=[7], kinds=[1]), "changes kind"),
+    ):
+        policy.next = bad  # type: ignore[attr-defined]
+        with pytest.raises(InvalidPlan, match=problem):
+            scheduler.schedule(0.0)
+
+
+def test_books_chunks_tokens_and_evictions(scheduler: Scheduler) -> None:
+    policy, table = scheduler.policy, scheduler.table
+    policy.next = plan([0], [4])  # type: ignore[attr-defined]
+    _, emits = scheduler.schedule(0.0)
+    assert not emits.any() and table.computed[0] == 4 and table.generated[0] == 0
+    policy.next = plan([0], [2], reserve=[6])  # type: ignore[attr-defined]
+    _, emits = scheduler.schedule(0.0)
+    assert emits.all() and table.generated[0] == 1
+    assert table.pending(np.array([0]))[0] == 1
+    policy.next = plan([1], [6], evict=[0])  # type: ignore[attr-defined]
+    scheduler.schedule(0.0)
+    assert table.state[0] == State.WAITING and table.computed[0] == 0
+    assert table.pending(np.array([0]))[0] == 7, "prompt and the generated token are refilled"
+    assert scheduler.evictions == 1
+
+
+def test_blocks_go_back_when_the_last_token_is_launched(scheduler: Scheduler) -> None:
+    policy = scheduler.policy
+    for tokens, reserve in ((6, 6), (1, 7), (1, 8), (1, 9)):
+        policy.next = plan([0], [tokens], reserve=[reserve])  # type: ignore[attr-defined]
+        booked, _ = scheduler.schedule(0.0)
+        done = scheduler.settle(booked)
+    assert done.tolist() == [0]
+    assert scheduler.table.state[0] == State.DRAINING
+    assert scheduler.pool.num_free == 8
+    scheduler.finish(0)
+    assert scheduler.table.state[0] == State.FREE
+
+
+def test_table_columns_of_a_request() -> None:
+    table = RequestTable(2)
+    slo = SLO(ttft=0.5, tbt=0.1)
+    row = table.add(
+        Request("a", (1, 2), SamplingParams(max_tokens=3), slo, Tier.BEST_EFFORT, arrival=7.0)
+    )
+    assert (table.arrival[row], table.last_token[row]) == (7.0, 7.0)
+    assert (table.ttft[row], table.tbt[row], table.jct[row]) == (0.5, 0.1, np.inf)
+    assert table.tier[row] == Tier.BEST_EFFORT
+    table.add(Request("b", (1,)))
+    with pytest.raises(IndexError):
+        table.add(Request("c", (1,)))
+    table.remove(row)
+    with pytest.raises(ValueError, match="free already"):
+        table.remove(row)
