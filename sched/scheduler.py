@@ -94,26 +94,27 @@ class Scheduler:
         self.evictions += 1
 
     def _check(self, plan: BatchPlan) -> None:
-        table, limits = self.table, self.view.limits
-        rows = plan.rows
-        _demand(len(np.unique(rows)) == len(rows), "a row is planned twice")
-        _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
-        live = np.isin(table.state[rows], (State.WAITING, State.RUNNING))
-        _demand(live.all(), "a row that has nothing to compute is planned")
-        _demand((table.state[plan.evict] == State.RUNNING).all(), "a row without cache is evicted")
-        tokens = plan.num_tokens
-        _demand(
-            ((tokens > 0) & (tokens <= table.pending(rows))).all(), "more tokens than are pending"
-        )
+        table, limits, rows, tokens = self.table, self.view.limits, plan.rows, plan.num_tokens
+        state = table.state[rows]
+        waiting, running = state == State.WAITING, state == State.RUNNING
+        holders = np.count_nonzero(table.state == State.RUNNING) + np.count_nonzero(waiting)
+        free = self.pool.num_free
+        if len(plan.evict):
+            _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
+            cached = table.state[plan.evict] == State.RUNNING
+            _demand(cached.all(), "a row without cache is evicted")
+            holders -= len(plan.evict)
+            free += sum(self.pool.returned_by(row) for row in plan.evict.tolist())
+        _demand(len(set(rows.tolist())) == len(rows), "a row is planned twice")
+        _demand((waiting | running).all(), "a row that has nothing to compute is planned")
+        pending = table.pending(rows)
+        _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
         _demand((plan.reserve >= table.computed[rows] + tokens).all(), "less room than tokens")
         _demand(plan.total_tokens <= limits.max_batch_tokens, "more tokens than max_batch_tokens")
-        running = (table.state == State.RUNNING).sum() - len(plan.evict)
-        running += (table.state[rows] == State.WAITING).sum()
-        _demand(running <= limits.max_rows, "more requests than max_rows hold cache")
-        free = self.pool.num_free + sum(self.pool.returned_by(r) for r in plan.evict.tolist())
+        _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
         needed = self.pool.needed(rows, plan.reserve, plan.kinds)
         _demand(needed.sum() <= free, "more blocks than are free")
-        same_kind = (table.kind[rows] == plan.kinds) | (table.state[rows] == State.WAITING)
+        same_kind = (table.kind[rows] == plan.kinds) | waiting
         _demand(same_kind.all(), "a cache changes kind without being evicted")
 
 

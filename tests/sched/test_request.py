@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
         ({"logit_bias": tuple((i, 0.0) for i in range(301))}, "logit_bias: has 301 entries"),
         ({"stop_token_ids": tuple(range(33))}, "stop_token_ids: has 33 entries; at most 32"),
         ({"stop": ("a",) * 17}, "stop: has 17 entries"),
-        ({"stop": ("",)}, "stop: a stop string is empty"),
+        ({"stop": ("",)}, "stop: a stop string has 0 characters; 1 to 256"),
+        ({"stop": ("a" * 257,)}, "stop: a stop string has 257 characters"),
     ],
 )
 def test_sampling_limits(fields: dict[str, Any], message: str) -> None:

@@ -1,0 +1,83 @@
+"""Converts a Hugging Face directory to an Orbax checkpoint that restores onto any sharding.
+
+    python -m jaxserve.convert SRC DST [--dtype=auto|float32|bfloat16|float16]
+
+DST gets params/ (Orbax), config.json and the tokenizer's files; serve it like any checkpoint. The
+whole model passes through host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.sharding import TENSOR
+from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
+from jaxserve.weights.config import DTYPES
+from jaxserve.weights.orbax_io import save_orbax
+
+COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+          "vocab.json", "merges.txt", "chat_template*", "LICENSE*")  # fmt: skip
+
+
+def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool = False) -> None:
+    """Writes the checkpoint in `source` to `target`.
+
+    Args:
+        dtype: of the stored parameters; "auto" is what config.json states, else float32.
+
+    Raises:
+        CheckpointError: `source` cannot be loaded, or `target` already holds other files.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty directory")
+    family, config, hf = load_config(source)
+    chosen = (checkpoint_dtype(hf) or jnp.dtype("float32")) if dtype == "auto" else jnp.dtype(dtype)
+    # A mesh of the CPU alone: an accelerator may be too small for the whole model.
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:1]), (TENSOR,))
+    params = load_params(
+        source,
+        family,
+        config,
+        dtype=chosen,
+        mesh=mesh,
+        load_format="safetensors",
+        progress=progress,
+    )
+    target.mkdir(parents=True, exist_ok=True)
+    save_orbax(target, params)
+    hf.pop("torch_dtype", None)
+    hf["dtype"] = chosen.name
+    (target / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, target / path.name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jaxserve.convert", description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
+    parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    args = parser.parse_args(argv)
+    try:
+        convert(args.source, args.target, args.dtype, progress=True)
+    except CheckpointError as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {args.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

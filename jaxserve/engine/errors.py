@@ -1,0 +1,15 @@
+"""The engine's errors, each with a message meant for the person who caused it."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be served; the message says which field and what would work."""
+
+
+class QueueFull(RuntimeError):
+    """The bounded queue (`scheduler.max_queue`) holds no more requests; try again later."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine is shutting down or has failed and takes no requests."""

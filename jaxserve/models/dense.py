@@ -1,0 +1,54 @@
+"""Causal attention over one whole sequence, without a cache: for training and for tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.models.base import Attend, AttentionInput, Carry, Family, ModelConfig, Params
+
+_MASKED = -1e30  # finite, so that a fully masked row gives no NaN
+
+
+def causal_attend(config: ModelConfig) -> Attend:
+    """An `Attend` for tokens 0..T-1 of one sequence, in order; the carry passes through.
+
+    Scores and softmax are in float32. Keys further back than `config.sliding_window` are masked.
+    """
+
+    def attend(carry: Carry, layer: jax.Array, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
+        num_tokens, num_heads, head_dim = inputs.q.shape
+        num_kv_heads = inputs.k.shape[1]
+        q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        scores = jnp.einsum("tkgd,skd->kgts", q, inputs.k, preferred_element_type=jnp.float32)
+        scores = jnp.where(_mask(config, num_tokens), scores * config.attn_scale, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(inputs.v.dtype)
+        mixed = jnp.einsum("kgts,skd->tkgd", weights, inputs.v)
+        return carry, mixed.reshape(num_tokens, num_heads, head_dim)
+
+    return attend
+
+
+def sequence_logits(
+    family: Family,
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size]."""
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    attend = causal_attend(config)
+    _, hidden = family.forward(params, config, tokens, positions, attend, (), mesh=mesh)
+    return family.logits(params, config, hidden, mesh=mesh)
+
+
+def _mask(config: ModelConfig, num_tokens: int) -> jax.Array:
+    """bool [T, T]: query t may see key s."""
+    behind = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
+    visible = behind >= 0
+    if config.sliding_window is not None:
+        visible &= behind < config.sliding_window
+    return visible

@@ -1,0 +1,115 @@
+"""Building blocks shared by the families. Norms and logits compute in float32."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
+from jaxserve.sharding import constrain
+
+
+@flax.struct.dataclass
+class Linear:
+    """kernel [in, out] and bias [out] (or None), each stacked [layers, ...] inside a layer tree."""
+
+    kernel: Params
+    bias: Params = None
+
+
+@flax.struct.dataclass
+class Norm:
+    """scale and bias, [width] each; None where the norm has none."""
+
+    scale: Params = None
+    bias: Params = None
+
+
+def linear(x: jax.Array, weights: Linear) -> jax.Array:
+    """x [..., in] -> [..., out], in the dtype of the weights."""
+    y = x @ weights.kernel
+    return y if weights.bias is None else y + weights.bias
+
+
+def layer_norm(x: jax.Array, weights: Norm, eps: float) -> jax.Array:
+    """Layer normalisation over the last axis (Ba et al. 2016, section 3)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(axis=-1, keepdims=True)
+    variance = (centred * centred).mean(axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(variance + eps)
+    if weights.scale is not None:
+        y = y * weights.scale.astype(jnp.float32)
+    if weights.bias is not None:
+        y = y + weights.bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square normalisation over the last axis (Zhang & Sennrich 2019, section 3)."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt((x32 * x32).mean(axis=-1, keepdims=True) + eps)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of table [V, d] at ids [T]; ids outside are clipped (padding tokens may hold any)."""
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def vocab_logits(
+    hidden: jax.Array, table: jax.Array, vocab_size: int, mesh: Mesh | None
+) -> jax.Array:
+    """hidden [R, d] on table [padded vocabulary, d] -> float32 [R, vocab_size], replicated."""
+    logits = jnp.einsum("rd,vd->rv", hidden, table, preferred_element_type=jnp.float32)
+    logits = constrain(logits, mesh, None, "vocab")
+    return constrain(logits[:, :vocab_size], mesh, None, None)
+
+
+def linear_leaves(
+    name: str,
+    shape: tuple[int, int],
+    axes: tuple[str, str],
+    *,
+    bias: bool,
+    std: float,
+    num_layers: int | None = None,
+    granule: int = 1,
+) -> Linear:
+    """Leaves of the projection `name` (without ".weight"), [in, out] = `shape`."""
+    stack, stack_axes = _stacked(num_layers)
+    kernel = Leaf(
+        ParamSpec(stack + shape, stack_axes + axes, std=std, granule=granule),
+        HFTensor(f"{name}.weight", transpose=True, num_layers=num_layers),
+    )
+    if not bias:
+        return Linear(kernel=kernel)
+    spec = ParamSpec((*stack, shape[1]), (*stack_axes, axes[1]), "zeros", granule=granule)
+    return Linear(kernel=kernel, bias=Leaf(spec, HFTensor(f"{name}.bias", num_layers=num_layers)))
+
+
+def norm_leaves(
+    name: str, width: int, *, scale: bool = True, bias: bool = False, num_layers: int | None = None
+) -> Norm:
+    """Leaves of the norm `name` over `width` elements."""
+    stack, stack_axes = _stacked(num_layers)
+    shape, axes = (*stack, width), (*stack_axes, "norm")
+
+    def leaf(init: str, part: str) -> Leaf:
+        return Leaf(ParamSpec(shape, axes, init), HFTensor(f"{name}.{part}", num_layers=num_layers))
+
+    return Norm(
+        scale=leaf("ones", "weight") if scale else None,
+        bias=leaf("zeros", "bias") if bias else None,
+    )
+
+
+def table_leaf(name: str, rows: int, width: int, rows_axis: str | None, std: float) -> Leaf:
+    """Leaf of a table [rows, width] stored as such (embeddings, lm_head)."""
+    spec = ParamSpec((rows, width), (rows_axis, "embed"), std=std)
+    return Leaf(spec, HFTensor(f"{name}.weight"))
+
+
+def _stacked(num_layers: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((), ()) if num_layers is None else ((num_layers,), ("layers",))

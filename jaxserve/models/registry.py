@@ -1,0 +1,37 @@
+"""The known model families, by name and by a checkpoint's `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.models import llama, opt
+from jaxserve.models.base import Family
+
+FAMILIES: tuple[Family, ...] = (opt.FAMILY, llama.FAMILY)
+
+
+def get_family(name: str) -> Family:
+    """The family called `name`; ValueError lists the known ones."""
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise ValueError(
+        f"unknown model family {name!r} (known: {', '.join(f.name for f in FAMILIES)})"
+    )
+
+
+def family_for(hf: Mapping[str, Any]) -> Family:
+    """The family that runs a Hugging Face config.json.
+
+    Raises:
+        ValueError: `model_type` is missing or not one of the known ones.
+    """
+    model_type = hf.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(t for family in FAMILIES for t in family.model_types))
+    if model_type is None:
+        raise ValueError(f"config.json: model_type is missing (known: {known})")
+    raise ValueError(f"config.json: model_type {model_type!r} is not supported (known: {known})")

@@ -1,0 +1,183 @@
+"""Rotary position embedding (Su et al. 2021, section 3.4) and the scalings of known checkpoints.
+
+Scalings: linear position interpolation (Chen et al. 2023), the by-parts rule of Llama 3.1
+(Grattafiori et al. 2024, and its released config), YaRN (Peng et al. 2023, sections 3.2 to 3.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models import hf as fields
+
+_COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_KNOWN: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How positions turn into angles.
+
+    Attributes:
+        kind: "default", "linear", "llama3" or "yarn".
+        theta: base of the frequencies.
+        factor: how many times the context was stretched.
+        original_max: context length before that, in tokens.
+        low, high: llama3: the wavelengths original_max / low and / high bound the blend;
+            yarn: beta_slow and beta_fast, in rotations over original_max.
+        truncate: yarn: whole dimensions as the blend's bounds.
+        amplitude: factor on cos and sin (yarn's attention temperature).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max: int = 0
+    low: float = 1.0
+    high: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+
+def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
+    """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
+
+    Raises:
+        ValueError: names the field of a scaling that is not supported.
+    """
+    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    scaling: Mapping[str, Any] = hf.get(field) or {}
+    theta = fields.number({**hf, **scaling}, "rope_theta", 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        raise ValueError(
+            f"config.json: {field}.rope_type {kind!r} is not supported (known: {known})"
+        )
+    unknown = sorted(set(scaling) - _KNOWN[kind] - _COMMON)
+    if unknown:
+        raise ValueError(f"config.json: {field}.{unknown[0]} is not supported with {kind!r} rope")
+    if fields.number({**hf, **scaling}, "partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
+    if kind == "default":
+        return Rope(theta=theta)
+    factor = fields.number(scaling, "factor")
+    if kind == "linear":
+        return Rope(kind=kind, theta=theta, factor=factor)
+    max_position = fields.positive_int(hf, "max_position_embeddings")
+    original = fields.positive_int(scaling, "original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        low, high = (fields.number(scaling, f"{end}_freq_factor") for end in ("low", "high"))
+        if low >= high:
+            raise ValueError(
+                f"config.json: {field}.low_freq_factor {low} must be below high_freq_factor {high}"
+            )
+        return Rope(
+            kind=kind, theta=theta, factor=factor, original_max=original, low=low, high=high
+        )
+    return Rope(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max=original,
+        low=fields.number(scaling, "beta_slow", 1.0),
+        high=fields.number(scaling, "beta_fast", 32.0),
+        truncate=fields.flag(scaling, "truncate", True),
+        amplitude=_yarn_amplitude(scaling, factor),
+    )
+
+
+def stretched_max_position(rope: Rope, max_position: int) -> int:
+    """The longest context, in tokens: configs state it before linear and yarn stretching."""
+    if rope.kind == "linear":
+        return int(max_position * rope.factor)
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.original_max * rope.factor))
+    return max_position
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians per token of each pair of elements: float32 [head_dim // 2]."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "default":
+        return base
+    stretched = base / np.float32(rope.factor)
+    if rope.kind == "linear":
+        return stretched
+    keep = _llama3_keep(rope, base) if rope.kind == "llama3" else _yarn_keep(rope, head_dim)
+    return (keep * base + (1.0 - keep) * stretched).astype(np.float32)
+
+
+def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each."""
+    phase = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(rope, head_dim)
+    return jnp.cos(phase) * rope.amplitude, jnp.sin(phase) * rope.amplitude
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [T, heads, head_dim]; element i pairs with i + head_dim // 2, as in Llama."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _llama3_keep(rope: Rope, base: np.ndarray) -> np.ndarray:
+    """Share of the original frequency: 1 for short wavelengths, 0 for long ones."""
+    rotations = rope.original_max * base / (2 * math.pi)
+    return np.clip((rotations - rope.low) / (rope.high - rope.low), 0.0, 1.0)
+
+
+def _yarn_keep(rope: Rope, head_dim: int) -> np.ndarray:
+    """Share of the original frequency, falling linearly between two dimensions."""
+
+    def dimension(rotations: float) -> float:
+        """Where the angle makes this many rotations over the original context."""
+        wavelength = rope.original_max / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.high), dimension(rope.low)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = max(last - first, 0.001)
+    return 1.0 - np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)
+
+
+def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return fields.number(scaling, "attention_factor")
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        over = temperature(fields.number(scaling, "mscale"))
+        return over / temperature(fields.number(scaling, "mscale_all_dim"))
+    return temperature(1.0)

@@ -1,0 +1,133 @@
+"""Tensor parallelism: logical axis names, and the rules that map them to the device mesh.
+
+Parameters and activations name their axes ("heads", "mlp", "vocab", ...); `RULES` says which of
+them are cut over the mesh axis "tensor" (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxserve.models.base import ModelConfig, ParamSpec
+
+TENSOR = "tensor"
+
+RULES: dict[str, str | None] = {
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+    "embed": None,
+    "norm": None,
+    "layers": None,
+    "positions": None,
+    "head_dim": None,
+    "tokens": None,
+    "rows": None,
+    "blocks": None,
+    "slots": None,
+}
+
+_Array = TypeVar("_Array", bound=jax.Array)
+
+
+def make_mesh(tensor: int) -> Mesh:
+    """A mesh of the first `tensor` devices, with the one axis "tensor".
+
+    Raises:
+        ValueError: `tensor` is below 1 or above the number of devices.
+    """
+    devices = jax.devices()
+    if not 1 <= tensor <= len(devices):
+        raise ValueError(
+            f"mesh.tensor must be between 1 and the number of {devices[0].platform} devices "
+            f"({len(devices)}), got {tensor}"
+        )
+    return Mesh(np.asarray(devices[:tensor]), (TENSOR,))
+
+
+def spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """The partition of an array whose axes have these logical names (None: not cut)."""
+    return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
+
+
+def named(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding on `mesh` of an array whose axes have these logical names."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def constrain(x: _Array, mesh: Mesh | None, *axes: str | None) -> _Array:
+    """Tells the compiler how `x` is cut. Axes that do not divide are left whole; no mesh, no-op."""
+    if mesh is None:
+        return x
+    fitting = _fitting(mesh, x.shape, axes)
+    return jax.lax.with_sharding_constraint(x, named(mesh, fitting))
+
+
+def padded_shape(mesh: Mesh | None, param: ParamSpec) -> tuple[int, ...]:
+    """The parameter's shape with its vocabulary axis rounded up to a multiple of the shards."""
+    shards = 1 if mesh is None else mesh.shape[TENSOR]
+    return tuple(
+        -(-size // shards) * shards if axis == "vocab" else size
+        for size, axis in zip(param.shape, param.axes, strict=True)
+    )
+
+
+def param_sharding(mesh: Mesh | None, param: ParamSpec) -> jax.sharding.Sharding:
+    """Where a parameter lives: cut by its axes, or on the first device without a mesh.
+
+    A "kv_heads" axis with fewer heads than shards stays whole (see `pool_kv_heads`).
+    """
+    if mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    head_axes = ("heads", "kv_heads")
+    units = tuple(
+        size // param.granule if axis in head_axes else size
+        for size, axis in zip(padded_shape(mesh, param), param.axes, strict=True)
+    )
+    return named(mesh, _fitting(mesh, units, param.axes))
+
+
+def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
+    """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them.
+
+    The K and V projections stay whole when they do not divide; their outputs are repeated with
+    `jnp.repeat(k, pool_kv_heads // num_kv_heads, axis=1)` before they are written.
+
+    Raises:
+        ValueError: the query heads cannot be shared out among the repeated KV heads.
+    """
+    repeats = tensor // int(np.gcd(config.num_kv_heads, tensor))
+    heads = config.num_kv_heads * repeats
+    if config.num_heads % heads:
+        raise ValueError(
+            f"mesh.tensor={tensor} does not fit the model: {config.num_kv_heads} KV heads repeated "
+            f"to {heads} do not divide its {config.num_heads} attention heads"
+        )
+    return heads
+
+
+def check_tensor(config: ModelConfig, tensor: int) -> None:
+    """ValueError when the model cannot be cut into `tensor` shards."""
+    for name, size in (("attention heads", config.num_heads), ("feed-forward width", config.d_ff)):
+        if size % tensor:
+            raise ValueError(f"mesh.tensor={tensor} does not divide the model's {name} ({size})")
+    pool_kv_heads(config, tensor)
+
+
+def _fitting(
+    mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
+) -> tuple[str | None, ...]:
+    """The axes, with None for those whose size the mesh does not divide."""
+
+    def fits(size: int, axis: str | None) -> bool:
+        target = None if axis is None else RULES[axis]
+        return target is None or size % mesh.shape[target] == 0
+
+    return tuple(a if fits(s, a) else None for s, a in zip(shape, axes, strict=True))

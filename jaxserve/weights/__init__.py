@@ -1,0 +1,15 @@
+"""Configs and parameters: Hugging Face directories, Orbax checkpoints, random weights."""
+
+from jaxserve.weights.config import checkpoint_dtype, load_config, load_preset
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.load import FORMATS, load_params, param_bytes
+
+__all__ = [
+    "FORMATS",
+    "CheckpointError",
+    "checkpoint_dtype",
+    "load_config",
+    "load_params",
+    "load_preset",
+    "param_bytes",
+]

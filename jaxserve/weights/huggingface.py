@@ -1,0 +1,114 @@
+"""Loading Hugging Face safetensors straight onto the target devices.
+
+One shard of one parameter is in host memory at a time: its part of each layer's tensor is read,
+transposed and converted, and put on the devices that hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
+from jaxserve.sharding import padded_shape, param_sharding
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.tensors import TensorFiles
+
+Index = tuple[slice, ...]
+
+
+def load_safetensors(
+    folder: Path,
+    family: Family,
+    config: ModelConfig,
+    *,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    progress: bool = False,
+) -> Params:
+    """The parameters in a Hugging Face directory, as `dtype`, cut over `mesh`.
+
+    Raises:
+        CheckpointError: a missing or damaged file, a missing tensor, or a wrong shape (the message
+            gives the name, the expected and the found shape), all before anything is loaded.
+    """
+    specs, treedef = jax.tree.flatten(family.param_specs(config))
+    sources: list[HFTensor] = jax.tree.leaves(family.hf_layout(config))
+    total = sum(spec.size for spec in specs) * dtype.itemsize
+    with TensorFiles(folder, family.prefix) as files:
+        for spec, source in zip(specs, sources, strict=True):
+            _check(files, spec, source)
+        leaves = []
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="weights", disable=not progress
+        ) as bar:
+            for spec, source in zip(specs, sources, strict=True):
+                leaves.append(_load_leaf(files, spec, source, dtype, mesh))
+                bar.update(spec.size * dtype.itemsize)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def place(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    read: Callable[[Index], np.ndarray],
+) -> jax.Array:
+    """An array whose shards come from `read(index)`, called once for each distinct shard."""
+    devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        devices_of.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, devices in devices_of.items():
+        block = read(tuple(slice(*ends) for ends in bounds))
+        shards += [jax.device_put(block, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
+    shape = spec.shape if source.num_layers is None else spec.shape[1:]
+    stored = shape[::-1] if source.transpose else shape
+    for name in source.names():
+        if name == "lm_head.weight" and files.find(name) is None:
+            raise CheckpointError(
+                "the checkpoint has no tensor 'lm_head.weight' "
+                "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
+            )
+        files.check(name, stored)
+
+
+def _load_leaf(
+    files: TensorFiles, spec: ParamSpec, source: HFTensor, dtype: np.dtype, mesh: Mesh | None
+) -> jax.Array:
+    def read(index: Index) -> np.ndarray:
+        block = np.zeros([part.stop - part.start for part in index], dtype)
+        # Rows that pad the vocabulary are not in the file and stay zero.
+        stored = tuple(
+            slice(part.start, max(part.start, min(part.stop, size)))
+            for part, size in zip(index, spec.shape, strict=True)
+        )
+        if math.prod(part.stop - part.start for part in stored) == 0:
+            return block
+        names = source.names()
+        if source.num_layers is None:
+            _fill(block, files, names[0], stored, source.transpose)
+        else:
+            for row, layer in enumerate(range(index[0].start, index[0].stop)):
+                _fill(block[row], files, names[layer], stored[1:], source.transpose)
+        return block
+
+    return place(padded_shape(mesh, spec), param_sharding(mesh, spec), read)
+
+
+def _fill(block: np.ndarray, files: TensorFiles, name: str, index: Index, transpose: bool) -> None:
+    """Writes the tensor's part `index` (of the parameter's axes) into the front of `block`."""
+    part = files.read(name, index[::-1] if transpose else index)
+    part = part.T if transpose else part
+    block[tuple(slice(size) for size in part.shape)] = part

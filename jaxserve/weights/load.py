@@ -1,0 +1,75 @@
+"""One door to a model's parameters, whatever they are stored as."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxserve.models.base import Family, ModelConfig, Params
+from jaxserve.models.registry import get_family
+from jaxserve.sharding import check_tensor, padded_shape, param_sharding
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.huggingface import load_safetensors
+from jaxserve.weights.orbax_io import is_orbax, load_orbax
+from jaxserve.weights.random_init import random_params
+
+FORMATS = ("auto", "safetensors", "orbax", "random")
+
+
+def load_params(
+    path: str | Path | None,
+    family: Family,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = False,
+) -> Params:
+    """The family's parameter tree on the target devices.
+
+    Args:
+        path: checkpoint directory; not needed (may be None or "") with load_format "random".
+        dtype: what the parameters are converted to.
+        mesh: cut over its "tensor" axis; None: whole, on the first device.
+        load_format: "auto" takes Orbax if the directory holds it, else safetensors.
+        seed: of random parameters.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointError: a missing path, file, tensor, a wrong shape, an unknown format.
+        ValueError: the model cannot be cut over the mesh.
+    """
+    if mesh is not None:
+        check_tensor(config, mesh.size)
+    if load_format not in FORMATS:
+        raise CheckpointError(
+            f"model.load_format {load_format!r} is not known (known: {', '.join(FORMATS)})"
+        )
+    target = jnp.dtype(dtype)
+    if load_format == "random":
+        return random_params(family, config, dtype=target, mesh=mesh, seed=seed)
+    if not path:
+        raise CheckpointError(f"model.path is needed with model.load_format {load_format!r}")
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"no such checkpoint directory: {folder}")
+    if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):
+        return load_orbax(folder, family, config, dtype=target, mesh=mesh)
+    return load_safetensors(folder, family, config, dtype=target, mesh=mesh, progress=progress)
+
+
+def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
+    """Bytes of parameters on each device (without a mesh: on the one device)."""
+    specs = jax.tree.leaves(get_family(config.family).param_specs(config))
+    elements = sum(
+        math.prod(param_sharding(mesh, spec).shard_shape(padded_shape(mesh, spec)))
+        for spec in specs
+    )
+    return elements * jnp.dtype(dtype).itemsize

@@ -1,0 +1,81 @@
+"""Orbax checkpoints: a flat dict of parameters that restores straight onto the target devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.sharding import padded_shape, param_sharding
+from jaxserve.weights.errors import CheckpointError
+
+FOLDER = "params"
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether the directory holds a checkpoint written by `save_orbax`."""
+    return (folder / FOLDER / "_METADATA").is_file()
+
+
+def save_orbax(folder: Path, params: Params) -> None:
+    """Writes the parameters to `folder`/params, replacing what is there."""
+    flat = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save((folder / FOLDER).resolve(), flat, force=True)
+
+
+def load_orbax(
+    folder: Path, family: Family, config: ModelConfig, *, dtype: np.dtype, mesh: Mesh | None
+) -> Params:
+    """The parameters in `folder`, as `dtype`, each device reading only what it holds.
+
+    Raises:
+        CheckpointError: not an Orbax checkpoint of ours, a missing parameter or a wrong shape.
+    """
+    if not is_orbax(folder):
+        raise CheckpointError(f"no Orbax checkpoint in {folder / FOLDER}")
+    paths, treedef = jax.tree_util.tree_flatten_with_path(family.param_specs(config))
+    specs: dict[str, ParamSpec] = {_name(path): spec for path, spec in paths}
+    location = (folder / FOLDER).resolve()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        _check(_stored_shapes(checkpointer, location), specs)
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(
+                sharding=param_sharding(mesh, spec),
+                global_shape=padded_shape(mesh, spec),
+                dtype=dtype,
+                strict=False,  # zero rows where the vocabulary is padded
+            )
+            for name, spec in specs.items()
+        }
+        flat = checkpointer.restore(location, restore_args=restore_args)
+    return jax.tree.unflatten(treedef, [flat[name] for name in specs])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """A parameter's name, such as "layers.q.kernel"."""
+    return ".".join(entry.name for entry in path)
+
+
+def _stored_shapes(checkpointer: Any, location: Path) -> dict[str, tuple[int, ...]]:
+    metadata = checkpointer.metadata(location)
+    tree = getattr(metadata, "item_metadata", metadata)
+    return {name: tuple(entry.shape) for name, entry in dict(tree).items()}
+
+
+def _check(stored: dict[str, tuple[int, ...]], specs: dict[str, ParamSpec]) -> None:
+    for name, spec in specs.items():
+        if name not in stored:
+            raise CheckpointError(f"the checkpoint has no parameter {name!r}")
+        if stored[name] != spec.shape:
+            raise CheckpointError(
+                f"parameter {name!r}: expected shape {list(spec.shape)}, found {list(stored[name])}"
+            )
+    unknown = sorted(set(stored) - set(specs))
+    if unknown:
+        raise CheckpointError(f"the checkpoint's parameter {unknown[0]!r} is not in the model")

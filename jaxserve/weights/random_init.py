@@ -1,0 +1,49 @@
+"""Random parameters for a shape, made on the target devices."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.sharding import padded_shape, param_sharding
+
+
+def random_params(
+    family: Family, config: ModelConfig, *, dtype: np.dtype, mesh: Mesh | None, seed: int
+) -> Params:
+    """Parameters drawn as their specs say; the same seed gives the same values on any mesh."""
+    specs, treedef = jax.tree.flatten(family.param_specs(config))
+    keys = jax.random.split(jax.random.key(seed), len(specs))
+    leaves = [_leaf(spec, key, dtype, mesh) for spec, key in zip(specs, keys, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _leaf(spec: ParamSpec, key: jax.Array, dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
+    shape, sharding = padded_shape(mesh, spec), param_sharding(mesh, spec)
+    if spec.init != "normal":
+        return _constant(shape, sharding, dtype, {"zeros": 0.0, "ones": 1.0}[spec.init])
+    draw = jax.jit(_draw, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
+    return draw(key, spec.shape, shape, spec.std, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _constant(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: np.dtype, value: float
+) -> jax.Array:
+    return jnp.full(shape, value, dtype, device=sharding)
+
+
+def _draw(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    padded: tuple[int, ...],
+    std: float,
+    dtype: np.dtype,
+) -> jax.Array:
+    values = (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    return jnp.pad(values, [(0, after - size) for size, after in zip(shape, padded, strict=True)])

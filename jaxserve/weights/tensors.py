@@ -1,0 +1,94 @@
+"""The tensors of a Hugging Face directory: one or several safetensors files behind one name map."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxserve.weights.config import read_json
+from jaxserve.weights.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+STORED_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+class TensorFiles:
+    """Reads slices of named tensors; use as a context manager. Files are mapped, not loaded.
+
+    Args:
+        folder: directory with *.safetensors files and, if sharded, their index.
+        prefix: prefix of tensor names that the checkpoint may have left out, or added.
+
+    Raises:
+        CheckpointError: no safetensors files, a file of the index is missing, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._prefix = prefix
+        self._stack = contextlib.ExitStack()
+        self._slices: dict[str, Any] = {}
+        for path in _files(folder):
+            try:
+                # framework "np" gives bfloat16 as ml_dtypes.bfloat16, which jax has registered.
+                file = self._stack.enter_context(safe_open(path, framework="np"))
+                self._slices.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._stack.close()
+
+    def find(self, name: str) -> Any | None:
+        """The tensor's slice object under its name with or without the prefix, or None."""
+        shortened = name.removeprefix(self._prefix)
+        for candidate in (name, shortened, self._prefix + name):
+            if candidate in self._slices:
+                return self._slices[candidate]
+        return None
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """CheckpointError unless the tensor is there with this shape and a float dtype."""
+        found = self.find(name)
+        if found is None:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+        if tuple(found.get_shape()) != shape:
+            raise CheckpointError(
+                f"tensor {name!r}: expected shape {list(shape)}, found {list(found.get_shape())}"
+            )
+        if found.get_dtype() not in STORED_DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r}: stored as {found.get_dtype()}, "
+                "which is not supported (known: F32, F16, BF16, F64)"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A copy of part of a checked tensor, in its stored dtype."""
+        found = self.find(name)
+        assert found is not None, name
+        return found[index]
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"no *.safetensors files in {folder}")
+        return files
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{index} names {missing[0]}, which is not in {folder}")
+    return files

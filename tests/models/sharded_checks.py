@@ -1,0 +1,98 @@
+"""Run by test_sharding.py in a process of its own with 8 CPU devices; prints results as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.convert import convert
+from jaxserve.models.dense import sequence_logits
+from jaxserve.sharding import make_mesh
+from jaxserve.weights import load_config, load_params, param_bytes
+from tests.models.fixtures import hf_config, load_reference, write_checkpoint
+from tests.models.paged import PagedRun
+
+CASES = ("opt", "llama3")  # 4 heads each, 4 and 2 KV heads; a vocabulary of 61
+PAGED_SHARDS = {"opt": (2,), "llama3": (4,)}
+
+
+def dense_error(name: str, folder: Path, tensor: int) -> float:
+    """Largest difference from the reference logits."""
+    case, mesh = load_reference(name), make_mesh(tensor)
+    params = load_params(folder, case.family, case.config, dtype="float32", mesh=mesh)
+    run = jax.jit(lambda p, t: sequence_logits(case.family, p, case.config, t, mesh=mesh))
+    return float(np.abs(np.asarray(run(params, case.tokens[0])) - case.logits[0]).max())
+
+
+def paged_error(name: str, folder: Path, tensor: int) -> float:
+    """The same through the pool: one prefill of 16 tokens, 8 decodes."""
+    case, mesh = load_reference(name), make_mesh(tensor)
+    params = load_params(folder, case.family, case.config, dtype="float32", mesh=mesh)
+    tokens = case.tokens[0]
+    run = PagedRun(case.family, case.config, params, [24], 4, mesh)
+    out = run.step([(0, tokens[:16])], 1, 16)
+    for i in range(16, 24):
+        out += run.step([(0, tokens[i : i + 1])], 1, 1)
+    return float(np.abs(np.concatenate(out) - case.logits[0][:24]).max())
+
+
+def layout(name: str, folder: Path, tensor: int) -> dict[str, Any]:
+    """What one device holds of some parameters, and whether the loaders agree on it."""
+    case, mesh = load_reference(name), make_mesh(tensor)
+    options: dict[str, Any] = {"dtype": "float32", "mesh": mesh}
+    params = load_params(folder, case.family, case.config, **options)
+    with tempfile.TemporaryDirectory() as target:
+        convert(folder, Path(target) / "orbax", "float32")
+        restored = load_params(Path(target) / "orbax", case.family, case.config, **options)
+    whole, drawn = (
+        load_params(None, case.family, case.config, dtype="float32", load_format="random", mesh=m)
+        for m in (None, mesh)
+    )
+    shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
+    return {
+        "q": shard.layers.q.kernel.shape,
+        "k": shard.layers.k.kernel.shape,
+        "o": shard.layers.o.kernel.shape,
+        "down": shard.layers.down.kernel.shape,
+        "embed": shard.embed_tokens.shape,
+        "padding": float(np.abs(np.asarray(params.embed_tokens)[61:]).sum()),
+        "orbax_same": _same(params, restored),
+        "random_same": _same(
+            whole, jax.tree.map(lambda a, b: np.asarray(a)[: b.shape[0]], drawn, whole)
+        ),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(shard)),
+        "param_bytes": param_bytes(case.config, "float32", mesh),
+    }
+
+
+def _same(first: Any, second: Any) -> bool:
+    def leaf(a: Any, b: Any) -> bool:
+        where = getattr(b, "sharding", None)
+        return np.array_equal(a, b) and (where is None or where == a.sharding)
+
+    return all(jax.tree.leaves(jax.tree.map(leaf, first, second)))
+
+
+def main() -> None:
+    """Prints {"dense": {name: {tensor: error}}, "paged": ..., "layout": ...}."""
+    assert len(jax.devices()) == 8
+    results: dict[str, dict[str, dict[int, Any]]] = {"dense": {}, "paged": {}, "layout": {}}
+    for name in CASES:
+        with tempfile.TemporaryDirectory() as where:
+            folder = Path(where)
+            write_checkpoint(folder, hf_config(name))
+            assert load_config(folder)[1] == load_reference(name).config
+            results["dense"][name] = {n: dense_error(name, folder, n) for n in (1, 2, 4)}
+            results["paged"][name] = {n: paged_error(name, folder, n) for n in PAGED_SHARDS[name]}
+            results["layout"][name] = {n: layout(name, folder, n) for n in (4,)}
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

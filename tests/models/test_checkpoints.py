@@ -1,0 +1,234 @@
+"""The loaders: what they accept, and the one-line errors for what they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve import convert
+from jaxserve.models.registry import get_family
+from jaxserve.weights import (
+    CheckpointError,
+    checkpoint_dtype,
+    load_config,
+    load_params,
+    load_preset,
+    param_bytes,
+)
+from tests.models.fixtures import hf_config, hf_tensors, load_reference, write_checkpoint
+
+
+def load(folder: Path, dtype: str = "float32", **options):
+    family, config, _ = load_config(folder)
+    return load_params(folder, family, config, dtype=dtype, **options)
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture
+def opt(tmp_path):
+    write_checkpoint(tmp_path, hf_config("opt"))
+    return tmp_path
+
+
+def test_values_land_where_they_belong(opt):
+    tensors, params = hf_tensors(hf_config("opt")), load(opt)
+    for layer in range(3):
+        name = f"model.decoder.layers.{layer}"
+        np.testing.assert_array_equal(
+            params.layers.up.kernel[layer], tensors[f"{name}.fc1.weight"].T
+        )
+        np.testing.assert_array_equal(
+            params.layers.v.bias[layer], tensors[f"{name}.self_attn.v_proj.bias"]
+        )
+    np.testing.assert_array_equal(params.embed_tokens, tensors["model.decoder.embed_tokens.weight"])
+
+
+def test_sharded_safetensors(tmp_path):
+    hf, tensors = hf_config("llama3"), hf_tensors(hf_config("llama3"))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    weight_map = {}
+    for part in range(3):
+        chosen = {name: t for i, (name, t) in enumerate(tensors.items()) if i % 3 == part}
+        file = f"model-{part + 1:05}-of-00003.safetensors"
+        save_file(chosen, tmp_path / file)
+        weight_map.update(dict.fromkeys(chosen, file))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_same(load(tmp_path), load_reference("llama3").params)
+
+    (tmp_path / file).unlink()
+    with pytest.raises(CheckpointError, match=f"names {file}, which is not in"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_dtypes(tmp_path, stored, dtype):
+    tensors = {name: t.astype(stored) for name, t in hf_tensors(hf_config("opt")).items()}
+    write_checkpoint(tmp_path, hf_config("opt"), tensors)
+    want = jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf).astype(stored).astype(jnp.dtype(dtype))),
+        load_reference("opt").params,
+    )
+    assert_same(load(tmp_path, dtype), want)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama3"])
+def test_names_without_the_prefix(tmp_path, name):
+    tensors = {n.removeprefix("model."): t for n, t in hf_tensors(hf_config(name)).items()}
+    assert any(n.startswith(("decoder.", "layers.")) for n in tensors)
+    write_checkpoint(tmp_path, hf_config(name), tensors)
+    assert_same(load(tmp_path), load_reference(name).params)
+
+
+def test_tensors_the_model_does_not_use_are_left(tmp_path):
+    tensors = hf_tensors(hf_config("opt"))
+    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"]
+    write_checkpoint(tmp_path, hf_config("opt"), tensors)
+    assert_same(load(tmp_path), load_reference("opt").params)
+
+
+def test_missing_tensor(tmp_path):
+    tensors = hf_tensors(hf_config("opt"))
+    del tensors["model.decoder.layers.1.fc2.bias"]
+    write_checkpoint(tmp_path, hf_config("opt"), tensors)
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.decoder\.layers\.1\.fc2\.bias'"):
+        load(tmp_path)
+
+
+def test_missing_lm_head_says_what_to_do(tmp_path):
+    tensors = hf_tensors(hf_config("llama3"))
+    del tensors["lm_head.weight"]
+    write_checkpoint(tmp_path, hf_config("llama3"), tensors)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(tmp_path)
+
+
+def test_wrong_shape(tmp_path):
+    tensors = hf_tensors(hf_config("opt"))
+    tensors["model.decoder.layers.0.fc1.weight"] = np.zeros((64, 31), np.float32)
+    write_checkpoint(tmp_path, hf_config("opt"), tensors)
+    with pytest.raises(
+        CheckpointError, match=r"fc1\.weight': expected shape \[64, 32\], found \[64, 31\]"
+    ):
+        load(tmp_path)
+
+
+def test_integer_weights(tmp_path):
+    tensors = hf_tensors(hf_config("opt"))
+    tensors["model.decoder.layers.0.fc1.weight"] = np.zeros((64, 32), np.int8)
+    write_checkpoint(tmp_path, hf_config("opt"), tensors)
+    with pytest.raises(CheckpointError, match=r"fc1\.weight': stored as I8"):
+        load(tmp_path)
+
+
+def test_missing_paths(tmp_path):
+    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
+        load_config(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("opt")))
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors files"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        load(tmp_path)
+
+
+def test_load_params_arguments(opt):
+    family, config, _ = load_config(opt)
+    with pytest.raises(CheckpointError, match=r"load_format 'pickle' is not known"):
+        load_params(opt, family, config, dtype="float32", load_format="pickle")
+    with pytest.raises(CheckpointError, match=r"model\.path is needed"):
+        load_params("", family, config, dtype="float32")
+    with pytest.raises(CheckpointError, match="no Orbax checkpoint in"):
+        load_params(opt, family, config, dtype="float32", load_format="orbax")
+
+
+def test_end_of_sequence_ids_of_both_files(opt):
+    (opt / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    _, config, hf = load_config(opt)
+    assert config.eos_token_ids == (2, 7, 9)
+    assert hf["eos_token_id"] == [2, 7, 9]
+
+
+def test_checkpoint_dtype():
+    assert checkpoint_dtype({}) is None
+    assert checkpoint_dtype({"torch_dtype": "float16"}) == jnp.float16
+    assert checkpoint_dtype({"dtype": "bfloat16", "torch_dtype": "float16"}) == jnp.bfloat16
+    with pytest.raises(CheckpointError, match="int8"):
+        checkpoint_dtype({"dtype": "int8"})
+
+
+def test_random_params():
+    family, config, _ = load_preset("opt-125m")
+    config = family.config_from_hf({**hf_config("opt"), "vocab_size": 4001})
+    first, again, other = (
+        load_params(None, family, config, dtype="float32", load_format="random", seed=seed)
+        for seed in (0, 0, 1)
+    )
+    assert_same(first, again)
+    assert np.abs(np.asarray(first.embed_tokens - other.embed_tokens)).max() > 0
+    assert np.std(np.asarray(first.embed_tokens)) == pytest.approx(0.02, rel=0.02)
+    assert np.abs(np.asarray(first.layers.q.kernel[0] - first.layers.k.kernel[0])).max() > 0
+    np.testing.assert_array_equal(first.layers.mlp_norm.scale, 1.0)
+    np.testing.assert_array_equal(first.layers.up.bias, 0.0)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+    assert nbytes == param_bytes(config, "float32") == 4 * config.num_params()
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3"])
+def test_convert_and_restore(tmp_path, name, capsys):
+    source, target = tmp_path / "hf", tmp_path / "orbax"
+    source.mkdir()
+    write_checkpoint(source, {**hf_config(name), "torch_dtype": "bfloat16"})
+    (source / "tokenizer.json").write_text("{}")
+    assert convert.main([str(source), str(target), "--dtype=float32"]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert (target / "tokenizer.json").read_text() == "{}"
+    family, config, hf = load_config(target)
+    assert hf["dtype"] == "float32"
+    assert config == load_config(source)[1]
+    assert_same(load(target), load_reference(name).params)
+    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), load_reference(name).params)
+    assert_same(load(target, "bfloat16", load_format="orbax"), half)
+
+    # A second run does not overwrite, and another model's config is refused.
+    assert convert.main([str(source), str(target)]) == 1
+    assert "not an empty directory" in capsys.readouterr().err
+    wider = {**hf_config(name), "vocab_size": 62}
+    with pytest.raises(CheckpointError, match=r"'embed_tokens': expected shape \[62, 32\]"):
+        load_params(target, family, family.config_from_hf(wider), dtype="float32")
+    deeper = {**hf_config("llama3"), "num_hidden_layers": 1}
+    llama = get_family("llama")
+    with pytest.raises(CheckpointError, match="parameter"):
+        load_params(target, llama, llama.config_from_hf(deeper), dtype="float32")
+
+
+def test_convert_keeps_the_checkpoint_dtype(tmp_path):
+    (tmp_path / "hf").mkdir()
+    write_checkpoint(tmp_path / "hf", {**hf_config("opt"), "torch_dtype": "bfloat16"})
+    convert.convert(tmp_path / "hf", tmp_path / "orbax")
+    assert checkpoint_dtype(load_config(tmp_path / "orbax")[2]) == jnp.bfloat16
+
+
+def test_convert_reports_a_bad_source(tmp_path, capsys):
+    assert convert.main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert "no such checkpoint directory" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

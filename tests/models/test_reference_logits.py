@@ -1,0 +1,77 @@
+"""Every family against transformers' logits: dense attention, and the paged pool."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.models.dense import sequence_logits
+from jaxserve.models.registry import family_for
+from tests.models.fixtures import NAMES, Reference, hf_config, load_reference, saved_config
+from tests.models.paged import PagedRun
+
+TOLERANCE = 1e-4
+
+
+def test_every_family_has_a_reference():
+    covered = {hf_config(name)["model_type"] for name in NAMES}
+    assert covered == {"opt", "llama", "mistral", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_logits(name):
+    case = load_reference(name)
+    run = jax.jit(
+        jax.vmap(lambda params, t: sequence_logits(case.family, params, case.config, t), (None, 0))
+    )
+    got = run(case.params, case.tokens)
+    np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_saved_by_transformers_means_the_same(name):
+    given, saved = hf_config(name), saved_config(name)
+    family = family_for(given)
+    assert family_for(saved) is family
+    assert family.config_from_hf(saved) == family.config_from_hf(given)
+
+
+def _prefill_then_decode(
+    case: Reference, block_size: int, rows: int, tokens: int
+) -> list[np.ndarray]:
+    """Both sequences: prefill chunks in one bucket of (rows, tokens), mixed steps, then decodes.
+
+    Chunks fill the bucket, or not, and end before, on and after block edges.
+    """
+    sequences, length = case.tokens, case.tokens.shape[1]
+    run = PagedRun(case.family, case.config, case.params, [length] * len(sequences), block_size)
+    out: list[list[np.ndarray]] = [[] for _ in sequences]
+
+    def step(counts: dict[int, int], rows: int, tokens: int) -> None:
+        chunks = [(row, sequences[row][run.done[row] :][:n]) for row, n in counts.items()]
+        for (row, _), logits in zip(chunks, run.step(chunks, rows, tokens), strict=True):
+            out[row].append(logits)
+
+    half = tokens // 2
+    step({0: half}, rows, tokens)
+    step({1: half + 1, 0: half - 1}, rows, tokens)  # full
+    step({0: 1, 1: half - 1}, rows, tokens)  # one decodes while the other's chunk runs
+    step({1: 1, 0: min(tokens - 1, length - run.done[0] - 2)}, rows, tokens)
+    while run.done[1] < length:
+        step({row: 1 for row in (0, 1) if run.done[row] < length}, rows, rows)
+    return [np.concatenate(parts) for parts in out]
+
+
+# One case of each family and kind of attention; rope variants differ only in constants, which the
+# dense test covers. The second pair of buckets has padding rows and cuts the last chunk short.
+SMALL, PADDED = (4, 2, 16), (8, 4, 24)
+PAGED = [(name, *SMALL) for name in ("opt", "opt_post_norm", "llama2", "yi", "qwen2", "qwen3")]
+PAGED += [(name, *PADDED) for name in ("opt", "llama3", "mistral", "qwen2_yarn")]
+
+
+@pytest.mark.parametrize(("name", "block_size", "rows", "tokens"), PAGED)
+def test_paged_logits(name, block_size, rows, tokens):
+    case = load_reference(name)
+    got = _prefill_then_decode(case, block_size, rows, tokens)
+    np.testing.assert_allclose(np.stack(got), case.logits, atol=TOLERANCE, rtol=0)

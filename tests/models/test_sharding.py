@@ -1,0 +1,121 @@
+"""Tensor parallelism: rules, KV heads fewer than shards, and logits on 8 virtual CPU devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.models.registry import family_for
+from jaxserve.sharding import check_tensor, constrain, make_mesh, pool_kv_heads, spec
+from tests.models.fixtures import ROOT, hf_config
+
+TOLERANCE = 1e-4
+
+
+def run_checks():
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.sharded_checks"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_on_eight_devices():
+    """One test, so that the process runs once however the tests are spread over workers."""
+    results = run_checks()
+    every = {"1", "2", "4"}
+    check_errors(results["dense"], {"opt": every, "llama3": every})
+    check_errors(results["paged"], {"opt": {"2"}, "llama3": {"4"}})
+    for name, kv_shards in (("opt", 4), ("llama3", 1)):
+        check_layout(parse(name), results["layout"][name]["4"], kv_shards)
+
+
+def check_errors(errors, expected):
+    """Logits are within the tolerance of the reference for each case and number of shards."""
+    assert {name: set(by_shards) for name, by_shards in errors.items()} == expected
+    for name, by_shards in errors.items():
+        assert max(by_shards.values()) < TOLERANCE, (name, by_shards)
+
+
+def check_layout(config, found, kv_shards):
+    """Each of 4 devices holds its part, whichever way the parameters were loaded."""
+    kv_width = config.num_kv_heads * config.head_dim
+    assert found["q"] == [3, 32, 8]
+    assert found["k"] == [3, 32, kv_width // kv_shards]
+    assert found["o"] == [3, 8, 32]
+    assert found["down"] == [3, config.d_ff // 4, 32]
+    assert found["embed"] == [16, 32]  # 61 rows padded to 64
+    assert found["padding"] == 0.0
+    assert found["orbax_same"]
+    assert found["random_same"]
+    assert found["bytes"] == found["param_bytes"]
+
+
+def parse(name, **change):
+    hf = {**hf_config(name), **change}
+    return family_for(hf).config_from_hf(hf)
+
+
+def test_rules():
+    assert spec(("layers", "embed", "heads")) == P(None, None, "tensor")
+    with pytest.raises(KeyError):
+        spec(("no such axis",))
+
+
+def test_mesh_errors():
+    too_many = len(jax.devices()) + 1
+    for tensor in (0, too_many):
+        with pytest.raises(ValueError, match=rf"mesh\.tensor must be between 1 .*got {tensor}"):
+            make_mesh(tensor)
+
+
+def test_no_mesh_leaves_arrays_alone():
+    x = jax.numpy.ones((2, 3))
+    assert constrain(x, None, "heads", None) is x
+
+
+def test_models_that_do_not_fit_the_mesh():
+    with pytest.raises(ValueError, match=r"attention heads \(4\)"):
+        check_tensor(parse("opt"), 3)
+    with pytest.raises(ValueError, match=r"feed-forward width \(50\)"):
+        check_tensor(parse("llama3", intermediate_size=50), 4)
+    odd = parse("llama3", num_attention_heads=12, num_key_value_heads=6)
+    assert pool_kv_heads(odd, 4) == 12
+    with pytest.raises(ValueError, match="6 KV heads repeated to 24"):
+        pool_kv_heads(odd, 8)
+
+
+@given(kv=st.integers(1, 16), group=st.integers(1, 16), tensor=st.integers(1, 16))
+def test_pool_heads_divide_evenly(kv, group, tensor):
+    config = parse("llama3", num_attention_heads=kv * group, num_key_value_heads=kv, head_dim=8)
+    try:
+        heads = pool_kv_heads(config, tensor)
+    except ValueError:
+        # Then no number of repeats that the query heads allow is divisible by the shards.
+        assert all(kv * r % tensor for r in range(1, group + 1) if group % r == 0)
+        return
+    assert heads % tensor == 0
+    assert heads % kv == 0
+    assert (kv * group) % heads == 0
+    # Query head h still reads its own KV head after the repetition.
+    repeats, per_pool_head = heads // kv, kv * group // heads
+    assert all((h // per_pool_head) // repeats == h // group for h in range(kv * group))

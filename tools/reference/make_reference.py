@@ -1,0 +1,92 @@
+"""Writes, or checks, the reference logits of `transformers` for the model tests.
+
+    python tools/reference/make_reference.py            rewrite tests/reference
+    python tools/reference/make_reference.py --check    fail if a fresh run differs
+
+Runs on the CPU in float32, in an environment of its own (requirements.txt beside this file);
+jaxserve is not needed. Each case is a .json (the config as given, and as transformers saves it)
+and an .npz (tokens int32 [S, T], logits float32 [S, T, V]).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from cases import CASES, NUM_SEQUENCES, SEQUENCE_LENGTH, VOCAB_SIZE
+from weights import tensor
+
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "reference"
+TOLERANCE = 1e-5
+
+
+def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    """One case's config as transformers saves it, its tokens and its logits."""
+    fields = copy.deepcopy(given)  # transformers rewrites the rope dict it is given
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(tensor(name, tuple(parameter.shape))))
+        draw = np.random.RandomState(0)
+        tokens = draw.randint(0, VOCAB_SIZE, (NUM_SEQUENCES, SEQUENCE_LENGTH)).astype(np.int32)
+        logits = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits
+    return json.loads(config.to_json_string(use_diff=False)), tokens, logits.numpy()
+
+
+def check(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> list[str]:
+    """What differs between a fresh run and the files."""
+    described = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    stored = np.load(FOLDER / f"{name}.npz")
+    problems = []
+    if described != {"config": CASES[name], "saved": saved}:
+        problems.append(f"{name}: config differs")
+    if not np.array_equal(stored["tokens"], tokens):
+        problems.append(f"{name}: tokens differ")
+    elif not (difference := np.abs(stored["logits"] - logits).max()) <= TOLERANCE:
+        problems.append(f"{name}: logits differ by {difference:.2e} (allowed {TOLERANCE:.0e})")
+    return problems
+
+
+def write(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> None:
+    """Writes one case's two files."""
+    described = {"config": CASES[name], "saved": saved}
+    text = json.dumps(described, indent=1, sort_keys=True) + "\n"
+    (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
+    np.savez_compressed(FOLDER / f"{name}.npz", tokens=tokens, logits=logits)
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    checking = parser.parse_args().check
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    names = {path.stem for path in FOLDER.glob("*.npz")}
+    problems = [f"{name}: no such case" for name in sorted(names - set(CASES))]
+    if checking:
+        problems += [f"{name}: no fixture" for name in sorted(set(CASES) - names)]
+    for name, given in CASES.items():
+        result = run_case(given)
+        if not checking:
+            write(name, *result)
+        elif name in names:
+            problems += check(name, *result)
+    print(
+        "\n".join(problems) or f"{len(CASES)} reference cases {'agree' if checking else 'written'}"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
