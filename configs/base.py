@@ -1,0 +1,77 @@
+"""Every field there is, with its default; a preset starts from here and changes some.
+
+Not a preset of its own: it names no model. Any field can be set on the command line,
+`--config.scheduler.max_rows=16`; `python serve.py --help` shows the flags beside these.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """What serve.py, the bench and the notebook take."""
+    return ConfigDict(
+        {
+            "model": {
+                # Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax.
+                "path": "",
+                # auto | safetensors | orbax | random. random needs no weights: config.json under
+                # path gives the shape, or preset does.
+                "load_format": "auto",
+                # A built-in shape for random weights, e.g. opt-125m.
+                "preset": "",
+                # auto (float32 on CPU, else the checkpoint's) | float32 | bfloat16 | float16
+                "dtype": "auto",
+                # Seed of random weights.
+                "seed": 0,
+                # What GetServerInfo and the metrics call it; empty: from path or preset.
+                "name": "",
+            },
+            "cache": {
+                # Tokens a block holds.
+                "block_size": 16,
+                # Blocks of the pool; each holds K or V of block_size tokens, for all layers.
+                # 0: as many as memory_gib holds.
+                "num_blocks": 0,
+                # Size of the pool; 0: memory_fraction of what the device has left.
+                "memory_gib": 0.0,
+                "memory_fraction": 0.9,
+            },
+            "scheduler": {
+                # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
+                "policy": "sarathi",
+                # Tokens of one batch, and how far prefills may fill it.
+                "max_batch_tokens": 512,
+                "max_prefill_tokens": 512,
+                # Requests of one batch.
+                "max_rows": 32,
+                # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED.
+                "max_queue": 256,
+            },
+            "engine": {
+                # Prompt and output tokens of one request; 0: what the model was trained for.
+                "max_model_len": 0,
+                "attention_backend": "auto",
+                # Batch shapes to compile, ascending; empty: powers of two, then steps of 256.
+                "row_buckets": (),
+                "token_buckets": (),
+                # Compiled steps survive a restart here; empty: nothing is kept.
+                "compilation_cache_dir": "~/.cache/jaxserve/xla",
+                # Finish a step on the host while the device runs the next one.
+                "overlap": True,
+                # A compilation after the warm-up is an engine failure.
+                "forbid_compile": False,
+            },
+            # Devices that one layer's heads are split over.
+            "mesh": {"tensor": 1},
+            "server": {
+                # localhost: this machine only. 0.0.0.0: everyone; there is no authentication.
+                "host": "localhost",
+                # 0: any free one.
+                "port": 50051,
+                # Prometheus; -1: none, 0: any free port.
+                "metrics_port": 9464,
+                # Seconds that running requests get after SIGTERM.
+                "grace_s": 30.0,
+            },
+        }
+    )

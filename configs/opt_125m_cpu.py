@@ -1,0 +1,21 @@
+"""OPT-125M in float32 on a CPU. Random weights unless a checkpoint is given.
+
+    python serve.py --config=configs/opt_125m_cpu.py
+    python serve.py --config=configs/opt_125m_cpu.py --model=/path/to/opt-125m
+
+docs/performance.md has what to expect: this is the configuration that is measured there. Random
+weights write noise, at the same speed. 0.5 GiB of weights and 1 GiB of pool.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxserve.configs import base
+
+
+def get_config() -> ConfigDict:
+    config = base.get_config()
+    config.model.preset = "opt-125m"
+    config.model.load_format = "random"
+    config.model.dtype = "float32"
+    config.cache.memory_gib = 1.0
+    return config

@@ -1,0 +1,230 @@
+"""Draws the figures of the documentation as SVG.
+
+    python docs/figures/draw.py [DIR]
+
+Writes beside this file unless a directory is given. No package is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+INK, QUIET, PAPER = "#1f2933", "#5a6772", "#ffffff"
+HOST, DEVICE, OUTSIDE = "#e3edf7", "#fbe9d7", "#eef0f2"
+BORDER = {HOST: "#4a7fb0", DEVICE: "#c7813a", OUTSIDE: "#8a949e"}
+OWNERS = {"A": "#4a90c4", "B": "#e08a3c", "C": "#5aa469"}
+FONT = "Helvetica, Arial, sans-serif"
+
+
+class Drawing:
+    """SVG elements on a white page; lengths in pixels, y downwards."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self._parts: list[str] = []
+
+    def rect(
+        self, x: float, y: float, w: float, h: float, fill: str, line: str = "none", r: float = 6
+    ) -> None:
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}" '
+            f'fill="{fill}" stroke="{line}" stroke-width="1.5"/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float = 13,
+        colour: str = INK,
+        anchor: str = "middle",
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        words = words.replace("&", "&amp;").replace("<", "&lt;")
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}" '
+            f'text-anchor="{anchor}"{weight}>{words}</text>'
+        )
+
+    def note(self, x: float, y: float, words: str) -> None:
+        """Small print from x to the right."""
+        self.text(x, y, words, size=12, colour=QUIET, anchor="start")
+
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str, name: str, *notes: str
+    ) -> None:
+        """A box with a name and lines of small print, centred."""
+        self.rect(x, y, w, h, fill, BORDER[fill])
+        top = y + h / 2 + 5 - 8 * len(notes)
+        self.text(x + w / 2, top, name, bold=True)
+        for i, note in enumerate(notes):
+            self.text(x + w / 2, top + 17 * (i + 1), note, size=11.5, colour=QUIET)
+
+    def arrow(self, *points: tuple[float, float], colour: str = INK, dashed: bool = False) -> None:
+        """A line through the points, with a head at the last one."""
+        (x0, y0), (x1, y1) = points[-2:]
+        length = max(((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5, 1e-9)
+        ux, uy = (x1 - x0) / length, (y1 - y0) / length
+        base = (x1 - 9 * ux, y1 - 9 * uy)
+        head = [
+            (x1, y1),
+            (base[0] - 4 * uy, base[1] + 4 * ux),
+            (base[0] + 4 * uy, base[1] - 4 * ux),
+        ]
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{_points([*points[:-1], base])}" fill="none" '
+            f'stroke="{colour}" stroke-width="1.6"{dash}/>'
+        )
+        self._parts.append(f'<polygon points="{_points(head)}" fill="{colour}"/>')
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
+            f'viewBox="0 0 {self.width} {self.height}" role="img" font-family="{FONT}">'
+        )
+        page = f'<rect width="{self.width}" height="{self.height}" fill="{PAPER}"/>'
+        return "\n".join([head, f"<title>{self.title}</title>", page, *self._parts, "</svg>\n"])
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.4g},{y:.4g}" for x, y in points)
+
+
+def request_path() -> Drawing:
+    """A request's way through the server and back."""
+    d = Drawing(940, 418, "The way of a request: client, gRPC, queue, scheduler, batch, step, text")
+    d.rect(176, 14, 750, 232, "#f6f9fc", "#c3d2e0", 10)
+    d.note(190, 34, "host")
+    d.rect(176, 264, 750, 142, "#fdf6ef", "#e3c9ad", 10)
+    d.note(190, 284, "device")
+
+    d.box(14, 48, 128, 70, OUTSIDE, "client", "prompt, sampling,", "SLO, tier")
+    d.box(192, 48, 120, 70, HOST, "gRPC server", "checks, encodes")
+    d.box(348, 48, 120, 70, HOST, "queue", "bounded")
+    d.box(504, 48, 190, 70, HOST, "scheduler", "policy: request ->", "tokens to compute now")
+    d.box(730, 48, 180, 70, HOST, "batch", "padded to a bucket,", "block tables")
+    d.box(504, 164, 190, 66, HOST, "block accounting", "who holds which block")
+    d.box(192, 164, 276, 66, HOST, "detokenise, find stops", "whole characters only")
+
+    d.box(730, 314, 180, 70, DEVICE, "jitted step", "model over the batch")
+    d.box(504, 314, 190, 70, DEVICE, "block pool", "K and V of all requests,", "updated in place")
+    d.box(192, 314, 276, 70, DEVICE, "sampling", "per request, in one batch")
+
+    for x in (142, 312, 468, 694):
+        d.arrow((x, 83), ({142: 192, 312: 348, 468: 504, 694: 730}[x] - 2, 83))
+    d.arrow((820, 118), (820, 312))
+    d.note(828, 212, "launch")
+    d.arrow((599, 164), (599, 120))
+    d.arrow((728, 338), (696, 338))
+    d.arrow((696, 362), (728, 362))
+    d.arrow((820, 384), (820, 397), (330, 397), (330, 386))
+    d.arrow((330, 314), (330, 232))
+    d.note(338, 259, "tokens")
+    d.arrow((192, 197), (78, 197), (78, 120))
+    d.note(86, 190, "stream")
+    d.arrow((440, 314), (440, 294), (760, 294), (760, 312), dashed=True)
+    d.note(450, 286, "the next step takes its input here, on the device")
+    return d
+
+
+def block_pool() -> Drawing:
+    """Twenty-four blocks and the tables of two requests."""
+    d = Drawing(820, 300, "The block pool: blocks of K or V, and the tables of two requests")
+    d.text(20, 28, "One pool of blocks on the device", anchor="start", bold=True)
+    d.note(
+        20, 47, "A block holds K or V of 16 tokens, for all layers. Any request may take any block."
+    )
+    tables = {"A": (35, (0, 5, 17), (1, 6, 18)), "B": (22, (2, 9), (3, 12))}
+    cell, left, top, columns = 58, 20, 62, 8
+    for block in range(24):
+        x, y = left + cell * (block % columns), top + cell * (block // columns)
+        d.rect(x, y, cell - 6, cell - 6, "#f1f3f5", "#b6bec6", 3)
+    for name, (tokens, *planes) in tables.items():
+        for letter, ids in zip("KV", planes, strict=True):
+            for index, block in enumerate(ids):
+                x, y = left + cell * (block % columns), top + cell * (block // columns)
+                fill = min(tokens / 16 - index, 1.0)
+                d.rect(x, y, (cell - 6) * fill, cell - 6, OWNERS[name], "none", 3)
+                d.text(x + (26 if fill == 1.0 else 34), y + 28, letter, bold=True)
+    for block in range(24):
+        x, y = left + cell * (block % columns), top + cell * (block // columns)
+        d.text(x + 47, y + 46, str(block), size=10, anchor="end")
+    d.note(
+        20, 262, "Blocks 17 and 18 have room for 13 more tokens of A. For the one after, A takes"
+    )
+    d.note(
+        20, 279, "any two free blocks. When A ends, its blocks go back to the stack of free ones."
+    )
+    for place, (name, (tokens, *planes)) in enumerate(tables.items()):
+        _table(d, 520, 62 + 104 * place, name, tokens, planes)
+    return d
+
+
+def _table(
+    d: Drawing, x: float, y: float, name: str, tokens: int, planes: Sequence[Sequence[int]]
+) -> None:
+    d.rect(x, y, 280, 92, PAPER, OWNERS[name])
+    d.rect(x + 12, y + 12, 16, 16, OWNERS[name], "none", 3)
+    d.text(x + 36, y + 25, f"request {name}: {tokens} tokens", anchor="start", bold=True)
+    for i, (letter, ids) in enumerate(zip("KV", planes, strict=True)):
+        row = f"{letter} blocks: {', '.join(map(str, ids))}"
+        d.text(x + 14, y + 52 + 24 * i, row, anchor="start")
+
+
+def loop() -> Drawing:
+    """The overlap of host and device, as a time line."""
+    d = Drawing(880, 318, "The loop: the host finishes a step while the device runs the next")
+    d.arrow((110, 24), (864, 24), colour=QUIET)
+    d.text(104, 28, "time", anchor="end", size=12, colour=QUIET)
+    lanes = ((40, "host", "plans"), (124, "device", "runs"), (208, "host", "finishes"))
+    for y, who, what in lanes:
+        d.text(20, y + 20, who, anchor="start", bold=True)
+        d.note(20, y + 37, what)
+    run = 216
+    for step in range(1, 4):
+        begin = 196 + run * (step - 1)
+        planned = 110 if step == 1 else begin - run + 4 if step == 2 else begin - run + 88
+        d.rect(planned, 40, 80, 46, HOST, BORDER[HOST], 4)
+        d.text(planned + 40, 60, f"plan {step}", size=12, bold=True)
+        d.text(planned + 40, 77, "build, launch", size=11, colour=QUIET)
+        d.arrow((planned + 80, 86), (begin + 4, 122))
+        d.rect(begin, 124, run - 4, 46, DEVICE, BORDER[DEVICE], 4)
+        d.text(begin + run / 2, 152, f"step {step}", size=12, bold=True)
+        if step < 3:
+            end = begin + run
+            d.rect(end + 4, 208, 80, 46, HOST, BORDER[HOST], 4)
+            d.text(end + 44, 228, f"finish {step}", size=12, bold=True)
+            d.text(end + 44, 245, "text, stream", size=11, colour=QUIET)
+            d.arrow((end - 8, 170), (end + 8, 206), colour=BORDER[DEVICE], dashed=True)
+    d.note(
+        110,
+        284,
+        "The host is one thread: plan 2, then wait for step 1, finish 1, plan 3, and so on.",
+    )
+    d.note(
+        110, 302, "Step 2 does not wait for the host: it takes step 1's tokens where they are made."
+    )
+    return d
+
+
+FIGURES: dict[str, Callable[[], Drawing]] = {
+    "request-path": request_path,
+    "block-pool": block_pool,
+    "loop": loop,
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    folder = Path(argv[0]) if argv else Path(__file__).parent
+    for name, draw in FIGURES.items():
+        (folder / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,265 @@
+"""Measures the engine. A summary for people, and with --json one JSON object as the last line.
+
+    python -m jaxserve.bench throughput --config=configs/opt_125m_cpu.py --num_requests=32
+    python -m jaxserve.bench latency --input_len=128 --output_len=64
+    python -m jaxserve.bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
+    python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
+
+The engine runs in this process, with the presets and flags of serve.py (--config, --model,
+--load_format, --policy, --config.x.y=); `load --address` goes to a running server instead.
+Prompts are random token ids, and the end-of-sequence token is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from jaxserve.bench import runs
+from jaxserve.bench.machine import machine, versions
+from jaxserve.bench.report import text
+from jaxserve.bench.steps import StepRecorder, step_metrics
+from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
+from jaxserve.client import Client, ServerError
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.request import SLO
+from jaxserve.sched.workload import (
+    Workload,
+    WorkloadError,
+    fixed_lengths,
+    gamma_arrivals,
+    poisson_arrivals,
+    read_lengths,
+)
+from jaxserve.server import launch
+
+DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
+INPUT_LEN, OUTPUT_LEN = 128, 64
+Measure = Callable[[Target], dict[str, Any]]
+
+
+class UsageError(ValueError):
+    """The command line is wrong; one line says how."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
+    try:
+        args, config = parse(sys.argv[1:] if argv is None else argv)
+        result = measure(args, config)
+    except (UsageError, launch.UsageError) as error:
+        return _complain(error, 2)
+    except (ConfigError, WorkloadError, BenchError, ServerError) as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    print(text(result), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
+    """The arguments, checked, and the engine's config; None for a server's load. Raises
+    UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
+    args, rest = _parser().parse_known_args(argv)
+    for name in ("num_requests", "input_len", "output_len", "repeats"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be at least 1, got {value}")
+    if args.seed < 0:
+        raise UsageError(f"--seed must be at least 0, got {args.seed}")
+    if args.command == "load":
+        _check_load(args)
+        if args.address:
+            if rest:
+                raise UsageError(f"{rest[0]}: the server at --address has its own configuration")
+            return args, None
+    values = flags.FlagValues()
+    launch.parse_flags(["jaxserve.bench", *rest], str(DEFAULT_CONFIG), values)
+    for name in ("port", "metrics_port"):
+        if values[name].value is not None:
+            raise UsageError(f"--{name} is for serve.py; the bench opens no port")
+    return args, launch.read_config(values)
+
+
+def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
+    """Runs one command; the JSON object. Raises ConfigError, WorkloadError, BenchError."""
+    where = machine()
+    workload, run = _prepare(args)
+    if config is None:
+        with Client(args.address) as client:
+            target = ServerTarget(client)
+            model = target.info()
+            runs.warm_up(target, 1, 1, 2, args.seed)
+            outcome: dict[str, Any] = {"results": run(target)}
+    else:
+        if args.command == "throughput":  # all wait at once, and none is to be refused
+            config.scheduler.max_queue = max(config.scheduler.max_queue, args.num_requests)
+        model, outcome = _in_process(args, config, run)
+    return {
+        "command": args.command,
+        "workload": workload,
+        "model": model,
+        **outcome,
+        "config": None if config is None else config.to_dict(),
+        "machine": where,
+        "versions": versions(),
+    }
+
+
+def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
+    """The workload as reported, and the measurement to be run on a target."""
+    said = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
+    count, seed = args.num_requests, args.seed
+    if args.command == "throughput":
+        return said, lambda target: runs.throughput(
+            target, count, args.input_len, args.output_len, args.repeats, seed
+        )
+    if args.command == "latency":
+        return said, lambda target: runs.latency(
+            target, count, args.input_len, args.output_len, seed
+        )
+    workload, slo = _workload(args), _slo(args)
+    said["num_requests"] = len(workload)
+    said["prompt_tokens"] = int(workload.prompt_len.sum())
+    said["output_tokens"] = int(workload.output_len.sum())
+    return said, lambda target: runs.load(target, workload, slo, seed)
+
+
+def _in_process(
+    args: argparse.Namespace, config: ConfigDict, run: Measure
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    # Imported late: jax takes seconds, and a wrong command line should answer at once.
+    from jaxserve.engine.build import build_engine
+
+    engine = build_engine(config, progress=sys.stderr.isatty())
+    recorder = StepRecorder()
+    engine.add_observer(recorder)
+    engine.start()
+    try:
+        target = EngineTarget(engine)
+        if args.command == "load":
+            runs.warm_up(target, 1, 1, 2, args.seed)
+        else:
+            rows = args.num_requests if args.command == "throughput" else 1
+            runs.warm_up(target, rows, args.input_len, args.output_len, args.seed)
+        recorder.steps = []
+        before = engine.stats().evictions
+        results = run(target)
+        stats = engine.stats()
+        about = {
+            "steps": step_metrics(recorder.steps),
+            "evictions": stats.evictions - before,
+            "compiles_after_warmup": stats.compiles_after_warmup,
+        }
+        return target.info(), {"results": results, "engine": about}
+    finally:
+        engine.stop()
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    if args.lengths:
+        lengths = read_lengths(args.lengths)
+        if args.num_requests is not None:
+            if args.num_requests > len(lengths):
+                raise WorkloadError(
+                    f"{args.lengths} has {len(lengths)} rows; --num_requests={args.num_requests}"
+                )
+            lengths = lengths.first(args.num_requests)
+    else:
+        lengths = fixed_lengths(
+            args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN, args.num_requests or 100
+        )
+    rng = np.random.default_rng((args.seed, 2))
+    if args.arrivals == "poisson":
+        return Workload.of(poisson_arrivals(args.rate, len(lengths), rng), lengths)
+    return Workload.of(gamma_arrivals(args.rate, args.cv, len(lengths), rng), lengths)
+
+
+def _slo(args: argparse.Namespace) -> SLO:
+    ttft, tbt = args.slo_ttft_ms, args.slo_tbt_ms
+    return SLO(None if ttft is None else ttft / 1e3, None if tbt is None else tbt / 1e3)
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    for name in ("rate", "cv", "slo_ttft_ms", "slo_tbt_ms"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name} must be a positive number, got {value}")
+    if (args.arrivals == "gamma") != (args.cv is not None):
+        raise UsageError("--arrivals=gamma needs --cv, and only that does")
+    if args.lengths and (args.input_len or args.output_len):
+        raise UsageError("--lengths gives both lengths; leave out --input_len and --output_len")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text, count in (
+        ("throughput", "tokens/s with all requests submitted at once", 32),
+        ("latency", "one request at a time", 5),
+        ("load", "requests that arrive at a rate, whatever becomes of them", None),
+    ):
+        sub = commands.add_parser(
+            name,
+            help=help_text,
+            description=f"{help_text}. Flags of serve.py work too: --config=, --policy=, ...",
+            allow_abbrev=False,
+        )
+        fixed = count is not None
+        number = str(count) if fixed else "100, or all rows of --lengths"
+        _number(sub, "num_requests", int, count, f"requests ({number})")
+        _number(sub, "input_len", int, INPUT_LEN if fixed else None, f"prompt tokens ({INPUT_LEN})")
+        _number(
+            sub, "output_len", int, OUTPUT_LEN if fixed else None, f"output tokens ({OUTPUT_LEN})"
+        )
+        _number(sub, "seed", int, 0, "of prompts and arrivals (0)")
+        sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
+        if name == "throughput":
+            _number(sub, "repeats", int, 3, "measured runs, after one to warm up (3)")
+        if name == "load":
+            _load_flags(sub)
+    return parser
+
+
+def _load_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--rate", type=float, required=True, help="requests per second")
+    sub.add_argument(
+        "--arrivals",
+        choices=("poisson", "gamma"),
+        default="poisson",
+        help="gaps between requests (poisson)",
+    )
+    _number(sub, "cv", float, None, "standard deviation of gamma gaps over their mean")
+    sub.add_argument("--lengths", help="CSV file with the columns prompt_tokens,output_tokens")
+    _number(sub, "slo_ttft_ms", float, None, "target of the time to first token")
+    _number(sub, "slo_tbt_ms", float, None, "target of each request's P99 time between tokens")
+    sub.add_argument("--address", help="host:port of a running server, instead of an engine here")
+
+
+def _number(
+    parser: argparse.ArgumentParser, name: str, kind: type, default: float | None, text: str
+) -> None:
+    parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
+
+def _complain(error: Exception, code: int) -> int:
+    print(f"jaxserve.bench: {error}", file=sys.stderr)
+    return code

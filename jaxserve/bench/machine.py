@@ -1,0 +1,48 @@
+"""Where a measurement was taken."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy")
+
+
+def versions() -> dict[str, str]:
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+def machine() -> dict[str, Any]:
+    """load_average: over the last minute; much above 0 before a run means company."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average": round(os.getloadavg()[0], 2),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _cores() -> int:
+    """Those this process may use, where the system says so."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

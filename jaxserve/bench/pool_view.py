@@ -1,0 +1,54 @@
+"""The block pool at one moment, block by block, for a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.engine.engine import Engine
+from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.kinds import PLANES
+
+FREE = -1
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """Arrays over the pool's blocks.
+
+    owner: int64, index into `requests`, or FREE. plane: int64, 0 for K (or hidden), 1 for V, or
+    FREE. fill: float64, share of the block's slots in use, 0 to 1. A block with two owners shows
+    the one with the larger share.
+    """
+
+    requests: tuple[str, ...]
+    owner: np.ndarray
+    plane: np.ndarray
+    fill: np.ndarray
+
+
+def pool_view(engine: Engine) -> PoolView:
+    """What the engine's pool holds now. Called in an `on_output`, that is on the engine's thread,
+    it is exact; elsewhere its parts may be one step apart."""
+    scheduler = engine._scheduler  # no request's path needs this, so the engine does not offer it
+    names = {row: c.request.id for row, c in dict(engine._live).items()}
+    return view_of(scheduler.pool, scheduler.table.computed.copy(), names)
+
+
+def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> PoolView:
+    """computed: tokens in the cache of each row of the pool. names: the rows to show."""
+    owner = np.full(pool.num_blocks, FREE)
+    plane = np.full(pool.num_blocks, FREE)
+    fill = np.zeros(pool.num_blocks)
+    holding = [row for row in sorted(names) if pool.held[row]]
+    for index, row in enumerate(holding):
+        held = int(pool.held[row])
+        before = np.arange(held) * pool.block_size
+        share = np.clip((computed[row] - before) / pool.block_size, 0.0, 1.0)
+        for which in range(PLANES[pool.kind[row]]):
+            ids = pool.tables[row, which, :held]
+            mine = (owner[ids] == FREE) | (share > fill[ids])
+            owner[ids[mine]], plane[ids[mine]], fill[ids[mine]] = index, which, share[mine]
+    return PoolView(tuple(names[row] for row in holding), owner, plane, fill)

@@ -1,0 +1,93 @@
+"""A result as text for people; the JSON line is for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LABELS = {
+    "output_tokens_per_s": "output tokens/s",
+    "total_tokens_per_s": "prompt + output tokens/s",
+    "seconds": "seconds",
+    "duration_s": "duration, s",
+    "finished_per_s": "finished requests/s",
+    "offered_per_s": "offered requests/s",
+    "ttft_ms": "TTFT, ms",
+    "tpot_ms": "TPOT, ms",
+    "tbt_ms": "TBT, ms",
+    "request_p99_tbt_ms": "P99 TBT of a request, ms",
+    "normalised_latency_ms": "normalised latency, ms/token",
+    "e2e_ms": "end to end, ms",
+    "sent_late_ms": "sent late by, ms",
+    "preemptions": "preemptions",
+}
+_WIDTH = 30
+
+
+def text(result: dict[str, Any]) -> str:
+    """Some twenty lines: what was measured, where, and the numbers."""
+    info, where, versions = result["model"], result["machine"], result["versions"]
+    lines = [
+        f"{result['command']}: {info['model']} ({info['dtype']}, {info['device']}), "
+        f"policy {info['policy']}",
+        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}; "
+        f"jax {versions['jax']}, Python {versions['python']}",
+    ]
+    lines += [_line(LABELS[name], value) for name, value in _known(result["results"])]
+    requests = result["results"].get("requests")
+    if requests:
+        counts = ", ".join(f"{count} {name}" for name, count in requests.items() if count)
+        lines.append(_line("requests", counts))
+    lines += _slo(result["results"].get("slo"))
+    engine = result.get("engine")
+    if engine:
+        lines += _engine(engine)
+    return "\n".join(lines)
+
+
+def _known(results: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, results[name]) for name in LABELS if results.get(name) is not None]
+
+
+def _slo(slo: dict[str, Any] | None) -> list[str]:
+    if slo is None:
+        return []
+    shares = ", ".join(
+        f"{slo[name]:.1%}{label}"
+        for name, label in (
+            ("attainment", ""),
+            ("ttft_attainment", " of TTFT"),
+            ("tbt_attainment", " of TBT"),
+        )
+    )
+    lines = [_line("SLO attainment", shares)]
+    if slo["goodput_per_s"] is not None:
+        lines.append(_line("goodput, requests/s", slo["goodput_per_s"]))
+    return lines
+
+
+def _engine(engine: dict[str, Any]) -> list[str]:
+    steps = engine["steps"]
+    fullest = steps["fullest_decode"]
+    lines = []
+    for name, group in (("all steps", steps["all"]), (f"{fullest['rows']}-row decodes", fullest)):
+        if group["count"]:
+            lines.append(_line(f"{name}, ms ({group['count']})", group["step_ms"]))
+            lines.append(_line("  host work in it, ms", group["host_ms"]))
+    lines.append(_line("evictions", engine["evictions"]))
+    lines.append(_line("compiles after warm-up", engine["compiles_after_warmup"]))
+    return lines
+
+
+def _line(label: str, value: Any) -> str:
+    return f"  {label:<{_WIDTH}} {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, dict) and "median" in value:
+        low, high = min(value["values"]), max(value["values"])
+        return f"{value['median']:.2f} (median of {len(value['values'])}: {low:.2f} to {high:.2f})"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:.2f}" for name, number in value.items())
+    return str(value)

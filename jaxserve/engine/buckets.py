@@ -1,0 +1,82 @@
+"""Which static shapes exist. Additive: row buckets for decode steps, token buckets for the others.
+
+A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
+could be in it. So the number of compiled steps is the sum, not the product, of the two lists.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.layout import Layout
+
+_LINEAR_FROM = 256
+"""Above this many tokens buckets grow by steps of this size, so that padding stays small."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """rows, tokens: ascending sizes. width: block table width. slots: device slots."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    width: int
+    slots: int
+
+    def decode(self, rows: int) -> Layout:
+        """The smallest decode step for that many rows."""
+        size = self.rows[bisect.bisect_left(self.rows, rows)]
+        return Layout(size, size, self.width, self.slots, decode_only=True)
+
+    def mixed(self, tokens: int) -> Layout:
+        """The smallest step for that many tokens in any number of rows."""
+        size = self.tokens[bisect.bisect_left(self.tokens, tokens)]
+        return Layout(size, self._rows_for(size), self.width, self.slots, decode_only=False)
+
+    def all(self) -> list[Layout]:
+        """Every step there is, decode steps first."""
+        return [self.decode(r) for r in self.rows] + [self.mixed(t) for t in self.tokens]
+
+    def _rows_for(self, tokens: int) -> int:
+        return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]
+
+
+def make_buckets(
+    max_rows: int,
+    max_tokens: int,
+    *,
+    width: int,
+    rows: tuple[int, ...] = (),
+    tokens: tuple[int, ...] = (),
+) -> Buckets:
+    """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
+
+    Defaults: powers of two, and above 256 steps of 256. ConfigError if a given list does not
+    reach its maximum.
+    """
+    given = {
+        "engine.row_buckets": (rows or _sizes(1, max_rows), max_rows),
+        "engine.token_buckets": (tokens or _sizes(16, max_tokens), max_tokens),
+    }
+    for name, (sizes, maximum) in given.items():
+        if sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
+            raise ConfigError(f"{name} must be positive and ascending, got {sizes}")
+        if sizes[-1] < maximum:
+            raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
+    row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
+    return Buckets(row_sizes, token_sizes, width, slots=max_rows)
+
+
+def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:
+    """The sizes that can be needed: up to the first that holds the maximum."""
+    return sizes[: bisect.bisect_left(sizes, maximum) + 1]
+
+
+def _sizes(first: int, last: int) -> tuple[int, ...]:
+    sizes, size = [], first
+    while size < last:
+        sizes.append(size)
+        size = size * 2 if size < _LINEAR_FROM else size + _LINEAR_FROM
+    return (*sizes, last)

@@ -1,0 +1,250 @@
+"""From a configuration to a warm engine. Everything that can be wrong is said before compiling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from jaxserve import sharding
+from jaxserve.engine.buckets import make_buckets
+from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
+from jaxserve.engine.engine import Engine, EngineOptions
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.sizing import GIB, Demand, pool_blocks
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.engine.steps import StepModel
+from jaxserve.models.base import Family, ModelConfig
+from jaxserve.pallas_kernels import make_pool, resolve_backend
+from jaxserve.sched.policy import Limits, Policy, make_policy
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.weights import (
+    FORMATS,
+    checkpoint_dtype,
+    load_config,
+    load_params,
+    load_preset,
+    param_bytes,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
+    """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
+
+    config: see `configs/base.py`. progress: show a bar while compiling. Raises ConfigError with
+    one clear line.
+    """
+    try:
+        return _build(config, progress)
+    except (ValueError, OSError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+
+
+def _build(config: ConfigDict, progress: bool) -> Engine:
+    use_compilation_cache(config.engine.compilation_cache_dir)
+    family, model, hf = _load_shape(config)
+    tensor = config.mesh.tensor
+    sharding.check_tensor(model, tensor)
+    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
+    dtype = _dtype(config.model.dtype, hf)
+    backend = resolve_backend(config.engine.attention_backend)
+    max_model_len = _max_model_len(config.engine.max_model_len, model)
+    policy = _policy(config.scheduler.policy)
+    limits = _limits(config, policy, max_model_len)
+    pool_heads = sharding.pool_kv_heads(model, tensor)
+    num_blocks = pool_blocks(
+        _demand(config, limits, max_model_len),
+        model,
+        dtype,
+        weights=param_bytes(model, dtype, mesh),
+        pool_heads=pool_heads,
+        shards=tensor,
+    )
+    block_size = config.cache.block_size
+    width = -(-max_model_len // block_size)
+    buckets = make_buckets(
+        limits.max_rows,
+        limits.max_batch_tokens,
+        width=width,
+        rows=tuple(config.engine.row_buckets),
+        tokens=tuple(config.engine.token_buckets),
+    )
+    tokenizer = load_tokenizer(_tokenizer_path(config))
+    params = load_params(
+        config.model.path,
+        family,
+        model,
+        dtype=dtype,
+        mesh=mesh,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        progress=progress,
+    )
+    pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
+    pool = make_pool(
+        model.num_layers,
+        num_blocks,
+        pool_heads,
+        block_size,
+        model.head_dim,
+        dtype,
+        sharding.named(mesh, pool_axes) if mesh else None,
+    )
+    step_model = StepModel(family, model, backend, mesh, pool_heads // model.num_kv_heads)
+    executor = JaxExecutor(step_model, params, pool, buckets)
+    executor.warmup(_bar(progress))
+    scheduler = Scheduler(
+        policy,
+        limits,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        capacity=config.scheduler.max_queue + limits.max_rows,
+    )
+    info = _info(config, family, model, dtype, mesh, scheduler, max_model_len, pool.nbytes)
+    options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)
+    return Engine(
+        executor, scheduler, tokenizer, info, eos_ids=model.eos_token_ids, options=options
+    )
+
+
+def use_compilation_cache(directory: str) -> None:
+    """Keeps compiled steps on disk, so that the next start is fast. "" turns it off."""
+    if not directory:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _load_shape(config: ConfigDict) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """The model's shape: of the checkpoint, or for random weights of a preset."""
+    path, name, load_format = config.model.path, config.model.preset, config.model.load_format
+    if load_format not in FORMATS:
+        raise ConfigError(
+            f"model.load_format must be one of {', '.join(FORMATS)}, got {load_format!r}"
+        )
+    if path:
+        return load_config(path)
+    if load_format != "random":
+        raise ConfigError(
+            "model.path is empty: give a checkpoint directory, or model.preset with "
+            "model.load_format=random"
+        )
+    if not name:
+        raise ConfigError("model.preset is empty: random weights need a shape, such as opt-125m")
+    return load_preset(name)
+
+
+def _tokenizer_path(config: ConfigDict) -> str | None:
+    """Random weights write noise anyway: they do without a tokenizer if there is none."""
+    path: str = config.model.path
+    optional = config.model.load_format == "random"
+    return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
+
+
+def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
+    """auto: float32 on CPU (its bf16 converts the weights at every call), the checkpoint's own
+    elsewhere."""
+    if name == "auto":
+        on_cpu = jax.default_backend() == "cpu"
+        stored = checkpoint_dtype(hf) or jnp.dtype(jnp.bfloat16)
+        return jnp.dtype(jnp.float32) if on_cpu else stored
+    if name not in DTYPES:
+        raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
+    return jnp.dtype(name)
+
+
+def _max_model_len(wanted: int, model: ModelConfig) -> int:
+    if not 0 <= wanted <= model.max_position:
+        raise ConfigError(
+            f"engine.max_model_len must be at most the model's {model.max_position} positions "
+            f"(0 for all of them), got {wanted}"
+        )
+    return wanted or model.max_position
+
+
+def _policy(name: str) -> Policy:
+    try:
+        return make_policy(name)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.policy: {error}") from error
+
+
+def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
+    given = config.scheduler
+    try:
+        # Whole prompts know no P (InferMax Table 1).
+        prefill = given.max_prefill_tokens if policy.chunked else given.max_batch_tokens
+        limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.{error}") from error
+    if not policy.chunked and limits.max_batch_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.policy={given.policy} computes a prompt in one step, so "
+            f"scheduler.max_batch_tokens ({limits.max_batch_tokens}) must be at least the longest "
+            f"request ({max_model_len} tokens); raise it, or lower engine.max_model_len"
+        )
+    if given.max_queue < 0:
+        raise ConfigError(f"scheduler.max_queue must be at least 0, got {given.max_queue}")
+    return limits
+
+
+def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
+    cache = config.cache
+    if cache.block_size < 1:
+        raise ConfigError(f"cache.block_size must be at least 1, got {cache.block_size}")
+    if cache.num_blocks < 0 or cache.memory_gib < 0:
+        raise ConfigError("cache.num_blocks and cache.memory_gib must not be negative")
+    if not 0 < cache.memory_fraction <= 1:
+        raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
+    return Demand(
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        memory_bytes=int(cache.memory_gib * GIB),
+        memory_fraction=cache.memory_fraction,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+
+
+def _bar(progress: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    return lambda work: tqdm(work, desc="compiling", unit="step", disable=not progress)
+
+
+def _info(
+    config: ConfigDict,
+    family: Family,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    scheduler: Scheduler,
+    max_model_len: int,
+    pool_bytes: int,
+) -> EngineInfo:
+    path = str(config.model.path).rstrip("/")
+    return EngineInfo(
+        model=config.model.name or os.path.basename(path) or config.model.preset,
+        family=family.name,
+        num_params=model.num_params(),
+        dtype=dtype.name,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        policy=config.scheduler.policy,
+        num_blocks=scheduler.pool.num_blocks,
+        block_size=scheduler.pool.block_size,
+        pool_tokens=scheduler.pool.pool_tokens,
+        pool_bytes=pool_bytes,
+        device=jax.devices()[0].device_kind,
+        mesh_tensor=mesh.size if mesh else 1,
+    )

@@ -1,0 +1,217 @@
+"""Text to token ids, and token ids to text as they come, one at a time.
+
+A detokeniser says of each token only what no later token can change: it never splits a UTF-8
+character, whose bytes may come in several tokens. Special tokens say nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import decoders
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.request import InvalidRequest
+
+FILE_NAME = "tokenizer.json"
+_CHARACTER = 4  # most bytes, and so most tokens, that make one character
+_PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are looked at
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one continuation. Deltas, put together, are what decoding prompt and output at
+    once adds to the prompt's text."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens settle; often "", while a character is unfinished."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, at the end: unfinished characters become U+FFFD, as in decoding at once."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Thread-safe."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens the model expects (such as a first one). Raises
+        InvalidRequest, naming `text`, if this model takes none."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """For one continuation of the prompt."""
+        ...
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer.json."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: list[bytes | None] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        tail = prompt[-_PROMPT_TAIL:]
+        return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Special, or not in the vocabulary (the model's may be padded)."""
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of a byte-level vocabulary stands for."""
+        assert self._bytes is not None
+        if not 0 <= token_id < len(self._bytes):
+            return self._look_up(token_id)
+        known = self._bytes[token_id]
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return b""
+        if all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return token.encode()  # an added token, kept as it is written
+
+
+class NullTokenizer:
+    """For a model without one, such as random weights: token ids in, token ids out, no text."""
+
+    def encode(self, text: str) -> list[int]:
+        raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        return _Silent()
+
+
+def load_tokenizer(path: str | Path | None) -> Tokenizer:
+    """The tokenizer of a checkpoint directory (its tokenizer.json), or of such a file itself;
+    a NullTokenizer for None or "". Raises ConfigError if the file is missing or unreadable."""
+    if not path:
+        return NullTokenizer()
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / FILE_NAME
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path: there is no {file}; a checkpoint needs its tokenizer in that form "
+            "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    try:
+        return HFTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"model.path: cannot read the tokenizer {file}: {error}") from error
+
+
+class _Silent:
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _Utf8:
+    """For byte-level vocabularies (GPT-2, OPT, Llama 3, Qwen): every token is a string of bytes,
+    and text is the bytes decoded. Well under a microsecond a token, nothing is decoded twice."""
+
+    def __init__(self, tokenizer: HFTokenizer, prompt_tail: Sequence[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.feed(prompt_tail)
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For every other decoder: decodes a window of the last tokens, with and without the new ones,
+    and says the difference.
+
+    The settled part of the window is there for context: decoders in the manner of SentencePiece
+    drop the space before the first token they see, and only that one's.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer, prompt_tail: Sequence[int]) -> None:
+        self._decode = tokenizer.decode
+        self._is_silent = tokenizer.is_silent
+        self._settled: list[int] = []
+        self._settled_text = ""
+        self._pending: list[int] = []
+        self.feed(self._from_whole_character(prompt_tail))
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self._one, token_ids))
+
+    def flush(self) -> str:
+        return self._settle(self._decode([*self._settled, *self._pending]))
+
+    def _one(self, token_id: int) -> str:
+        # In the window such a token would be all the context the next one has: none.
+        if self._is_silent(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._decode([*self._settled, *self._pending])
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _CHARACTER:
+            return ""
+        return self._settle(text)
+
+    def _from_whole_character(self, tail: Sequence[int]) -> Sequence[int]:
+        """The tail from the first character on that is not cut: with half of one before them, the
+        decoder takes the bytes that follow for invalid, too."""
+        heard = [token for token in tail if not self._is_silent(token)]
+        for start in range(min(_CHARACTER, len(heard))):
+            for end in range(start + 1, start + 1 + _CHARACTER):
+                text = self._decode(heard[start:end])
+                if text and _REPLACEMENT not in text:
+                    return heard[start:]
+        return ()
+
+    def _settle(self, text: str) -> str:
+        delta = text[len(self._settled_text) :]
+        if self._pending:
+            self._settled, self._pending = self._pending, []
+            self._settled_text = self._decode(self._settled)
+        return delta
+
+
+def _byte_of_char() -> dict[str, int]:
+    """How byte-level vocabularies write bytes (Radford et al. 2019, GPT-2): printable Latin-1 as
+    itself, the others, in order, as the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()

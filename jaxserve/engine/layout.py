@@ -1,0 +1,88 @@
+"""How one step's numbers travel to the device: a single int32 buffer, one transfer a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels import AttentionBatch
+
+PLACEHOLDER = -1
+"""A token that is still on the device: the one its row's slot sampled last."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A static bucket: T tokens in R rows, block tables W wide, S device slots.
+
+    decode_only: T == R and token i is row i. Hashable, so that it is a static jit argument.
+    """
+
+    tokens: int
+    rows: int
+    width: int
+    slots: int
+    decode_only: bool
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        t, r = (self.tokens,), (self.rows,)
+        return {
+            "tokens": t,
+            "token_row": t,
+            "tables": (self.rows, 2, self.width),
+            "context_lens": r,
+            "query_start": r,
+            "query_lens": r,
+            "direction": r,
+            "last": r,  # flat index of the row's last token, whose logits are wanted
+            "slots": r,
+            "emit": r,
+            "num_decodes": (),
+            "num_rows": (),
+        }
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes().values())
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields as writable views of an int32 [size] buffer."""
+        return {name: buffer[a:b].reshape(shape) for name, a, b, shape in self._slices()}
+
+    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The same inside a jitted function."""
+        return {name: packed[a:b].reshape(shape) for name, a, b, shape in self._slices()}
+
+    def _slices(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
+        out, at = [], 0
+        for name, shape in self._shapes().items():
+            end = at + math.prod(shape)
+            out.append((name, at, end, shape))
+            at = end
+        return out
+
+    def empty(self) -> np.ndarray:
+        """A buffer of padding: no rows, no tokens."""
+        buffer = np.zeros(self.size, np.int32)
+        fields = self.views(buffer)
+        fields["token_row"][:] = self.rows
+        fields["slots"][:] = self.slots
+        return buffer
+
+
+def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:
+    names = AttentionBatch.__dataclass_fields__
+    return AttentionBatch(**{name: fields[name] for name in names})
+
+
+def positions(fields: dict[str, jax.Array]) -> jax.Array:
+    """int32 [T]; 0 for padding tokens."""
+    rows = fields["context_lens"].shape[0]
+    row = jnp.minimum(fields["token_row"], rows - 1)
+    first = fields["context_lens"] - fields["query_lens"] - fields["query_start"]
+    flat = jnp.arange(fields["tokens"].shape[0], dtype=jnp.int32)
+    return jnp.where(fields["token_row"] < rows, first[row] + flat, 0)

@@ -1,0 +1,58 @@
+"""What the engine tells the caller of a request, step by step."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token id or stop string
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+    ERROR = "error"  # the engine failed; `Output.error` says how
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own distribution (before temperature and penalties)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. queue: arrival to first scheduled; ttft: arrival to first token; total: to last."""
+
+    queue: float
+    ttft: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of one continuation: new tokens and text since the last `Output`, in order.
+
+    index: which of the n continuations. The last `Output` of an index has a finish_reason,
+    usage and timings, and no other follows it.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: str = ""
+    token_times: tuple[float, ...] = field(default=(), repr=False)  # engine clock, one a token

@@ -1,0 +1,90 @@
+"""How many blocks the pool gets, decided before anything is loaded or compiled."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import block_bytes
+from jaxserve.sched.kinds import CacheKind
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked for. Bytes are per device. num_blocks: 0 for as many as fit and are of use.
+    memory_bytes: for the pool alone; 0 for what the device has left."""
+
+    num_blocks: int
+    block_size: int
+    memory_bytes: int
+    memory_fraction: float
+    max_rows: int
+    max_model_len: int
+    max_batch_tokens: int
+
+
+def pool_blocks(
+    demand: Demand,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    weights: int,
+    pool_heads: int,
+    shards: int,
+) -> int:
+    """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool.
+    ConfigError says what would fit."""
+    block = block_bytes(
+        config.num_layers, pool_heads // shards, demand.block_size, config.head_dim, dtype
+    )
+    work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
+    device, total = _device_memory()
+    left = int(total * demand.memory_fraction) - weights - work
+    budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
+    planes = CacheKind.KV.planes
+    fits = max(budget, 0) // block
+    if fits < planes:
+        raise ConfigError(
+            f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
+            f"nothing of {_gib(total)} x cache.memory_fraction={demand.memory_fraction} on {device}"
+            if left <= 0
+            else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(planes * block)}"
+        )
+    if demand.num_blocks > fits:
+        raise ConfigError(
+            f"cache.num_blocks={demand.num_blocks} needs {_gib(demand.num_blocks * block)}, but "
+            f"{_gib(budget)} are left on {device}; at most {fits} blocks of {demand.block_size} "
+            "tokens fit"
+        )
+    if demand.num_blocks:
+        return demand.num_blocks
+    useful = demand.max_rows * planes * -(-demand.max_model_len // demand.block_size)
+    return min(fits, useful)
+
+
+def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
+    """Activations and logits of the largest step, in bytes: a generous estimate."""
+    width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
+    logits = demand.max_rows * config.vocab_size * 4 * 4
+    return demand.max_batch_tokens * width * item + logits
+
+
+def _device_memory() -> tuple[str, int]:
+    """Name and bytes of one device's memory; for the CPU backend, the host's memory."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return device.device_kind, int(stats["bytes_limit"])
+    return "this host", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

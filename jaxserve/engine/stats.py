@@ -1,0 +1,90 @@
+"""What the engine reports about itself: one record a step, one a finished request, one snapshot.
+
+Observers are called on the engine thread and must return quickly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxserve.engine.output import FinishReason
+from jaxserve.sched.request import Tier
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One executed batch. Times in seconds.
+
+    padded_tokens: the size of its bucket, of which num_tokens are real. num_decodes: rows with one
+    token. evictions: of this plan.
+    step_time: launch to tokens on the host. host_time: scheduling, batch building,
+    detokenising and streaming of this step, whether or not the device hid it.
+    """
+
+    num_rows: int
+    num_tokens: int
+    padded_tokens: int
+    num_decodes: int
+    step_time: float
+    host_time: float
+    evictions: int
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """One finished continuation. Times in seconds; None where there was no such token."""
+
+    finish_reason: FinishReason
+    tier: Tier
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int
+    queue_time: float
+    ttft: float | None
+    e2e: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. blocks: how many blocks hold what, `{("kv", "realtime"): 12, ...}`."""
+
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_free: int
+    blocks: dict[tuple[str, str], int]
+    evictions: int
+    compiles_after_warmup: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What is served: fixed from start to stop."""
+
+    model: str
+    family: str
+    num_params: int
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    policy: str
+    num_blocks: int
+    block_size: int
+    pool_tokens: int
+    pool_bytes: int
+    device: str
+    mesh_tensor: int
+
+
+class Observer(Protocol):
+    """Told of what happens, on the engine thread."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None: ...
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None: ...
+
+    def on_finish(self, stats: RequestStats) -> None: ...

@@ -1,0 +1,94 @@
+"""The jitted model step: run a padded batch over the pool and return the logits that matter.
+
+One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode
+attention at compile time. Sampling is a jitted function of its own (`sampling.py`), so that its
+variants do not multiply the compiled model steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
+from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.pallas_kernels import paged_attention, write_kv
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a compiled step depends on beside its layout. kv_repeat: copies of each KV head in the
+    pool, more than 1 when the mesh has more shards than the model has KV heads."""
+
+    family: Family
+    config: ModelConfig
+    backend: str
+    mesh: Mesh | None
+    kv_repeat: int
+
+
+# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab])
+ModelStep = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@lru_cache(maxsize=8)
+def make_model_step(model: StepModel) -> ModelStep:
+    """The step of this model, jitted over its layouts; the pool is donated. Engines of the same
+    model in one process share it, and what it has compiled."""
+    return jax.jit(
+        partial(_model_step, model), donate_argnames=("pool",), static_argnames=("layout",)
+    )
+
+
+def _model_step(
+    model: StepModel,
+    params: Params,
+    pool: jax.Array,
+    last_token: jax.Array,
+    packed: jax.Array,
+    *,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+    fields = layout.unpack(packed)
+    batch = attention_batch(fields)
+    config, mesh = model.config, model.mesh
+
+    def attend(
+        pool: jax.Array, layer: jax.Array, inputs: AttentionInput
+    ) -> tuple[jax.Array, jax.Array]:
+        k, v = inputs.k, inputs.v
+        if model.kv_repeat > 1:
+            k, v = (jnp.repeat(a, model.kv_repeat, axis=1) for a in (k, v))
+        pool = write_kv(pool, layer, k, v, batch, backend=model.backend, mesh=mesh)
+        out = paged_attention(
+            inputs.q,
+            pool,
+            layer,
+            batch,
+            scale=config.attn_scale,
+            sliding_window=config.sliding_window,
+            decode_only=layout.decode_only,
+            backend=model.backend,
+            mesh=mesh,
+        )
+        return pool, out
+
+    tokens = _feed(fields, last_token)
+    pool, hidden = model.family.forward(
+        params, config, tokens, positions(fields), attend, pool, mesh=mesh
+    )
+    wanted = hidden if layout.decode_only else hidden[fields["last"]]
+    return pool, model.family.logits(params, config, wanted, mesh=mesh)
+
+
+def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:
+    """The step's input tokens; placeholders become what their slot sampled last."""
+    row = jnp.minimum(fields["token_row"], fields["slots"].shape[0] - 1)
+    slot = jnp.minimum(fields["slots"][row], last_token.shape[0] - 1)
+    tokens = fields["tokens"]
+    return jnp.where(tokens == PLACEHOLDER, last_token[slot], tokens)

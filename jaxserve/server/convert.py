@@ -1,0 +1,116 @@
+"""Between protobuf messages and the engine's own types."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxserve import __version__
+from jaxserve.engine.output import FinishReason, TokenLogprobs
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.request import SLO, InvalidRequest, SamplingParams, Tier
+from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.streams import Delta
+
+MAX_REQUEST_ID = 128
+
+TIERS = {
+    pb.TIER_UNSPECIFIED: Tier.REALTIME,
+    pb.TIER_REALTIME: Tier.REALTIME,
+    pb.TIER_BEST_EFFORT: Tier.BEST_EFFORT,
+}
+REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def check_message(message: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum values,
+    no prompt, an empty one, an overlong request_id."""
+    _no_unknown_fields("request", message)
+    if message.tier not in TIERS:
+        known = ", ".join(pb.Tier.keys())
+        raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
+    prompt = message.WhichOneof("prompt")
+    if prompt is None:
+        raise InvalidRequest("prompt", "is missing; set text or token_ids")
+    if prompt == "text" and not message.text:
+        raise InvalidRequest("prompt", "text is empty; at least 1 character is needed")
+    if prompt == "token_ids" and not message.token_ids.ids:
+        raise InvalidRequest("prompt", "token_ids is empty; at least 1 token is needed")
+    if len(message.request_id) > MAX_REQUEST_ID:
+        problem = f"has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed"
+        raise InvalidRequest("request_id", problem)
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Fields that are absent keep SamplingParams' defaults. Raises InvalidRequest."""
+    fields: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        if descriptor.name == "logit_bias":
+            fields[descriptor.name] = tuple(sorted(value.items()))
+        elif isinstance(value, (bool, int, float)):
+            fields[descriptor.name] = value
+        else:
+            fields[descriptor.name] = tuple(value)
+    return SamplingParams(**fields)
+
+
+def slo(message: pb.Slo) -> SLO:
+    """Milliseconds on the wire, seconds inside. Raises InvalidRequest."""
+    seconds = {}
+    for descriptor, value in message.ListFields():
+        if not (math.isfinite(value) and value > 0):
+            problem = f"must be a positive time in milliseconds, got {value}"
+            raise InvalidRequest(f"slo.{descriptor.name}", problem)
+        seconds[descriptor.name.removesuffix("_ms")] = value / 1000
+    return SLO(**seconds)
+
+
+def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    """One message from all that one continuation has to say."""
+    message = pb.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text="".join(delta.text),
+        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+    )
+    last = delta.last
+    if last is not None and last.finish_reason is not None:
+        message.finish.reason = REASONS[last.finish_reason]
+        if last.usage is not None:
+            message.finish.usage.prompt_tokens = last.usage.prompt_tokens
+            message.finish.usage.output_tokens = last.usage.output_tokens
+            message.finish.usage.preemptions = last.usage.preemptions
+        if last.timings is not None:
+            message.finish.timings.queue_ms = last.timings.queue * 1000
+            message.finish.timings.ttft_ms = last.timings.ttft * 1000
+            message.finish.timings.total_ms = last.timings.total * 1000
+    return message
+
+
+def server_info(info: EngineInfo) -> pb.GetServerInfoResponse:
+    return pb.GetServerInfoResponse(version=__version__, **asdict(info))
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
+    return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
+
+
+def _no_unknown_fields(name: str, message: Message) -> None:
+    """A field that a newer client sends would be dropped silently, so it is refused."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number = unknown[0].field_number
+        raise InvalidRequest(name, f"field number {number} is unknown to this server")
+    for descriptor, value in message.ListFields():
+        if isinstance(value, Message):
+            _no_unknown_fields(descriptor.name, value)

@@ -1,0 +1,67 @@
+"""Writes the Python code of proto/jaxserve/v1/generation.proto: `make proto`, or
+
+    pip install grpcio-tools==1.80.0
+    python -m jaxserve.server.generate_proto [OUT_DIR]
+
+Generated code needs at least the protobuf and grpcio that its generator came with, so the committed
+files are made with the oldest supported grpcio-tools; newer runtimes accept them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import tempfile
+from pathlib import Path
+
+OLDEST_TOOLS = "1.80.0"
+OUT_DIR = Path(__file__).resolve().parent / "proto"
+PROTO_DIR = Path(__file__).resolve().parents[2] / "proto"
+PROTO_FILE = "jaxserve/v1/generation.proto"
+PACKAGE = "jaxserve.server.proto"
+
+
+def generate(out_dir: Path) -> list[Path]:
+    """Writes generation_pb2.py, its .pyi and generation_pb2_grpc.py into `out_dir`.
+
+    Raises FileNotFoundError without the .proto (an installed package does not carry it), and
+    RuntimeError if protoc fails; protoc itself prints why.
+    """
+    from grpc_tools import protoc
+
+    if not (PROTO_DIR / PROTO_FILE).is_file():
+        raise FileNotFoundError(f"{PROTO_DIR / PROTO_FILE}: run this in a clone of the repository")
+    written = []
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = [f"--{plugin}_out={scratch}" for plugin in ("python", "pyi", "grpc_python")]
+        if protoc.main(["protoc", f"-I{PROTO_DIR}", *flags, PROTO_FILE]) != 0:
+            raise RuntimeError(f"protoc failed on {PROTO_FILE}")
+        for source in sorted((Path(scratch) / "jaxserve" / "v1").iterdir()):
+            target = out_dir / source.name
+            target.write_text(_in_package(source.read_text()))
+            written.append(target)
+    return written
+
+
+def _in_package(text: str) -> str:
+    """protoc names modules after the proto's own path; ours live in `PACKAGE`."""
+    text = text.replace("from jaxserve.v1 import", f"from {PACKAGE} import")
+    return text.replace("'jaxserve.v1.generation_pb2'", f"'{PACKAGE}.generation_pb2'")
+
+
+def main() -> int:
+    out_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT_DIR
+    tools = importlib.metadata.version("grpcio-tools")
+    if tools != OLDEST_TOOLS and out_dir == OUT_DIR:
+        print(
+            f"grpcio-tools is {tools}; committed files are made with {OLDEST_TOOLS}: make proto",
+            file=sys.stderr,
+        )
+        return 1
+    for path in generate(out_dir):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

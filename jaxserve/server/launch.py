@@ -1,0 +1,219 @@
+"""What serve.py needs around the engine: flags to a checked config, and the text when it is ready.
+
+Nothing here imports jax, so that a mistake shows before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.server.runner import Server
+
+DEFAULT_PORT = 50051
+_SHORTCUTS = {
+    "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
+    "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
+    "policy": ("scheduler.policy", "scheduling policy"),
+    "port": ("server.port", "gRPC port, 0 for any free one"),
+    "metrics_port": ("server.metrics_port", "Prometheus port, -1 for none, 0 for any free one"),
+}
+
+
+class UsageError(ValueError):
+    """The command line is wrong; one line says how."""
+
+
+def parse_flags(
+    argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS
+) -> list[str]:
+    """For app.run: defines the flags, parses them, and returns what is left (the program's name).
+
+    default: the config file without --config. Raises UsageError.
+    """
+    for place, argument in enumerate(argv[1:], start=1):
+        _check_field_flag(argument)
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            default = value if equals else "".join(argv[place + 1 : place + 2])
+            _check_config_file(default)
+    # The file is loaded as a module of this name, into an earlier one's namespace if there is one.
+    sys.modules.pop("config_config", None)
+    try:
+        # Definition too parses what argv says of the default's fields.
+        config_flags.DEFINE_config_file(
+            "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
+        )
+        for name, (path, text) in _SHORTCUTS.items():
+            define = flags.DEFINE_integer if name.endswith("port") else flags.DEFINE_string
+            define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
+        for name in ("config", *_SHORTCUTS):  # so that --help shows them
+            values.register_key_flag_for_module(argv[0], values[name])
+        left = values(list(argv))
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_config_file_error(error) or str(error)) from None
+    except flags.Error as error:
+        raise UsageError(str(error)) from None
+    except Exception as error:  # get_config() runs other people's code
+        raise UsageError(f"the config file failed: {type(error).__name__}: {error}") from None
+    if len(left) > 1:
+        raise UsageError(f"unexpected argument {left[1]!r}; flags are written --name=value")
+    return left
+
+
+def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
+    """The config with the shortcuts applied, checked. Raises ConfigError."""
+    config: ConfigDict = values.config
+    check_config(config)
+    for name, (path, _) in _SHORTCUTS.items():
+        if values[name].value is not None:
+            section, field = path.split(".")
+            config[section][field] = values[name].value
+    if values["model"].value is not None:
+        config.model.preset = ""  # the checkpoint has a shape of its own
+        if values["load_format"].value is None:
+            config.model.load_format = "auto"  # random weights were for want of a checkpoint
+    for name in ("port", "metrics_port"):
+        low = -1 if name == "metrics_port" else 0
+        if not low <= config.server[name] <= 65535:
+            limits = f"must be {low} to 65535, got {config.server[name]}"
+            raise ConfigError(f"server.{name}: {limits}")
+    if not 0 <= config.server.grace_s < float("inf"):
+        raise ConfigError(f"server.grace_s: must be at least 0, got {config.server.grace_s}")
+    return config
+
+
+def check_config(config: Any) -> None:
+    """Exactly base.py's fields, each of base.py's type. Raises ConfigError."""
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"config: get_config() returned {type(config).__name__}, not ConfigDict")
+    known = dict(_leaves(base.get_config()))
+    given = dict(_leaves(config))
+    for path in given:
+        if path not in known:
+            raise ConfigError(f"config: unknown field {path}{_hint(path, known)}")
+    for path, default in known.items():
+        if path not in given:
+            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
+        if not _fits(given[path], default):
+            kind = "tuple of int" if isinstance(default, tuple) else type(default).__name__
+            raise ConfigError(f"{path}: must be {kind}, got {given[path]!r}")
+
+
+def check_ports(config: ConfigDict) -> None:
+    """Raises ConfigError if a port is taken: better now than after the model has loaded."""
+    for name in ("port", "metrics_port"):
+        port = config.server[name]
+        if port <= 0:
+            continue
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                config.server.host, port, type=socket.SOCK_STREAM
+            )[0]
+        except OSError as error:
+            raise ConfigError(f"server.host: {config.server.host!r}: {error.strerror}") from None
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
+                shortcut = f"--{name}={0 if name == 'port' else -1}"
+                wish = "takes any free port" if name == "port" else "serves no metrics"
+                raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
+
+
+def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
+    """What to print once calls are taken."""
+    params = f"{info.num_params / 1e6:,.1f}M parameters"
+    device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
+    pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
+    metrics = server.metrics_address
+    lines = [
+        f"jaxserve is ready after {seconds:.1f} s",
+        f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device})",
+        f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
+        f"  limits   {info.max_model_len:,} tokens a request",
+        f"  policy   {info.policy}",
+        f"  address  {server.address}",
+        f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
+        "Try it in a second terminal:",
+        f"  {client_line(server.address)}",
+    ]
+    return "\n".join(lines)
+
+
+def client_line(address: str) -> str:
+    """The client's command, with the interpreter and the address only if they are needed."""
+    host, _, port = address.rpartition(":")
+    reached = "localhost" if host in ("0.0.0.0", "[::]") else host
+    python = shutil.which("python")
+    here = Path(sys.executable)
+    if python is not None and Path(python).parent == here.parent:
+        command = "python"
+    else:
+        inside = here.is_relative_to(Path.cwd())
+        command = str(here.relative_to(Path.cwd()) if inside else here)
+    default = reached == "localhost" and int(port) == DEFAULT_PORT
+    where = "" if default else f"--address={reached}:{port} "
+    return f'{command} -m jaxserve.client {where}"Once upon a time"'
+
+
+def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(type(entry) is int for entry in value)
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return type(value) is type(default)
+
+
+def _check_field_flag(argument: str) -> None:
+    """absl says only "'zz'" of a field that does not exist."""
+    name = argument.lstrip("-").partition("=")[0]
+    path = name.removeprefix("no").removeprefix("config.")
+    if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
+        return
+    known = dict(_leaves(base.get_config()))
+    if path not in known:
+        raise UsageError(f"unknown field {path}{_hint(path, known)}")
+
+
+def _check_config_file(path: str) -> None:
+    if os.path.isfile(path):
+        return
+    folder = Path(base.__file__).parent
+    presets = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("base", "__init__"))
+    known = ", ".join(f"configs/{name}.py" for name in presets)
+    raise UsageError(f"--config: there is no file {path!r}; presets: {known}")
+
+
+def _config_file_error(error: Exception) -> str | None:
+    """ml_collections puts a traceback into the message; its last line is what matters."""
+    if "Error whilst parsing config file" not in str(error):
+        return None
+    return f"the config file failed: {str(error).strip().splitlines()[-1]}"
+
+
+def _hint(path: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(known)}"

@@ -1,0 +1,209 @@
+"""Prometheus metrics of one engine.
+
+Names and meanings follow vLLM's where there is one of theirs (`jaxserve:` for their `vllm:`), so
+that a dashboard carries over; `finished_reason` has their values too ("abort" for a cancelled
+request). What the engine's thread observes costs it about a microsecond: plain counters, read by
+the scraper without a lock, which may see a histogram's sum one observation ahead of its count.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.sched.request import Tier
+from jaxserve.server.contract import ServedEngine
+
+PREFIX = "jaxserve:"
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = tuple(float(2**exponent) for exponent in range(18))
+_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class Histogram:
+    """Counts of values up to each bound, and their sum. One writer, any number of readers."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper bound, how many at most that) for each bound and +Inf; the sum of the values."""
+        counts, total = list(self._counts), self._sum
+        pairs, running = [], 0.0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs, total
+
+
+class EngineMetrics(Collector):
+    """Observer of the engine (its thread writes) and collector for Prometheus (a scrape reads)."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self._model = engine.info().model
+        self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._tbt = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._e2e = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._queue = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._step_time = Histogram(_SHORT)
+        self._host_time = Histogram(_SHORT)
+        self._step_tokens = Histogram(_TOKENS)
+        self._prompt_lengths = Histogram(_TOKENS)
+        self._output_lengths = Histogram(_TOKENS)
+        self._prefill_tokens = 0
+        self._padding = 0
+        self._finished: defaultdict[FinishReason, int] = defaultdict(int)
+
+    def on_step(self, stats: StepStats) -> None:
+        self._step_time.observe(stats.step_time)
+        self._host_time.observe(stats.host_time)
+        self._step_tokens.observe(stats.num_tokens)
+        self._prefill_tokens += stats.num_tokens - stats.num_decodes
+        self._padding += stats.padded_tokens - stats.num_tokens
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        self._ttft[tier].observe(ttft)
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        self._tbt[tier].observe(tbt)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self._finished[stats.finish_reason] += 1
+        self._e2e[stats.tier].observe(stats.e2e)
+        self._queue[stats.tier].observe(stats.queue_time)
+        self._prompt_lengths.observe(stats.prompt_tokens)
+        self._output_lengths.observe(stats.output_tokens)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask the engine for a snapshot."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._snapshot()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _snapshot(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        used = (stats.blocks_total - stats.blocks_free) / max(stats.blocks_total, 1)
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
+        yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
+        yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
+        name, text = "num_blocks_used", "Blocks in use, by what they cache and whose it is."
+        blocks = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "kind", "tier"))
+        for (kind, tier), count in sorted(stats.blocks.items()):
+            blocks.add_metric((self._model, kind, tier), count)
+        yield blocks
+        text = "Requests that lost their blocks to others."
+        yield self._counter("num_preemptions", text, stats.evictions)
+        text = "Compilations after warm-up; each one stalled every request."
+        yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
+        yield self._counter("engine_steps", "Batches executed.", stats.steps)
+
+    def _counters(self) -> Iterator[Metric]:
+        text = "Prefill tokens computed, recomputed ones included."
+        yield self._counter("prompt_tokens", text, self._prefill_tokens)
+        generated = sum(h.count() for group in (self._ttft, self._tbt) for h in group.values())
+        yield self._counter("generation_tokens", "Tokens generated.", generated)
+        yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)
+        name, text = "request_success", "Finished continuations, by why they ended."
+        finished = CounterMetricFamily(
+            PREFIX + name, text, labels=("model_name", "finished_reason")
+        )
+        for reason, label in _REASONS.items():
+            finished.add_metric((self._model, label), self._finished.get(reason, 0))
+        yield finished
+
+    def _histograms(self) -> Iterator[Metric]:
+        by_tier = (
+            ("time_to_first_token_seconds", "Arrival to first token.", self._ttft),
+            ("inter_token_latency_seconds", "Between two tokens of a continuation.", self._tbt),
+            ("e2e_request_latency_seconds", "Arrival to last token.", self._e2e),
+            ("request_queue_time_seconds", "Arrival to first scheduled.", self._queue),
+        )
+        for name, text, group in by_tier:
+            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
+            for tier, histogram in group.items():
+                family.add_metric((self._model, tier.name.lower()), *histogram.cumulative())
+            yield family
+        plain = (
+            ("step_time_seconds", "A batch, launch to tokens on the host.", self._step_time),
+            ("host_time_seconds", "Host work of a batch, hidden or not.", self._host_time),
+            ("iteration_tokens_total", "Tokens of a batch, without padding.", self._step_tokens),
+            ("request_prompt_tokens", "Prompt length of a finished one.", self._prompt_lengths),
+            ("request_generation_tokens", "Its output length.", self._output_lengths),
+        )
+        for name, text, histogram in plain:
+            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+            family.add_metric((self._model,), *histogram.cumulative())
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+
+class MetricsServer:
+    """Serves /metrics of one engine from a thread of its own; port 0 takes a free one.
+
+    Each has its own registry, so that several can live in one process. Raises ConfigError if the
+    port is taken.
+    """
+
+    def __init__(self, engine: ServedEngine, host: str, port: int) -> None:
+        metrics = EngineMetrics(engine)
+        registry = CollectorRegistry()
+        registry.register(metrics)
+        self._http: Any
+        self._thread: threading.Thread
+        try:
+            self._http, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
+            raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
+        engine.add_observer(metrics)
+        self.address = f"{host}:{self._http.server_port}"
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()

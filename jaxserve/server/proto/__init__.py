@@ -1,0 +1,1 @@
+"""Generated from proto/jaxserve/v1/generation.proto by jaxserve/server/generate_proto.py."""

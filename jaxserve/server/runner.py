@@ -1,0 +1,239 @@
+"""Starts and stops the server: from serve.py, a test or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.contract import ServedEngine
+from jaxserve.server.metrics import MetricsServer
+from jaxserve.server.proto import generation_pb2, generation_pb2_grpc
+from jaxserve.server.service import GenerationService
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server shares the port silently
+    # A client that vanished without closing its connection is noticed within 30 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+_FLUSH_S = 1.0  # what clients get at least to read their last message once all has finished
+_CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
+
+
+class Server:
+    """A gRPC server over an engine, on an event loop in a thread of its own.
+
+    host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
+    grace_s: seconds that running requests get when the server stops. The engine must be started;
+    stopping the server drains and stops it.
+
+        with Server(engine, port=0) as server:
+            print(server.address)
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        host: str = "localhost",
+        port: int = 0,
+        metrics_port: int = -1,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._engine = engine
+        self._host, self._port = host, port
+        self._metrics_port = metrics_port
+        self._grace_s = grace_s
+        self._bound: Future[str] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_requested: asyncio.Event
+        self._service: GenerationService
+        self._health: health.aio.HealthServicer
+        self._metrics: MetricsServer | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
+        self._all_finished = True
+        self.failed = False
+
+    def start(self) -> str:
+        """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
+        if self._metrics_port >= 0:
+            self._metrics = MetricsServer(self._engine, self._host, self._metrics_port)
+        self._thread.start()
+        try:
+            return self._bound.result()
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.stop()
+            raise
+
+    @property
+    def address(self) -> str:
+        """ "host:port" once started."""
+        return self._bound.result()
+
+    @property
+    def metrics_address(self) -> str | None:
+        return None if self._metrics is None else self._metrics.address
+
+    def request_stop(self) -> None:
+        """Begins to stop: no new calls, running ones get the grace period. Returns at once."""
+        self._call(lambda: self._stop_requested.set())
+
+    def cancel_running(self) -> None:
+        """Cuts the grace period short."""
+        self._call(lambda: self._service.cancel_all())
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stops server and engine. True if all requests finished by themselves.
+
+        timeout: seconds to wait at most; TimeoutError if it takes longer.
+        """
+        self.request_stop()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the server did not stop within {timeout} s")
+        return self._all_finished
+
+    def wait(self) -> bool:
+        """Blocks until someone has stopped the server. True if all requests finished."""
+        self._thread.join()
+        return self._all_finished
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: already stopped
+                self._loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._bound.done():
+                raise
+            self._bound.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_requested = asyncio.Event()
+        self._service = GenerationService(self._engine)
+        self._health = health.aio.HealthServicer()
+        server = grpc.aio.server(options=_OPTIONS)
+        generation_pb2_grpc.add_GenerationServicer_to_server(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server
+        )
+        address = _listen(server, self._host, self._port)
+        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        self._engine.add_failure_listener(self._on_failure)
+        await server.start()
+        self._bound.set_result(address)
+        await self._stop_requested.wait()
+        await self._shut_down(server)
+
+    def _on_failure(self, error: BaseException) -> None:
+        """On the engine's thread."""
+        self.failed = True
+        text = f"the engine failed: {str(error) or type(error).__name__}"
+
+        async def tell() -> None:
+            self._service.fail(text)
+            for service in ("", SERVICE):
+                await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        assert self._loop is not None
+        coroutine = tell()
+        try:
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed: the server has stopped
+            coroutine.close()
+
+    async def _shut_down(self, server: grpc.aio.Server) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._grace_s
+        self._service.stop_admission()
+        await self._health.enter_graceful_shutdown()
+        self._all_finished = await asyncio.to_thread(self._engine.drain, self._grace_s)
+        flush = max(deadline - loop.time(), _FLUSH_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._service.wait_idle(), flush)
+        if self._metrics is not None:
+            await asyncio.gather(server.stop(_CLOSE_S), asyncio.to_thread(self._metrics.stop))
+        else:
+            await server.stop(_CLOSE_S)
+        await asyncio.to_thread(self._engine.stop)
+
+
+def run_server(
+    engine: ServedEngine, config: Any, on_ready: Callable[[Server], None] | None = None
+) -> int:
+    """Serves until SIGTERM or SIGINT and returns the exit code: 0, or 1 if the engine has failed.
+
+    config: has `config.server` (configs/base.py). on_ready is called once calls are taken. A second
+    signal cuts the grace period short. Must run in the main thread.
+    """
+    server = Server(
+        engine,
+        host=config.server.host,
+        port=config.server.port,
+        metrics_port=config.server.metrics_port,
+        grace_s=config.server.grace_s,
+    )
+    signals = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            server.request_stop()
+        else:
+            server.cancel_running()
+
+    server.start()
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        if on_ready is not None:
+            on_ready(server)
+        server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 1 if server.failed else 0
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
+    bracketed = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{bracketed}:{port}")
+    except RuntimeError:
+        problem = f"cannot listen on {bracketed}:{port} (is another server running there?)"
+        raise ConfigError(f"server.port: {problem}; 0 takes any free port") from None
+    return f"{bracketed}:{bound}"

@@ -1,0 +1,72 @@
+"""The block pool: one array for every layer's K, V (or hidden) blocks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.batch import LEFT, RIGHT
+
+POOL_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def make_pool(
+    num_layers: int,
+    num_blocks: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+    """A zeroed pool [num_layers, num_blocks, kv_heads, block_size, head_dim].
+
+    A block holds K or V of up to block_size tokens, in all layers (Apt-Serve section 4.3). With a
+    sharding the array is made in place on its devices, never whole on one of them.
+    """
+    shape = (num_layers, num_blocks, kv_heads, block_size, head_dim)
+    names = ("num_layers", "num_blocks", "kv_heads", "block_size", "head_dim")
+    for name, size in zip(names, shape, strict=True):
+        if size < 1:
+            raise ValueError(f"{name}: must be at least 1, got {size}")
+    if jnp.dtype(dtype).name not in POOL_DTYPES:
+        raise ValueError(f"dtype: must be one of {POOL_DTYPES}, got {jnp.dtype(dtype).name}")
+    if sharding is None:
+        return jnp.zeros(shape, dtype)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+def block_bytes(
+    num_layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: DTypeLike
+) -> int:
+    """Bytes of one block (K or V, not both) over all layers."""
+    return num_layers * kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+
+
+def read_tokens(
+    pool: jax.Array, layer: int, table_row: np.ndarray, length: int, direction: int
+) -> np.ndarray:
+    """The vectors of one request as [length, kv_heads, head_dim], on the host.
+
+    table_row: block ids of one kind (tables[row, 0] or tables[row, 1]). For tests and pictures:
+    it copies, token order restored.
+    """
+    _, blocks, kv_heads, block_size, head_dim = pool.shape
+    used = -(-length // block_size)
+    if direction not in (LEFT, RIGHT):
+        raise ValueError(f"direction: must be LEFT ({LEFT}) or RIGHT ({RIGHT}), got {direction}")
+    if not 0 <= length <= len(table_row) * block_size:
+        raise ValueError(
+            f"length: must be in [0, {len(table_row) * block_size}] for a table of "
+            f"{len(table_row)} blocks, got {length}"
+        )
+    ids = np.asarray(table_row)[:used]
+    if used and not (ids.min() >= 0 and ids.max() < blocks):
+        raise ValueError(f"table_row: block ids must be in [0, {blocks}), got {ids.tolist()}")
+    found = np.asarray(pool[layer, ids])
+    if direction == RIGHT:
+        found = found[:, :, ::-1]
+    tokens = found.transpose(0, 2, 1, 3).reshape(used * block_size, kv_heads, head_dim)
+    return tokens[:length]

@@ -1,0 +1,57 @@
+"""Serves a model over gRPC: flags -> config -> engine -> server.
+
+    python serve.py --config=configs/tiny_cpu.py
+    python serve.py --model=/path/to/checkpoint --config.scheduler.policy=vllm
+
+Presets are in configs/; configs/base.py says what every field means.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server import launch
+from jaxserve.server.runner import run_server
+
+_STARTED = time.monotonic()
+_DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return launch.parse_flags(argv, str(_DEFAULT))
+    except launch.UsageError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 after SIGTERM, 1 for a config that cannot be served, 2 for a wrong flag."""
+    del argv
+    try:
+        config = launch.read_config()
+        launch.check_ports(config)
+        # Imported late: jax takes seconds, and everything above should answer at once.
+        from jaxserve.engine.build import build_engine
+
+        engine = build_engine(config)
+        engine.start()
+
+        def on_ready(server: launch.Server) -> None:
+            seconds = time.monotonic() - _STARTED
+            print(launch.ready_text(engine.info(), server, seconds), flush=True)
+
+        return run_server(engine, config, on_ready)
+    except ConfigError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # while it loads; later ones end it gently
+        return 130
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse)

@@ -1,0 +1,245 @@
+"""`python -m jaxserve.bench` on a small engine with random weights, and its errors."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.bench import cli, runs
+from jaxserve.bench.target import BenchError, EngineTarget
+from jaxserve.engine.errors import QueueFull
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched.request import SLO, Request
+from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.server.runner import Server
+from tests.engine.harness import engine, write_shape
+
+SMALL = (
+    "--load_format=random",
+    "--config.cache.num_blocks=128",
+    "--config.scheduler.max_batch_tokens=64",
+    "--config.scheduler.max_prefill_tokens=64",
+    "--config.scheduler.max_rows=8",
+    "--config.engine.row_buckets=(8,)",
+    "--config.engine.token_buckets=(64,)",
+    "--config.engine.compilation_cache_dir=",
+)
+LENGTHS = ("--num_requests=6", "--input_len=9", "--output_len=5")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"--model={write_shape(tmp_path_factory.mktemp('shape'), 'opt')}"
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """A server over a small engine."""
+    with engine(write_shape(tmp_path, "opt")) as running, Server(running, grace_s=0.0) as server:
+        yield server.address
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs a command with --json, and returns its last line's object."""
+
+    def run(*argv: str) -> dict[str, Any]:
+        code = cli.main([*argv, "--json"])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return found
+
+    return run
+
+
+def check_common(found: dict[str, Any], command: str) -> None:
+    assert found["command"] == command
+    assert found["workload"]["seed"] == 0
+    assert found["machine"]["cores"] >= 1 and found["machine"]["cpu"]
+    assert {"jax", "jaxlib", "python", "jaxserve"} <= set(found["versions"])
+    assert found["model"]["vocab_size"] == 96
+
+
+def test_throughput(bench: Callable[..., dict[str, Any]], model: str) -> None:
+    found = bench("throughput", model, *SMALL, *LENGTHS, "--repeats=2", "--policy=vllm")
+    check_common(found, "throughput")
+    assert found["model"]["policy"] == found["config"]["scheduler"]["policy"] == "vllm"
+    results = found["results"]
+    for seconds, out, total in zip(
+        results["seconds"]["values"],
+        results["output_tokens_per_s"]["values"],
+        results["total_tokens_per_s"]["values"],
+        strict=True,
+    ):
+        assert out == pytest.approx(6 * 5 / seconds)
+        assert total == pytest.approx(6 * (9 + 5) / seconds)
+    assert len(results["seconds"]["values"]) == 2
+    steps = found["engine"]["steps"]
+    assert steps["with_prefill"]["count"] >= 2
+    assert steps["fullest_decode"]["rows"] == 6
+    assert steps["all"]["host_ms"]["p50"] > 0
+    assert found["engine"]["compiles_after_warmup"] == 0
+    assert found["engine"]["evictions"] == 0
+
+
+def test_latency(bench: Callable[..., dict[str, Any]], model: str) -> None:
+    found = bench("latency", model, *SMALL, "--num_requests=3", "--input_len=9", "--output_len=5")
+    check_common(found, "latency")
+    results = found["results"]
+    for ttft, tpot, e2e, rate in zip(
+        *(results[n]["values"] for n in ("ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s")),
+        strict=True,
+    ):
+        assert ttft + 4 * tpot == pytest.approx(e2e)
+        assert rate == pytest.approx(5 / e2e * 1e3)
+    assert found["engine"]["steps"]["decode"]["count"] >= 3 * 4 - 1
+
+
+def test_load_in_process(bench: Callable[..., dict[str, Any]], model: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt_tokens,output_tokens\n9,5\n20,1\n3,7\n")
+    found = bench(
+        "load", model, *SMALL, f"--lengths={file}", "--rate=200", "--arrivals=gamma", "--cv=2",
+        "--slo_ttft_ms=60000", "--slo_tbt_ms=0.0001",
+    )  # fmt: skip
+    check_common(found, "load")
+    assert found["workload"]["num_requests"] == 3
+    assert found["workload"]["prompt_tokens"] == 32
+    results = found["results"]
+    assert results["requests"] == {"finished": 3, "rejected": 0, "failed": 0}
+    assert results["output_tokens"] == 13
+    assert results["slo"]["ttft_attainment"] == 1.0
+    assert results["slo"]["tbt_attainment"] == pytest.approx(1 / 3)  # the one of a single token
+    assert results["sent_late_ms"]["max"] >= 0
+
+
+def test_load_against_a_server(
+    bench: Callable[..., dict[str, Any]], address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = bench("load", f"--address={address}", *LENGTHS, "--rate=500", "--slo_ttft_ms=60000")
+    check_common(found, "load")
+    assert found["config"] is None and "engine" not in found
+    assert found["results"]["requests"]["finished"] == 6
+    assert found["results"]["output_tokens"] == 30
+    assert found["results"]["slo"]["attainment"] == 1.0
+    assert cli.main(["load", f"--address={address}", "--rate=9", "--input_len=9000"]) == 1
+    assert "serves at most 64 in all" in capsys.readouterr().err
+
+
+class FullEngine:
+    """Takes one request and refuses the next."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def info(self) -> Any:
+        return SimpleNamespace(model="full", vocab_size=96, max_model_len=64, pool_tokens=64)
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        self._calls += 1
+        if self._calls % 2 == 0:
+            raise QueueFull("full")
+        ids = tuple(range(request.sampling.max_tokens))
+        times = tuple(1e9 + t for t in ids)
+        on_output(Output(request.id, 0, ids, finish_reason=FinishReason.LENGTH, token_times=times))
+
+
+def test_refused_requests_count_and_miss_their_slo() -> None:
+    target = EngineTarget(FullEngine())
+    workload = Workload.of(all_at_once(4), fixed_lengths(3, 2, 4))
+    found = runs.load(target, workload, SLO(tbt=1.5), seed=0)
+    assert found["requests"] == {"finished": 2, "rejected": 2, "failed": 0}
+    assert found["first_error"] == "full"
+    assert found["slo"]["attainment"] == 0.5
+    with pytest.raises(BenchError, match="a request was rejected: full"):
+        runs.throughput(target, 4, 3, 2, repeats=1, seed=0)
+
+
+def test_the_sender_does_not_wait_for_answers() -> None:
+    """Open loop: all requests are out although none has been answered."""
+    released = threading.Event()
+    waiting: list[threading.Thread] = []
+
+    class SlowEngine(FullEngine):
+        def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+            def answer() -> None:
+                released.wait(60)
+                reason = FinishReason.LENGTH
+                on_output(Output(request.id, 0, (1,), finish_reason=reason, token_times=(1e9,)))
+
+            waiting.append(threading.Thread(target=answer))
+            waiting[-1].start()
+            if len(waiting) == 5:
+                released.set()
+
+    workload = Workload.of(np.linspace(0, 0.01, 5), fixed_lengths(3, 1, 5))
+    found = runs.load(EngineTarget(SlowEngine()), workload, SLO(), seed=0)
+    assert found["requests"]["finished"] == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["throughput", "--num_requests=0"], "--num_requests must be at least 1, got 0"),
+        (["throughput", "--seed=-1"], "--seed must be at least 0"),
+        (["throughput", "--config.scheduler.max_row=3"], "did you mean scheduler.max_rows"),
+        (["throughput", "--config=nowhere.py"], "there is no file 'nowhere.py'"),
+        (["throughput", "--rate=3"], "rate"),
+        (["latency", "--port=3"], "--port is for serve.py"),
+        (["load", "--rate=0"], "--rate must be a positive number, got 0.0"),
+        (["load", "--rate=nan"], "--rate must be a positive number"),
+        (["load", "--rate=1", "--cv=2"], "--arrivals=gamma needs --cv"),
+        (["load", "--rate=1", "--arrivals=gamma"], "--arrivals=gamma needs --cv"),
+        (["load", "--rate=1", "--lengths=x.csv", "--input_len=3"], "gives both lengths"),
+        (["load", "--rate=1", "--slo_tbt_ms=-1"], "--slo_tbt_ms must be a positive number"),
+        (["load", "--rate=1", "--address=x:1", "--policy=vllm"], "its own configuration"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert said in err and len(err.splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["throughput", "--policy=nobody"], "there is no policy 'nobody'"),
+        (["load", "--rate=1", "--lengths=missing.csv"], "missing.csv: No such file"),
+        (["load", "--rate=1", "--address=localhost:1"], "no server answers at localhost:1"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_clear_line(
+    argv: list[str], said: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = [] if "--address=localhost:1" in argv else [model, "--load_format=random"]
+    assert cli.main([*argv, *extra]) == 1
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+def test_more_requests_than_rows_of_the_file(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt_tokens,output_tokens\n9,5\n")
+    assert cli.main(["load", model, "--rate=1", f"--lengths={file}", "--num_requests=2"]) == 1
+    assert "has 1 rows; --num_requests=2" in capsys.readouterr().err
+
+
+def test_without_json_the_summary_is_for_people(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["throughput", model, *SMALL, *LENGTHS, "--repeats=1"]) == 0
+    out = capsys.readouterr().out
+    assert "output tokens/s" in out and "host work in it" in out and "evictions" in out

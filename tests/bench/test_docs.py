@@ -1,0 +1,103 @@
+"""The README and docs/ agree with the code: tables, links, figures, commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from absl import flags
+
+from jaxserve.bench import cli
+from jaxserve.sched.policy import policies
+from jaxserve.sched.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
+from jaxserve.server import launch
+from jaxserve.server.proto import generation_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("tools/*/README.md")]
+OURS = [ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "api.md"]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Indented lines of a page that run Python."""
+    lines = re.findall(r"^    (?:\.venv/bin/)?(python .*)$", page.read_text(), re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_policy_table_is_the_registry() -> None:
+    rows = [f"| `{p.name}` | {p.summary} | {p.source} |" for p in policies().values()]
+    table = re.findall(r"^\| `.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert table == rows, "README.md's table of policies should be:\n" + "\n".join(rows)
+
+
+def test_the_preset_table_has_every_preset() -> None:
+    readme = (ROOT / "README.md").read_text()
+    listed = re.findall(r"^\| \[(configs/\w+\.py)\]\(\1\)", readme, re.MULTILINE)
+    presets = {f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py")}
+    assert sorted(listed) == sorted(presets - {"configs/base.py", "configs/__init__.py"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed, not run: flags, presets and fields exist."""
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        if command[:2] == ["-m", "jaxserve.bench"]:
+            cli.parse(command[2:])
+        elif command[0] == "serve.py" and "FILE" not in command[-1]:
+            values = flags.FlagValues()
+            launch.parse_flags(command, "configs/tiny_cpu.py", values)
+            launch.read_config(values)
+        elif command[0] == "-m":
+            assert importlib.util.find_spec(command[1]) is not None, command
+        else:
+            assert (ROOT / command[0]).exists(), command
+
+
+def test_there_are_commands_to_check() -> None:
+    """Else the test above would pass on pages that it cannot read."""
+    assert all(commands(page) for page in OURS)
+
+
+def test_the_api_page_names_every_field() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for message in (pb.GenerateRequest, pb.SamplingParams, pb.Slo, pb.Timings):
+        for field in message.DESCRIPTOR.fields:
+            assert f"`{field.name}`" in page, field.full_name
+
+
+@pytest.mark.parametrize(
+    ("field", "limit"),
+    [
+        ("logprobs", f"0 to {MAX_LOGPROBS}"),
+        ("stop_token_ids", f"{MAX_STOP_TOKEN_IDS}"),
+        ("stop", f"{MAX_STOP_STRINGS} strings"),
+        ("n", f"1 to {MAX_N}"),
+        ("logit_bias", f"{MAX_LOGIT_BIAS} tokens"),
+    ],
+)
+def test_the_api_page_has_the_limits(field: str, limit: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert re.search(rf"^\| `{field}` .*\| {limit}[^|0-9]*", page, re.MULTILINE), field
+
+
+def test_the_figures_are_what_the_script_draws(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "figures"
+    spec = importlib.util.spec_from_file_location("draw_figures", folder / "draw.py")
+    assert spec is not None and spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    draw.main([str(tmp_path)])
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("*.svg")}

@@ -1,0 +1,148 @@
+"""Small engines with random weights, and a way to wait for what they say."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.configs import base
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched.request import Request, SamplingParams
+
+TIMEOUT = 120  # seconds until a test gives up on the engine
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "activation_function": "relu",
+        "word_embed_proj_dim": 32,
+        "init_std": 0.3,
+        "eos_token_id": 2,
+    },
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+        "eos_token_id": 2,
+    },
+}
+
+
+def write_shape(folder: Path, family: str) -> Path:
+    """A checkpoint directory with nothing but a config.json: random weights fill it."""
+    path = folder / family
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[family]))
+    return path
+
+
+@contextmanager
+def engine(path: Path, **fields: Any) -> Iterator[Engine]:
+    """A running engine; fields override the config, `scheduler__max_rows=4`. Whatever the test
+    did, the pool must be whole afterwards."""
+    config = base.get_config()
+    config.model.path = str(path)
+    config.model.load_format = "random"
+    config.cache.block_size = 4
+    config.cache.num_blocks = 512
+    config.scheduler.max_batch_tokens = 64
+    config.scheduler.max_prefill_tokens = 64
+    config.scheduler.max_rows = 8
+    config.engine.row_buckets = (8, 32)
+    config.engine.token_buckets = (64,)
+    config.engine.compilation_cache_dir = ""
+    config.engine.forbid_compile = True
+    with config.unlocked():
+        for name, value in fields.items():
+            section, key = name.split("__")
+            config[section][key] = value
+    built = build_engine(config, progress=False)
+    built.start()
+    try:
+        yield built
+    finally:
+        built.stop()
+    stats = built.stats()
+    assert stats.blocks_free == stats.blocks_total, "blocks leaked"
+    assert stats.waiting == stats.running == 0
+    assert stats.compiles_after_warmup == 0
+
+
+@dataclass
+class Stream:
+    """All that was said of one request."""
+
+    outputs: list[Output] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    left: int = 1
+    on_output: Callable[[Output], None] | None = None
+
+    def __call__(self, output: Output) -> None:
+        self.outputs.append(output)
+        if self.on_output is not None:
+            self.on_output(output)
+        if output.finish_reason is not None:
+            self.left -= 1
+            if not self.left:
+                self.ended.set()
+
+    def wait(self) -> Stream:
+        assert self.ended.wait(TIMEOUT), "the engine did not finish the request"
+        return self
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [t for o in self.outputs if o.index == index for t in o.token_ids]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(o.text for o in self.outputs if o.index == index)
+
+    def last(self, index: int = 0) -> Output:
+        return next(o for o in self.outputs if o.index == index and o.finish_reason is not None)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.last().finish_reason
+
+
+_names = iter(range(10**9))
+
+
+def send(
+    on: Engine,
+    prompt: Sequence[int],
+    on_output: Callable[[Output], None] | None = None,
+    **sampling: Any,
+) -> tuple[str, Stream]:
+    """Submits one request; its id and its stream."""
+    params = SamplingParams(**sampling)
+    stream = Stream(left=params.n, on_output=on_output)
+    name = f"request-{next(_names)}"
+    on.submit(Request(name, tuple(prompt), params), stream)
+    return name, stream
+
+
+def generate(on: Engine, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+    """The tokens of every prompt, all submitted at once."""
+    streams = [send(on, prompt, **sampling)[1] for prompt in prompts]
+    return [stream.wait().tokens() for stream in streams]

@@ -1,0 +1,40 @@
+"""Every batch within the limits has a bucket, and there are few of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.engine.buckets import make_buckets
+from jaxserve.engine.errors import ConfigError
+
+
+@given(max_rows=st.integers(1, 300), max_tokens=st.integers(1, 4096), data=st.data())
+def test_every_batch_fits(max_rows: int, max_tokens: int, data: st.DataObject) -> None:
+    buckets = make_buckets(max_rows, max_tokens, width=4)
+    rows = data.draw(st.integers(1, max_rows))
+    tokens = data.draw(st.integers(rows, max(rows, max_tokens)))
+    decode = buckets.decode(rows)
+    assert decode.tokens == decode.rows >= rows
+    if tokens <= max_tokens:
+        mixed = buckets.mixed(tokens)
+        assert mixed.tokens >= tokens and mixed.rows >= rows
+        assert mixed in buckets.all()
+    assert decode in buckets.all()
+    assert len(buckets.all()) == len(buckets.rows) + len(buckets.tokens)
+
+
+def test_padding_is_bounded() -> None:
+    """Above 256 tokens a step pads at most 255; below, less than its own size."""
+    buckets = make_buckets(8, 2048, width=4)
+    for tokens in range(1, 2049):
+        padding = buckets.mixed(tokens).tokens - tokens
+        assert padding < max(16, min(tokens, 256))
+
+
+def test_given_sizes_are_checked_and_trimmed() -> None:
+    assert make_buckets(8, 64, width=4, rows=(2, 8, 32)).rows == (2, 8)
+    for rows, problem in (((4, 2, 8), "ascending"), ((0, 8), "positive"), ((2, 4), "reach 8")):
+        with pytest.raises(ConfigError, match=rf"engine\.row_buckets .*{problem}"):
+            make_buckets(8, 64, width=4, rows=rows)

@@ -1,0 +1,84 @@
+"""What cannot be served is said in one line, before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.engine import build
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.executor import JaxExecutor
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.path": ""}, "model.preset is empty"),
+        ({"model.path": "", "model.load_format": "auto"}, "model.path is empty"),
+        ({"model.path": "/no/such/folder"}, "/no/such/folder"),
+        ({"model.load_format": "auto"}, "there is no .*tokenizer.json"),
+        ({"model.load_format": "pickle"}, "model.load_format"),
+        ({"model.path": "", "model.preset": "opt-999b"}, "opt-999b"),
+        ({"model.dtype": "int8"}, "model.dtype must be auto or one of"),
+        ({"scheduler.policy": "fcfs"}, "scheduler.policy: there is no policy 'fcfs'"),
+        ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
+        ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
+        ({"scheduler.max_queue": -1}, "scheduler.max_queue"),
+        (
+            {"scheduler.policy": "vllm", "scheduler.max_batch_tokens": 32},
+            r"scheduler.max_batch_tokens \(32\) must be at least the longest request \(64",
+        ),
+        ({"engine.max_model_len": 65}, "engine.max_model_len must be at most the model's 64"),
+        ({"engine.attention_backend": "cuda"}, "attention_backend|backend"),
+        ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
+        ({"cache.block_size": 0}, "cache.block_size"),
+        ({"cache.num_blocks": -1}, "cache.num_blocks"),
+        ({"cache.memory_fraction": 0.0}, "cache.memory_fraction"),
+        (
+            {"cache.num_blocks": 10**12},
+            r"cache.num_blocks=1000000000000 needs .* GiB, .*at most \d+ blocks of 16 tokens fit",
+        ),
+        ({"cache.memory_gib": 1e-6}, "cache.memory_gib: 0.0 MiB hold no block pair"),
+        ({"cache.memory_fraction": 1e-9}, "the model does not fit"),
+        ({"mesh.tensor": 3}, "mesh.tensor=3"),
+    ],
+)
+def test_config_errors(
+    shapes: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    def compiling(*_: object) -> None:
+        raise AssertionError("compiled before the config was checked")
+
+    monkeypatch.setattr(JaxExecutor, "warmup", compiling)
+    config = base.get_config()
+    config.model.path = str(shapes["opt"])
+    config.model.load_format = "random"
+    config.engine.compilation_cache_dir = ""
+    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 64
+    with config.unlocked():
+        for name, value in fields.items():
+            section, key = name.split(".")
+            config[section][key] = value
+    with pytest.raises(ConfigError) as caught:
+        build.build_engine(config, progress=False)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_cache_directory_is_used(tmp_path: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        build.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        build.use_compilation_cache("")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

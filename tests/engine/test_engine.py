@@ -1,0 +1,308 @@
+"""The engine's contract with its callers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.executor import StepHandle
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
+from tests.engine.harness import TIMEOUT, Stream, engine, generate, send
+
+
+def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
+    sampling = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.9, "seed": 11, "ignore_eos": True}
+    alone = generate(roomy, [[5, 6, 7]], **sampling)[0]
+    others = [send(roomy, [i + 3], max_tokens=30, temperature=1.0)[1] for i in range(20)]
+    crowded = generate(roomy, [[5, 6, 7]], **sampling)[0]
+    for other in others:
+        other.wait()
+    assert crowded == alone
+    different = generate(roomy, [[5, 6, 7]], **{**sampling, "seed": 12})[0]
+    assert different != alone
+
+
+def test_greedy_and_sampled_rows_share_a_batch(roomy: Engine) -> None:
+    expected = generate(roomy, [[9, 8, 7]], max_tokens=15, ignore_eos=True)[0]
+    _, noisy = send(roomy, [9, 8, 7], max_tokens=15, temperature=1.5, ignore_eos=True)
+    beside = generate(roomy, [[9, 8, 7]], max_tokens=15, ignore_eos=True)[0]
+    noisy.wait()
+    assert beside == expected
+
+
+def test_n_continuations_use_seed_plus_index(roomy: Engine) -> None:
+    sampling = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    _, stream = send(roomy, [4, 5], n=3, seed=100, **sampling)
+    stream.wait()
+    for index in range(3):
+        assert stream.tokens(index) == generate(roomy, [[4, 5]], seed=100 + index, **sampling)[0]
+        assert stream.last(index).finish_reason == FinishReason.LENGTH
+
+
+def test_eos_and_stop_token_end_the_text(roomy: Engine) -> None:
+    free = generate(roomy, [[3, 4, 5]], max_tokens=20, ignore_eos=True)[0]
+    stop = free[6]
+    _, stream = send(roomy, [3, 4, 5], max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    stream.wait()
+    assert stream.tokens() == free[: free.index(stop) + 1]
+    assert stream.reason == FinishReason.STOP
+
+
+def test_min_tokens_holds_a_stop_off(roomy: Engine) -> None:
+    free = generate(roomy, [[3, 4, 5]], max_tokens=20, ignore_eos=True)[0]
+    _, stream = send(
+        roomy, [3, 4, 5], max_tokens=20, min_tokens=15, ignore_eos=True, stop_token_ids=(free[2],)
+    )
+    stream.wait()
+    assert len(stream.tokens()) > 15
+    assert free[2] not in stream.tokens()[:15]
+
+
+def test_logprobs_are_those_of_the_model(roomy: Engine) -> None:
+    _, stream = send(roomy, [3, 4, 5], max_tokens=6, logprobs=4, ignore_eos=True)
+    stream.wait()
+    plain = generate(roomy, [[3, 4, 5]], max_tokens=6, ignore_eos=True)[0]
+    assert stream.tokens() == plain
+    for output in stream.outputs:
+        (entry,) = output.logprobs
+        assert entry.token_id == output.token_ids[0]
+        assert entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
+        values = [value for _, value in entry.top]
+        assert len(values) == 4 and values == sorted(values, reverse=True)
+        assert sum(np.exp(values)) < 1
+
+
+def test_usage_and_timings(roomy: Engine) -> None:
+    _, stream = send(roomy, [3, 4, 5], max_tokens=6, ignore_eos=True)
+    last = stream.wait().last()
+    assert last.usage is not None and last.timings is not None
+    assert (last.usage.prompt_tokens, last.usage.output_tokens) == (3, 6)
+    assert 0 <= last.timings.queue <= last.timings.ttft <= last.timings.total
+    times = [t for o in stream.outputs for t in o.token_times]
+    assert len(times) == 6 and times == sorted(times)
+
+
+def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:
+    """The harness checks the pool at the end."""
+    rng = random.Random(3)
+    with engine(shapes["opt"], cache__num_blocks=40, scheduler__max_queue=256) as running:
+        streams: list[Stream] = []
+        lock = threading.Lock()
+
+        def caller(seed: int) -> None:
+            mine = random.Random(seed)
+            for _ in range(25):
+                prompt = [mine.randrange(3, 96) for _ in range(mine.randint(1, 30))]
+                cancel_at = mine.choice([None, 0, 1, 5])
+                name = f"{seed}-{len(streams)}-{mine.random()}"
+
+                def on_output(output: Output, name: str = name, at: Any = cancel_at) -> None:
+                    if at is not None and len(output.token_ids) and mine.random() < 0.3:
+                        running.cancel(name)
+
+                stream = Stream(on_output=on_output)
+                params = SamplingParams(
+                    max_tokens=mine.randint(1, 30), temperature=mine.choice([0.0, 1.0])
+                )
+                running.submit(Request(name, tuple(prompt), params), stream)
+                if cancel_at == 0:
+                    running.cancel(name)
+                with lock:
+                    streams.append(stream)
+
+        threads = [threading.Thread(target=caller, args=(rng.random(),)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        reasons = [stream.wait().reason for stream in streams]
+    assert len(reasons) == 200
+    assert {FinishReason.CANCELLED, FinishReason.LENGTH} <= set(reasons)
+
+
+def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        first = threading.Event()
+        name, stream = send(
+            running, [3] * 20, lambda _: first.set(), max_tokens=40, ignore_eos=True
+        )
+        assert first.wait(TIMEOUT)
+        running.cancel(name)
+        assert stream.wait().reason == FinishReason.CANCELLED
+        running.cancel(name)  # idempotent
+        running.cancel("nobody")
+        # The cancelled one is gone before the next is planned.
+        send(running, [4], max_tokens=1)[1].wait()
+        stats = running.stats()
+        assert stats.blocks_free == stats.blocks_total
+
+
+def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"], scheduler__max_rows=2, scheduler__max_queue=1) as running:
+        # The engine thread waits in the callback, so nothing ends in between.
+        gate, inside = threading.Event(), threading.Event()
+
+        def hold(_: Output) -> None:
+            inside.set()
+            gate.wait(TIMEOUT)
+
+        streams = [send(running, [3], hold, max_tokens=4)[1]]
+        assert inside.wait(TIMEOUT)
+        streams += [send(running, [3], max_tokens=4)[1] for _ in range(2)]
+        with pytest.raises(QueueFull, match="max_queue"):
+            send(running, [3], max_tokens=4)
+        gate.set()
+        for stream in streams:
+            stream.wait()
+        send(running, [3], max_tokens=4)[1].wait()
+
+
+def test_bad_requests_never_reach_the_queue(roomy: Engine) -> None:
+    never = Stream()
+    with pytest.raises(InvalidRequest, match="prompt: has 64 tokens; at most 63"):
+        roomy.submit(Request("long", (3,) * 64), never)
+    with pytest.raises(InvalidRequest, match="token id 96"):
+        roomy.submit(Request("odd", (96,), SamplingParams(max_tokens=1)), never)
+    name, stream = send(roomy, [3], max_tokens=30, ignore_eos=True)
+    with pytest.raises(InvalidRequest, match="request_id"):
+        roomy.submit(Request(name, (3,), SamplingParams(max_tokens=1)), never)
+    stream.wait()
+    assert not never.outputs
+
+
+def test_text_needs_a_tokenizer(roomy: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="text"):
+        roomy.encode("hello")
+
+
+class FailingHandle:
+    def __init__(self, handle: StepHandle) -> None:
+        self._handle = handle
+
+    def result(self) -> None:
+        self._handle.result()
+        raise RuntimeError("the device is on fire")
+
+
+def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+        streams = [send(running, [3], max_tokens=2)[1] for _ in range(4)]
+        for stream in streams:
+            stream.wait()
+        failures: list[BaseException] = []
+        running.add_failure_listener(failures.append)
+        executor = running._executor
+        submit = executor.submit
+
+        def failing(*args: Any, **kwargs: Any) -> FailingHandle:
+            return FailingHandle(submit(*args, **kwargs))
+
+        executor.submit = failing  # type: ignore[assignment, method-assign]
+        streams = []
+        refused = 0
+        for _ in range(5):
+            try:
+                streams.append(send(running, [3], max_tokens=9)[1])
+            except EngineStopped:
+                refused += 1
+        for stream in streams:
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            assert "on fire" in last.error
+        assert streams and len(streams) + refused == 5
+        assert len(failures) == 1
+        running.add_failure_listener(failures.append)
+        assert len(failures) == 2, "told at once of what has happened already"
+        with pytest.raises(EngineStopped, match="failed"):
+            send(running, [3], max_tokens=1)
+        assert running.drain(TIMEOUT)
+
+
+def test_drain_lets_requests_finish_and_takes_no_more(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        streams = [send(running, [3, 4], max_tokens=20, ignore_eos=True)[1] for _ in range(5)]
+        assert running.drain(TIMEOUT)
+        assert [s.wait().reason for s in streams] == [FinishReason.LENGTH] * 5
+        with pytest.raises(EngineStopped, match="shutting down"):
+            send(running, [3], max_tokens=1)
+
+
+def test_drain_cancels_what_outlasts_the_grace(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        release, inside = threading.Event(), threading.Event()
+
+        def hold(_: Output) -> None:
+            inside.set()
+            release.wait(TIMEOUT)
+
+        _, stream = send(running, [3, 4], hold, max_tokens=40, ignore_eos=True)
+        assert inside.wait(TIMEOUT)
+        timer = threading.Timer(0.2, release.set)
+        timer.start()
+        assert not running.drain(0.01)
+        assert stream.wait().reason == FinishReason.CANCELLED
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.firsts: list[float] = []
+        self.gaps: list[float] = []
+        self.ends: list[RequestStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        self.firsts.append(ttft)
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        self.gaps.append(tbt)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.ends.append(stats)
+
+
+def test_observers_see_everything(shapes: dict[str, Path]) -> None:
+    with engine(shapes["llama"]) as running:
+        recorder = Recorder()
+        running.add_observer(recorder)
+        texts = generate(running, [[3] * 10, [4] * 20, [5]], max_tokens=7, ignore_eos=True)
+    assert [len(t) for t in texts] == [7, 7, 7]
+    assert len(recorder.firsts) == 3 and len(recorder.gaps) == 18
+    assert sum(s.num_tokens for s in recorder.steps) == 31 + 3 * 6
+    assert all(s.padded_tokens >= s.num_tokens for s in recorder.steps)
+    assert [e.output_tokens for e in recorder.ends] == [7, 7, 7]
+
+
+def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:
+    """What forbid-compile mode is for: a shape that escaped the warm-up must not go unnoticed."""
+    config_fields = {"scheduler__max_rows": 2}
+    for culprit, complaint in (
+        (lambda: jax.jit(lambda x: x + 1)(np.ones(3)), "Disallowed host-to-device"),
+        (lambda: jax.jit(lambda x: x * 3.0)(jax.device_put(np.ones(5))), "compilation"),
+    ):
+        with engine(shapes["opt"], **config_fields) as running:
+            executor = running._executor
+            submit = executor.submit
+
+            def sloppy(*args: Any, act: Any = culprit, to: Any = submit, **kwargs: Any) -> Any:
+                act()
+                return to(*args, **kwargs)
+
+            executor.submit = sloppy  # type: ignore[method-assign]
+            _, stream = send(running, [3], max_tokens=9)
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            assert complaint in last.error
+            running._compiles.start()  # the harness wants none after this

@@ -1,0 +1,36 @@
+"""Tensor parallelism changes neither logits nor greedy text, few KV heads included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_shards_agree(tmp_path: Path, family: str) -> None:
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.sharded_main", str(tmp_path), family],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    whole = report["1"]
+    for shards in ("2", "4"):
+        for one, other in zip(whole, report[shards], strict=True):
+            assert one["tokens"] == other["tokens"]
+            for a, b in zip(one["top"], other["top"], strict=True):
+                common = a.keys() & b.keys()
+                assert len(common) >= 19  # the 20th may tie
+                assert max(abs(a[k] - b[k]) for k in common) < 1e-4

@@ -1,0 +1,76 @@
+"""Batching, chunking, preemption, policy and overlap never change greedy text."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import engine, generate
+
+FAMILIES = ("opt", "llama")
+# What is done to the requests; "alone" is what the others must equal.
+TREATMENTS: dict[str, dict[str, Any]] = {
+    "sarathi": {"scheduler__policy": "sarathi"},
+    "vllm": {"scheduler__policy": "vllm"},
+    "without overlap": {"engine__overlap": False},
+    "chunks of 5": {"scheduler__max_prefill_tokens": 5},
+    "chunks of 1": {"scheduler__max_prefill_tokens": 1},
+    "preempted": {"cache__num_blocks": 36, "scheduler__policy": "vllm"},
+    "preempted in chunks": {"cache__num_blocks": 36, "scheduler__max_prefill_tokens": 7},
+    "blocks of 16": {"cache__block_size": 16},
+}
+PREEMPTING = ("preempted", "preempted in chunks")
+
+
+def prompts(count: int = 32) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+
+
+SAMPLING = {"max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def alone(shapes: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Each prompt served with nothing beside it."""
+    texts = {}
+    for family in FAMILIES:
+        with engine(shapes[family], scheduler__max_rows=32) as running:
+            texts[family] = [generate(running, [p], **SAMPLING)[0] for p in prompts()]
+    return texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [7, 32])
+def test_batch_size(
+    shapes: dict[str, Path], alone: dict[str, list[list[int]]], family: str, count: int
+) -> None:
+    with engine(shapes[family], scheduler__max_rows=32) as running:
+        assert generate(running, prompts()[:count], **SAMPLING) == alone[family][:count]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_treatment(
+    shapes: dict[str, Path], alone: dict[str, list[list[int]]], family: str, treatment: str
+) -> None:
+    with engine(shapes[family], **TREATMENTS[treatment]) as running:
+        texts = generate(running, prompts(), **SAMPLING)
+        evictions = running.stats().evictions
+    assert texts == alone[family]
+    assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
+    assert (evictions > 0) == (treatment in PREEMPTING)
+
+
+@pytest.mark.parametrize("treatment", PREEMPTING)
+def test_seeded_text_survives_preemption(
+    shapes: dict[str, Path], roomy: Any, treatment: str
+) -> None:
+    sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
+    expected = generate(roomy, prompts(), **sampling)
+    with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
+        assert generate(running, prompts(), **sampling) == expected
+        assert running.stats().evictions > 0

@@ -1,0 +1,232 @@
+"""An engine without a model, for tests of what stands before it.
+
+Token k of every continuation is `FIRST + k`, its text " wk". Nothing happens by itself: a test
+calls `step()`, or starts a thread that does (`run()`). The rules are the real engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
+from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.request import Request, validate
+
+FIRST = 100
+PATIENCE = 20.0
+
+INFO = EngineInfo(
+    model="fake",
+    family="none",
+    num_params=1_000_000,
+    dtype="float32",
+    vocab_size=100_000,
+    max_model_len=4096,
+    policy="fcfs",
+    num_blocks=1024,
+    block_size=16,
+    pool_tokens=8192,
+    pool_bytes=2**20,
+    device="cpu",
+    mesh_tensor=1,
+)
+
+
+@dataclass
+class Running:
+    request: Request
+    on_output: Callable[[Output], None]
+    produced: dict[int, int] = field(default_factory=dict)  # unfinished index -> tokens so far
+
+
+class FakeEngine:
+    def __init__(self, max_requests: int = 64) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.max_requests = max_requests
+        self.requests: list[Request] = []
+        self.live: dict[str, Running] = {}
+        self.cancelled: list[str] = []
+        self.observers: list[Observer] = []
+        self.listeners: list[Callable[[BaseException], None]] = []
+        self.open = True
+        self.stopped = False
+        self.failure: BaseException | None = None
+        self.steps = 0
+        self.text: Callable[[int], str] = lambda k: f" w{k}"
+        self._thread: threading.Thread | None = None
+
+    # The contract.
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def info(self) -> EngineInfo:
+        return INFO
+
+    def stats(self) -> EngineStats:
+        with self.changed:
+            running = len(self.live)
+        return EngineStats(
+            waiting=0,
+            running=running,
+            blocks_total=INFO.num_blocks,
+            blocks_free=INFO.num_blocks - running,
+            blocks={("kv", "realtime"): running, ("kv", "best_effort"): 0},
+            evictions=3,
+            compiles_after_warmup=0,
+            steps=self.steps,
+        )
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        validate(
+            request,
+            max_model_len=INFO.max_model_len,
+            vocab_size=INFO.vocab_size,
+            pool_tokens=INFO.pool_tokens,
+        )
+        with self.changed:
+            if self.failure is not None or not self.open:
+                raise EngineStopped(str(self.failure or "the engine is shutting down"))
+            if len(self.live) >= self.max_requests:
+                raise QueueFull(f"{self.max_requests} requests are queued; try again later")
+            self.requests.append(request)
+            indices = dict.fromkeys(range(request.sampling.n), 0)
+            self.live[request.id] = Running(request, on_output, indices)
+            self.changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        with self.changed:
+            self.cancelled.append(request_id)
+            running = self.live.pop(request_id, None)
+            if running is not None:
+                for index in running.produced:
+                    self._finish(running, index, FinishReason.CANCELLED)
+            self.changed.notify_all()
+
+    def drain(self, grace_s: float) -> bool:
+        with self.changed:
+            self.open = False
+            self.changed.notify_all()
+            clean = self.changed.wait_for(lambda: not self.live, grace_s)
+            for request_id in list(self.live):
+                self.cancel(request_id)
+            return clean
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
+        self.listeners.append(listener)
+
+    def add_observer(self, observer: Observer) -> None:
+        self.observers.append(observer)
+
+    # What a test does.
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        """Until the condition holds; it is looked at whenever the engine has changed."""
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE), "it did not happen"
+
+    def step(self, tokens: int = 1) -> None:
+        """`tokens` tokens for each continuation."""
+        with self.changed:
+            self.steps += 1
+            for running in list(self.live.values()):
+                for index in list(running.produced):
+                    for _ in range(tokens):
+                        if index in running.produced:
+                            self._token(running, index)
+                if not running.produced:
+                    del self.live[running.request.id]
+            rows = len(self.live)
+            for observer in self.observers:
+                observer.on_step(StepStats(rows, rows, 2 * rows, rows, 0.01, 0.001, 0))
+            self.changed.notify_all()
+
+    def run(self) -> FakeEngine:
+        """Steps whenever there is something to do, from a thread, until stop()."""
+
+        def loop() -> None:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.live or self.stopped)
+                    if self.stopped:
+                        return
+                self.step()
+
+        self._thread = threading.Thread(target=loop, daemon=True)
+        self._thread.start()
+        return self
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = error
+            for listener in self.listeners:
+                listener(error)
+            for running in self.live.values():
+                for index in running.produced:
+                    running.on_output(
+                        Output(
+                            running.request.id,
+                            index,
+                            finish_reason=FinishReason.ERROR,
+                            error=str(error),
+                        )
+                    )
+            self.live.clear()
+            self.changed.notify_all()
+
+    def fail_silently(self, error: BaseException) -> None:
+        """Fails without a word to those who wait; only the listeners hear of it."""
+        with self.changed:
+            self.failure = error
+            self.live.clear()
+        for listener in self.listeners:
+            listener(error)
+
+    def _token(self, running: Running, index: int) -> None:
+        done = running.produced[index]
+        sampling = running.request.sampling
+        for observer in self.observers:
+            if done:
+                observer.on_inter_token(0.02, running.request.tier)
+            else:
+                observer.on_first_token(0.2, running.request.tier)
+        token = FIRST + done
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.logprobs is not None:
+            top = tuple((token + i, -0.5 - i) for i in range(sampling.logprobs))
+            logprobs = (TokenLogprobs(token, -0.5, top),)
+        output = Output(running.request.id, index, (token,), self.text(done), logprobs)
+        running.produced[index] = done + 1
+        if done + 1 < sampling.max_tokens:
+            running.on_output(output)
+        else:
+            self._finish(running, index, FinishReason.LENGTH, output)
+            del running.produced[index]
+
+    def _finish(
+        self, running: Running, index: int, reason: FinishReason, last: Output | None = None
+    ) -> None:
+        request, produced = running.request, running.produced[index]
+        for observer in self.observers:
+            observer.on_finish(
+                RequestStats(reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3)
+            )
+        running.on_output(
+            dataclasses.replace(
+                last or Output(request.id, index),
+                finish_reason=reason,
+                usage=Usage(len(request.prompt), produced, preemptions=1),
+                timings=Timings(queue=0.1, ttft=0.2, total=0.3),
+            )
+        )

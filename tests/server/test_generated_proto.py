@@ -1,0 +1,82 @@
+"""The committed Python code is what the .proto gives."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxserve.server import generate_proto
+from jaxserve.server.proto import generation_pb2, generation_pb2_grpc
+
+FILES = ["generation_pb2.py", "generation_pb2.pyi", "generation_pb2_grpc.py"]
+
+
+def test_regeneration_gives_the_committed_code(tmp_path: Path) -> None:
+    """Another grpcio-tools writes other version numbers and perhaps other boilerplate, so then it
+    is the descriptor that must agree, to the byte."""
+    written = generate_proto.generate(tmp_path)
+    assert [path.name for path in written] == FILES
+    if importlib.metadata.version("grpcio-tools") == generate_proto.OLDEST_TOOLS:
+        for path in written:
+            assert path.read_text() == (generate_proto.OUT_DIR / path.name).read_text()
+    literal = re.search(r"AddSerializedFile\((b'.*')\)\n", written[0].read_text())
+    assert literal is not None
+    assert ast.literal_eval(literal[1]) == generation_pb2.DESCRIPTOR.serialized_pb
+    for path in written[1:]:
+        committed = (generate_proto.OUT_DIR / path.name).read_text()
+        assert _names(path.read_text()) == _names(committed)
+
+
+def test_generated_code_accepts_the_declared_versions() -> None:
+    """pyproject's lower bounds are what the generated code itself demands at import."""
+    pb2 = (generate_proto.OUT_DIR / FILES[0]).read_text()
+    major, minor, patch = re.findall(r"^    (\d+),$", pb2, re.MULTILINE)
+    pyproject = (generate_proto.PROTO_DIR.parent / "pyproject.toml").read_text()
+    bound = re.search(r'"protobuf>=([\d.]+)', pyproject)
+    assert bound is not None
+    declared = tuple(int(part) for part in bound[1].split("."))
+    assert declared >= (int(major), int(minor), int(patch))
+    grpc_bound = re.search(r'"grpcio>=([\d.]+)', pyproject)
+    assert grpc_bound is not None
+    needed = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", _grpc_code())
+    assert needed is not None
+    assert _version(grpc_bound[1]) >= _version(needed[1])
+
+
+def test_modules_know_their_own_place() -> None:
+    assert generation_pb2.GenerateRequest.__module__ == generation_pb2.__name__
+    assert generation_pb2_grpc.GenerationStub.__module__ == generation_pb2_grpc.__name__
+
+
+def test_without_the_proto_the_error_says_where_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_proto, "PROTO_DIR", tmp_path)
+    with pytest.raises(FileNotFoundError, match="clone of the repository"):
+        generate_proto.generate(tmp_path)
+
+
+def test_a_broken_proto_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(generate_proto.PROTO_DIR, tmp_path / "proto")
+    (tmp_path / "proto" / generate_proto.PROTO_FILE).write_text("nonsense")
+    monkeypatch.setattr(generate_proto, "PROTO_DIR", tmp_path / "proto")
+    with pytest.raises(RuntimeError, match="protoc failed"):
+        generate_proto.generate(tmp_path)
+
+
+def _grpc_code() -> str:
+    return (generate_proto.OUT_DIR / FILES[2]).read_text()
+
+
+def _names(code: str) -> list[str]:
+    return re.findall(r"^\s*(?:class|def) (\w+)", code, re.MULTILINE)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    numbers = [int(part) for part in text.split(".")]
+    return tuple(numbers + [0] * (3 - len(numbers)))

@@ -1,0 +1,213 @@
+"""serve.py up to the engine: flags, config files, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.models.presets import preset_names
+from jaxserve.server import launch
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import INFO, FakeEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+TINY = str(ROOT / "configs" / "tiny_cpu.py")
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base")
+
+
+def parse(*arguments: str) -> ConfigDict:
+    values = flags.FlagValues()
+    launch.parse_flags(["serve.py", *arguments], TINY, values)
+    return launch.read_config(values)
+
+
+def test_without_flags_the_tiny_model_is_served() -> None:
+    config = parse()
+    assert config.model.path.endswith("assets/tiny-stories")
+    assert config.server.port == launch.DEFAULT_PORT
+
+
+def test_fields_and_shortcuts_override_the_file() -> None:
+    opt = str(ROOT / "configs" / "opt_125m_cpu.py")
+    config = parse(
+        f"--config={opt}",
+        "--config.scheduler.max_rows=7",
+        "--config.engine.row_buckets=(1, 7)",
+        "--noconfig.engine.overlap",
+        "--policy=vllm",
+        "--port=0",
+        "--metrics_port=-1",
+    )
+    assert config.model.preset == "opt-125m"
+    assert config.scheduler.max_rows == 7
+    assert config.engine.row_buckets == (1, 7)
+    assert not config.engine.overlap
+    assert config.scheduler.policy == "vllm"
+    assert (config.server.port, config.server.metrics_port) == (0, -1)
+
+
+def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
+    opt = f"--config={ROOT / 'configs' / 'opt_125m_cpu.py'}"
+    config = parse(opt, "--model=/my/opt")
+    assert (config.model.path, config.model.load_format, config.model.preset) == (
+        "/my/opt",
+        "auto",
+        "",
+    )
+    assert parse(opt, "--model=/my/opt", "--load_format=random").model.load_format == "random"
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.scheduler.polcy=x", "scheduler.polcy; did you mean scheduler.policy"),
+        ("--noconfig.engine.overlp", "engine.overlp; did you mean engine.overlap"),
+        ("--config.sheduler.policy=x", "did you mean scheduler.policy"),
+        ("--config.zzz=1", "fields are .*cache.block_size"),
+        ("--config.scheduler.max_rows=abc", "config.scheduler.max_rows=abc: invalid literal"),
+        ("--config.scheduler.max_rows=2.5", "max_rows=2.5"),
+        ("--config.engine.overlap=maybe", "overlap=maybe"),
+        ("--config.scheduler=3", "scheduler"),
+        ("--confg=x", "'confg'. Did you mean: config"),
+        ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu.py"),
+        ("--port=abc", "port=abc"),
+        ("tiny", "unexpected argument 'tiny'"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error(argument: str, words: str) -> None:
+    with pytest.raises(launch.UsageError, match=words) as error:
+        parse(argument)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x", "NameError: name 'x'"),
+        ("def get_config(: pass", "SyntaxError"),
+        ("get_config = None", "TypeError"),
+        ("", "get_config"),
+    ],
+)
+def test_a_config_file_that_fails_is_a_usage_error(tmp_path: Path, code: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(launch.UsageError, match=words) as error:
+        parse(f"--config={tmp_path / 'mine.py'}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("c.scheduler.polcy = 'x'", "unknown field scheduler.polcy; did you mean"),
+        ("del c.cache.block_size", "cache.block_size is missing; start from configs/base.py"),
+        ("c.engine.token_buckets = (16, 2.5)", "engine.token_buckets: must be tuple of int"),
+        ("c.server.grace_s = -1.0", "server.grace_s: must be at least 0"),
+        ("c.server.port = 70000", "server.port: must be 0 to 65535, got 70000"),
+        ("c.server.metrics_port = -2", "server.metrics_port: must be -1 to 65535"),
+        ("c = {}", "get_config\\(\\) returned dict"),
+    ],
+)
+def test_a_config_that_is_not_base_pys_shape(tmp_path: Path, code: str, words: str) -> None:
+    lines = ["from jaxserve.configs import base", "def get_config():"]
+    lines += ["    c = base.get_config()", f"    {code}", "    return c"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=words):
+        parse(f"--config={tmp_path / 'mine.py'}")
+
+
+def test_types_are_those_of_base_py() -> None:
+    for path, wrong in (("model.seed", True), ("model.path", 3), ("engine.overlap", 1)):
+        config = ConfigDict(base.get_config().to_dict(), type_safe=False)
+        section, field = path.split(".")
+        config[section][field] = wrong
+        with pytest.raises(ConfigError, match=f"{path}: must be"):
+            launch.check_config(config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_well_formed_and_says_its_command(name: str) -> None:
+    module = importlib.import_module(f"jaxserve.configs.{name}")
+    config = module.get_config()
+    launch.check_config(config)
+    assert f"python serve.py --config=configs/{name}.py" in module.__doc__
+    assert config.model.path or config.model.preset in preset_names()
+    assert config.scheduler.max_prefill_tokens <= config.scheduler.max_batch_tokens
+
+
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_a_taken_port_is_found_before_the_model_is_loaded(name: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = parse("--config.server.host=127.0.0.1", f"--{name}={port}")
+        with pytest.raises(ConfigError, match=f"server.{name}: cannot listen on .*:{port} "):
+            launch.check_ports(config)
+
+
+def test_a_host_that_does_not_exist() -> None:
+    config = parse("--config.server.host=not a host")
+    with pytest.raises(ConfigError, match=r"server\.host"):
+        launch.check_ports(config)
+
+
+def test_what_is_printed_when_the_server_is_ready() -> None:
+    with Server(FakeEngine(), metrics_port=0) as server:
+        text = launch.ready_text(INFO, server, 1.25)
+        for words in (
+            "ready after 1.2 s",
+            "fake (none, 1.0M parameters, float32 on cpu)",
+            "1,024 blocks of 16: 8,192 tokens, 1 MiB",
+            "fcfs",
+            f"address  {server.address}\n",
+            f"http://{server.metrics_address}/metrics",
+            f'-m jaxserve.client --address={server.address} "Once upon a time"',
+        ):
+            assert words in text
+
+
+def test_the_clients_line_is_as_short_as_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short = 'python -m jaxserve.client "Once upon a time"'
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: str(python))
+    assert launch.client_line("localhost:50051") == short
+    assert launch.client_line("0.0.0.0:50051") == short
+    assert "--address=box:50051 " in launch.client_line("box:50051")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/python")
+    assert launch.client_line("localhost:50051") == f".venv/bin/{short}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "code"), [("--config.scheduler.polcy=x", 2), ("--port=99999", 1)]
+)
+def test_serve_py_answers_with_one_line_and_without_jax(argument: str, code: int) -> None:
+    script = (
+        "import sys, runpy\n"
+        f"sys.argv = ['serve.py', {argument!r}]\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT / 'serve.py')!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    print('jax' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code
+    assert re.fullmatch(r"serve\.py: .+\n", done.stderr)
+    assert done.stdout == "False\n"

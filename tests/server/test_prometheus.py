@@ -1,0 +1,108 @@
+"""What a scrape says, as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.client import Client
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.metrics import Histogram, MetricsServer
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import FakeEngine
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def metrics(engine: FakeEngine) -> Iterator[Server]:
+    with Server(engine, metrics_port=0, grace_s=0.0) as server:
+        yield server
+
+
+def scrape(server: Server) -> Samples:
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=20) as reply:
+        text = reply.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"jaxserve:{name}", frozenset({"model_name": "fake", **labels}.items())]
+
+
+def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> None:
+    with Client(metrics.address) as client:
+        engine.run()
+        client.complete("hello", max_tokens=3)
+        client.complete("hi", max_tokens=2, n=2, tier="best_effort")
+    samples = scrape(metrics)
+    assert value(samples, "generation_tokens_total") == 7
+    assert value(samples, "request_success_total", finished_reason="length") == 3
+    assert value(samples, "request_success_total", finished_reason="abort") == 0
+    assert value(samples, "request_prompt_tokens_count") == 3
+    assert value(samples, "request_prompt_tokens_sum") == 5 + 2 + 2
+    assert value(samples, "request_generation_tokens_sum") == 7
+    assert value(samples, "engine_steps_total") == engine.steps
+    for tier, ended, tokens in (("realtime", 1, 3), ("best_effort", 2, 4)):
+        assert value(samples, "time_to_first_token_seconds_count", tier=tier) == ended
+        assert value(samples, "time_to_first_token_seconds_sum", tier=tier) == 0.2 * ended
+        assert value(samples, "inter_token_latency_seconds_count", tier=tier) == tokens - ended
+        assert value(samples, "e2e_request_latency_seconds_count", tier=tier) == ended
+        assert value(samples, "request_queue_time_seconds_count", tier=tier) == ended
+        buckets = ("0.1", 0), ("0.25", ended), ("+Inf", ended)
+        for le, count in buckets:
+            name = "time_to_first_token_seconds_bucket"
+            assert value(samples, name, tier=tier, le=le) == count
+
+
+def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine) -> None:
+    with Client(metrics.address) as client:
+        stream = client.generate("hi")
+        engine.wait(lambda: engine.live)
+        engine.step()
+        samples = scrape(metrics)
+        stream.cancel()
+        engine.wait(lambda: not engine.live)
+    assert value(samples, "num_requests_running") == 1
+    assert value(samples, "num_requests_waiting") == 0
+    assert value(samples, "kv_cache_usage_perc") == 1 / 1024
+    assert value(samples, "num_blocks") == 1024
+    assert value(samples, "num_blocks_free") == 1023
+    assert value(samples, "num_blocks_used", kind="kv", tier="realtime") == 1
+    assert value(samples, "num_blocks_used", kind="kv", tier="best_effort") == 0
+    assert value(samples, "num_preemptions_total") == 3
+    assert value(samples, "compiles_after_warmup_total") == 0
+    assert value(samples, "step_time_seconds_count") == 1
+    assert value(samples, "step_time_seconds_sum") == 0.01
+    assert value(samples, "host_time_seconds_sum") == 0.001
+    assert value(samples, "iteration_tokens_total_sum") == 1
+    assert value(samples, "padding_tokens_total") == 1
+    assert value(samples, "prompt_tokens_total") == 0
+    after = scrape(metrics)
+    assert value(after, "num_requests_running") == 0
+    assert value(after, "request_success_total", finished_reason="abort") == 1
+
+
+def test_a_histogram_counts_values_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for observed in (0.5, 1.0, 1.5, 5.0, 6.0):
+        histogram.observe(observed)
+    assert histogram.cumulative() == ([("1.0", 2), ("2.0", 3), ("5.0", 4), ("+Inf", 5)], 14.0)
+
+
+def test_no_metrics_without_a_port(server: Server) -> None:
+    assert server.metrics_address is None
+
+
+def test_a_taken_metrics_port_is_one_clear_line(metrics: Server) -> None:
+    assert metrics.metrics_address is not None
+    port = int(metrics.metrics_address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"server.metrics_port: cannot listen .*{port}"):
+        MetricsServer(FakeEngine(), "localhost", port)

@@ -1,0 +1,158 @@
+"""A small text writer: templates with [choices|like this] and {slots}, and a cast to fill them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from . import words
+from .words import Kind
+
+T = TypeVar("T")
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_ARTICLE = re.compile(r"\b([Aa])~ (\w)")
+_SENTENCE = re.compile(r"(?<=[.!?] )[a-z]")
+_PRONOUNS = {
+    "she": ("she", "her", "her", "herself"),
+    "he": ("he", "him", "his", "himself"),
+}
+
+
+@dataclass(frozen=True)
+class Character:
+    """Somebody in a story; `gender` is "she" or "he"."""
+
+    name: str
+    gender: str
+    kind: Kind
+
+    def slots(self, prefix: str) -> dict[str, str]:
+        """The template slots of this character: {h}, {he}, {him}, ... with `prefix` before them."""
+        subject, obj, possessive, self_ = _PRONOUNS[self.gender]
+        out = {"he": subject, "him": obj, "his": possessive, "himself": self_}
+        out |= {"kind": self.kind.noun, "limb": self.kind.limb, "home": self.kind.home}
+        return {prefix + key: value for key, value in out.items()}
+
+
+class Writer:
+    """Writes one story: holds the random numbers, the filled slots and the sentences so far."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.slots: dict[str, str] = {}
+        self.sentences: list[str] = []
+        self.prefix = ""
+        self.hero = self._cast_hero()
+        self.friend = self._cast_friend()
+        self.slots |= self.hero.slots("") | {"h": self.hero.name}
+        self.slots |= self.friend.slots("f") | {"f": self.friend.name}
+        self.slots |= {"hx": _presented(self.hero), "fx": _presented(self.friend)}
+        self._set_scene()
+
+    def pick(self, items: Sequence[T]) -> T:
+        return items[self.rng.randrange(len(items))]
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def fill(self, template: str) -> str:
+        """Expand the choices (innermost first), fill the slots, and set a/an and capitals."""
+        while match := _CHOICE.search(template):
+            chosen = self.pick(match.group(1).split("|"))
+            template = template[: match.start()] + chosen + template[match.end() :]
+        text = template
+        while "{" in text:  # a slot may itself hold a template
+            text = text.format_map(self.slots)
+        text = _ARTICLE.sub(lambda m: _article(m.group(1), m.group(2)), text)
+        return _SENTENCE.sub(lambda m: m.group().upper(), text)
+
+    def say(self, template: str) -> None:
+        """Add one or more sentences."""
+        text = self.fill(template)
+        self.sentences.append(text[0].upper() + text[1:])
+
+    def maybe(self, probability: float, template: str) -> None:
+        if self.chance(probability):
+            self.say(template)
+
+    def set(self, **slots: str) -> None:
+        self.slots |= {name: self.fill(value) for name, value in slots.items()}
+
+    def own(self, nouns: Sequence[str]) -> None:
+        """Choose the thing the story is about: {obj} and {cobj}, with its colour."""
+        noun = self.pick(nouns).replace("_", " ")
+        adjective = self.pick(words.COLORS if self.chance(0.75) else ("little", "old", "shiny"))
+        self.slots |= {"obj": noun, "cobj": f"{adjective} {noun}"}
+
+    def text(self) -> str:
+        return self.prefix + " ".join(self.sentences)
+
+    def _cast_hero(self) -> Character:
+        gender = self.pick(("she", "he"))
+        roll = self.rng.random()
+        if roll < 0.42:
+            return self._named(gender, words.CHILDREN[gender])
+        if roll < 0.90:
+            return self._named(gender, self.pick(words.ANIMALS + words.BIRDS))
+        return self._named(gender, self.pick(words.FAIRY[gender]))
+
+    def _cast_friend(self) -> Character:
+        while True:
+            gender = self.pick(("she", "he"))
+            if self.hero.kind.group == "child" and self.chance(0.8):
+                friend = self._named(gender, words.CHILDREN[gender])
+            else:
+                friend = self._named(gender, self.pick(words.ANIMALS + words.BIRDS))
+            if friend.name != self.hero.name and friend.kind.noun != self.hero.kind.noun:
+                return friend
+            if friend.name != self.hero.name and friend.kind.group == "child":
+                return friend
+
+    def _named(self, gender: str, kind: Kind) -> Character:
+        if self.chance(0.10):
+            return Character(words.invent_name(self.pick), gender, kind)
+        people = words.GIRLS if gender == "she" else words.BOYS
+        animals = words.SHE_ANIMALS if gender == "she" else words.HE_ANIMALS
+        human = kind.group in ("child", "fairy")
+        return Character(self.pick(people if human or self.chance(0.2) else animals), gender, kind)
+
+    def _set_scene(self) -> None:
+        place, preposition = self.pick(words.PLACES)
+        trait = self.pick(words.TRAITS)
+        self.slots |= {
+            "place": place,
+            "in_place": f"{preposition} the {place}",
+            "trait": trait,
+            "near": self.pick(words.NEAR),
+            "like": self.pick(words.LIKES),
+        }
+        self._cast_elder()
+        self.own(words.TOYS)
+
+    def _cast_elder(self) -> None:
+        """Somebody older and wiser: of the family for a child, an old neighbour otherwise."""
+        gender = self.pick(("she", "he"))
+        if self.hero.kind.group == "child" or self.chance(0.35):
+            kin = (
+                ("mother", "grandmother", "aunt") if gender == "she" else ("father", "grandfather")
+            )
+            elder = f"{{his}} {self.pick(kin)}"
+        else:
+            nouns = ("owl", "turtle", "badger", "crow", "bear", "goat")
+            mine = (self.hero.kind.noun, self.friend.kind.noun)
+            elder = "the old " + self.pick([noun for noun in nouns if noun not in mine])
+        subject, obj, possessive, _ = _PRONOUNS[gender]
+        self.slots |= {"elder": elder, "ehe": subject, "ehim": obj, "ehis": possessive}
+
+
+def _presented(character: Character) -> str:
+    """Children go by their name alone, the others by name and kind."""
+    child = character.kind.group == "child"
+    return character.name if child else f"{character.name} the {character.kind.noun}"
+
+
+def _article(article: str, letter: str) -> str:
+    return f"{article}n {letter}" if letter.lower() in "aeiou" else f"{article} {letter}"
