@@ -100,6 +100,7 @@ class Scheduler:
         holders = np.count_nonzero(table.state == State.RUNNING) + np.count_nonzero(waiting)
         free = self.pool.num_free
         if len(plan.evict):
+            _demand(len(set(plan.evict.tolist())) == len(plan.evict), "a row is evicted twice")
             _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
             cached = table.state[plan.evict] == State.RUNNING
             _demand(cached.all(), "a row without cache is evicted")
@@ -107,6 +108,7 @@ class Scheduler:
             free += sum(self.pool.returned_by(row) for row in plan.evict.tolist())
         _demand(len(set(rows.tolist())) == len(rows), "a row is planned twice")
         _demand((waiting | running).all(), "a row that has nothing to compute is planned")
+        _demand((np.diff((tokens == 1).astype(np.int8)) <= 0).all(), "chunks before single tokens")
         pending = table.pending(rows)
         _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
         _demand((plan.reserve >= table.computed[rows] + tokens).all(), "less room than tokens")
