@@ -1,7 +1,7 @@
 """Serves a model over gRPC: flags -> config -> engine -> server.
 
     python serve.py --config=configs/tiny_cpu.py
-    python serve.py --model=/path/to/checkpoint --config.scheduler.policy=vllm
+    python serve.py --model=/path/to/checkpoint --config.scheduler.max_rows=16
 
 Presets are in configs/; configs/base.py says what every field means.
 """

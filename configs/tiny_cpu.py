@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     config = base.get_config()
     config.model.path = str(Path(jaxserve.__file__).parent / "assets" / "tiny-stories")
     config.cache.memory_gib = 0.0625
-    config.scheduler.max_batch_tokens = 256
+    config.scheduler.max_batch_tokens = 512
     config.scheduler.max_prefill_tokens = 256
     config.scheduler.max_rows = 16
     return config

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
@@ -73,18 +74,26 @@ def make_request(
         message.token_ids.SetInParent()  # an empty list is sent as such, for the server to refuse
         message.token_ids.ids.extend(int(token) for token in prompt)
     for name, value in (slo or {}).items():
-        if value is not None:
-            setattr(message.slo, name, value)
+        _set(message.slo, name, value)
     for name, value in sampling.items():
-        if value is None:
-            continue
-        if name == "logit_bias":
-            message.sampling.logit_bias.update(value)
-        elif name in ("stop", "stop_token_ids"):
-            getattr(message.sampling, name).extend([value] if isinstance(value, str) else value)
-        else:
-            setattr(message.sampling, name, value)
+        _set(message.sampling, name, value)
     return message
+
+
+def _set(message: Message, name: str, value: Any) -> None:
+    """Sets a field, adds to a repeated one; None leaves it. ValueError, naming the field, for what
+    its protobuf type cannot hold."""
+    try:
+        if value is None:
+            return
+        if name == "logit_bias":
+            message.logit_bias.update(value)
+        elif name in ("stop", "stop_token_ids"):
+            getattr(message, name).extend([value] if isinstance(value, str) else value)
+        else:
+            setattr(message, name, value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class Generation(Iterator[pb.GenerateResponse]):

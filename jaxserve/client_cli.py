@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jaxserve.client import DEFAULT_ADDRESS, TIERS, Client, ServerError
 
+CONCURRENCY = 16
 _NUMBERS = (
     ("max_tokens", int, "at most that many tokens (128)"),
     ("min_tokens", int, "no end before that many tokens (0)"),
@@ -37,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.prompt is None) == (args.file is None):
         parser.error("give one prompt, or --file with one a line")
+    if args.file is None and (args.output, args.concurrency) != ("-", None):
+        parser.error("--output and --concurrency go with --file")
+    if args.concurrency is not None and args.concurrency < 1:
+        parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
     try:
         with Client(args.address) as client:
             if args.file is None:
@@ -46,27 +51,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxserve.client: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"jaxserve.client: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"jaxserve.client: {where}{error.strerror}", file=sys.stderr)
         return 1
+    except UnicodeDecodeError as error:
+        print(f"jaxserve.client: {args.file} is not UTF-8: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # a value that its protobuf field cannot hold
+        parser.error(str(error))
     except KeyboardInterrupt:
         return 130
 
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
-    """Streams to stdout. Several continuations come one after the other, each with its number."""
+    """Streams to stdout. Several continuations come one after the other, each with its number.
+    Log-probabilities, if asked for, follow on stderr, one token a line."""
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")
+            _print_logprobs(completion.logprobs)
         return 0
+    entries: list[Any] = []
     shown = prompt  # with the first piece, so that a refusal shows nothing else
     try:
         for message in client.generate(prompt, **options):
             print(shown + message.text, end="", flush=True)
             shown = ""
+            entries.extend(message.logprobs)
     finally:
         if not shown:
             print(flush=True)
+    _print_logprobs(entries)
     return 0
+
+
+def _print_logprobs(entries: Iterable[Any]) -> None:
+    for entry in entries:
+        top = " ".join(f"{other.token_id}:{other.logprob:.4f}" for other in entry.top)
+        print(f"{entry.token_id}:{entry.logprob:.4f}  {top}".rstrip(), file=sys.stderr)
 
 
 def _many(client: Client, args: argparse.Namespace) -> int:
@@ -78,7 +100,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
     with (
         _output(args.output) as output,
         tqdm(total=len(prompts), unit="prompt", file=sys.stderr) as bar,
-        ThreadPoolExecutor(max_workers=max(args.concurrency, 1)) as pool,
+        ThreadPoolExecutor(max_workers=args.concurrency or CONCURRENCY) as pool,
     ):
         futures = [pool.submit(_record, client, prompt, options) for prompt in prompts]
         try:
@@ -174,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     many = parser.add_argument_group("many prompts")
     many.add_argument("--file", help="prompts, one a line; answers are JSON lines in that order")
     many.add_argument("--output", default="-", help="where the answers go (- is stdout)")
-    many.add_argument("--concurrency", type=int, default=16, help="calls at once (%(default)s)")
+    many.add_argument("--concurrency", type=int, help=f"calls at once ({CONCURRENCY})")
     sampling = parser.add_argument_group("sampling", "Absent ones have the server's default.")
     for name, kind, text in _NUMBERS:
         sampling.add_argument(f"--{name}", type=kind, help=text)

@@ -115,6 +115,8 @@ def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
 
 def check_tensor(config: ModelConfig, tensor: int) -> None:
     """ValueError when the model cannot be cut into `tensor` shards."""
+    if tensor < 1:
+        raise ValueError(f"mesh.tensor must be at least 1, got {tensor}")
     for name, size in (("attention heads", config.num_heads), ("feed-forward width", config.d_ff)):
         if size % tensor:
             raise ValueError(f"mesh.tensor={tensor} does not divide the model's {name} ({size})")

@@ -6,6 +6,7 @@ Backends are modules' functions in a registry; the engine names one (`"auto"` pi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -105,6 +106,38 @@ def write_kv(
     return sharded(pool, jnp.asarray(layer, jnp.int32), k, v, batch)
 
 
+def _check_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    batch: AttentionBatch,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    kind: int,
+    decode_only: bool,
+) -> None:
+    if kind == HIDDEN:
+        raise NotImplementedError("kind: hidden blocks cannot be read yet, only KV ones")
+    if kind != KV:
+        raise ValueError(f"kind: must be KV ({KV}) or HIDDEN ({HIDDEN}), got {kind}")
+    kv_heads, head_dim = pool.shape[2], pool.shape[4]
+    if q.ndim != 3 or q.shape[0] != batch.max_tokens or q.shape[2] != head_dim:
+        raise ValueError(
+            f"q: want [tokens, num_heads, head_dim] = ({batch.max_tokens}, *, {head_dim}), "
+            f"got {q.shape}"
+        )
+    if q.shape[1] % kv_heads:
+        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {kv_heads}")
+    if decode_only and batch.max_tokens != batch.max_rows:
+        raise ValueError(
+            f"decode_only: needs as many tokens as rows, got {batch.max_tokens} and "
+            f"{batch.max_rows}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: must be at least 1, got {sliding_window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: must be positive, got {soft_cap}")
+
+
 def paged_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -129,46 +162,18 @@ def paged_attention(
     ValueError for a wrong shape, dtype or option.
     """
     _check_pool(pool, layer, batch)
-    if kind == HIDDEN:
-        raise NotImplementedError("kind: hidden blocks cannot be read yet, only KV ones")
-    if kind != KV:
-        raise ValueError(f"kind: must be KV ({KV}) or HIDDEN ({HIDDEN}), got {kind}")
-    kv_heads, head_dim = pool.shape[2], pool.shape[4]
-    if q.ndim != 3 or q.shape[0] != batch.max_tokens or q.shape[2] != head_dim:
-        raise ValueError(
-            f"q: want [tokens, num_heads, head_dim] = ({batch.max_tokens}, *, {head_dim}), "
-            f"got {q.shape}"
-        )
-    if q.shape[1] % kv_heads:
-        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {kv_heads}")
-    if decode_only and batch.max_tokens != batch.max_rows:
-        raise ValueError(
-            f"decode_only: needs as many tokens as rows, got {batch.max_tokens} and "
-            f"{batch.max_rows}"
-        )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: must be at least 1, got {sliding_window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap: must be positive, got {soft_cap}")
+    _check_attention(q, pool, batch, sliding_window, soft_cap, kind, decode_only)
     chosen = BACKENDS[resolve_backend(backend)].attend
-
-    def attend(
-        q: jax.Array, pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch
-    ) -> jax.Array:
-        return chosen(
-            q,
-            pool,
-            layer,
-            batch,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            decode_only=decode_only,
-        )
-
+    attend = functools.partial(
+        chosen,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        decode_only=decode_only,
+    )
     if mesh is None:
         return attend(q, pool, layer, batch)
-    _check_shards(mesh, q=q.shape[1], pool=kv_heads)
+    _check_shards(mesh, q=q.shape[1], pool=pool.shape[2])
     by_head = P(None, HEAD_AXIS)
     sharded = jax.shard_map(
         attend,

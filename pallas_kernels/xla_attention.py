@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 
-DECODE_GROUP = 16  # rows that step through their blocks together
+DECODE_GROUP = 8  # rows that step through their context together
+DECODE_CONTEXT = 64  # tokens of context a step
 TILE_QUERIES = 128  # a prefill tile: so many queries, times so many tokens of context
 TILE_CONTEXT = 128
 # Finite, so that the running maximum of a row that has seen nothing yet gives no NaN.
@@ -150,49 +151,46 @@ def _decode(
 ) -> jax.Array:
     """q [R, H, D], one token a row, row r over lens[r] cached tokens (0: none) -> [R, H, D].
 
-    Rows are sorted by length and taken in groups; step j of a group is block j of each of its
-    rows, so that a group costs what its longest row does.
+    Rows are sorted by length and taken in groups; step j of a group is chunk j of each of its
+    rows' contexts, so that a group costs what its longest row does.
     """
-    layers, blocks, kv_heads, block_size, head_dim = pool.shape
+    kv_heads, block_size, head_dim = pool.shape[2:]
     rows, num_heads, _ = q.shape
     group = min(DECODE_GROUP, rows)
-    flat = pool.reshape(layers * blocks, kv_heads * block_size * head_dim)
+    # For one row, whole blocks one by one are faster than a chunk of them put together.
+    chunk = _chunk_blocks(DECODE_CONTEXT, block_size, batch) if rows > 1 else 1
+    width, context = chunk * block_size, batch.table_width * block_size
+    flat, runs_of = _runs(pool, layer, chunk)
+    padded = jnp.pad(batch.tables, ((0, 0), (0, 0), (0, -batch.table_width % chunk)))
     order = jnp.pad(jnp.argsort(-lens), (0, -rows % group), constant_values=rows)
     queries = (q * scale).astype(pool.dtype)
     queries = queries.reshape(rows, kv_heads, num_heads // kv_heads, head_dim)
 
     def one_group(i: jax.Array, out: jax.Array) -> jax.Array:
         picked = lax.dynamic_slice_in_dim(order, i * group, group)
-        tables = batch.tables.at[picked].get(mode="clip") + layer * blocks
+        tables = padded.at[picked].get(mode="clip")
         length = lens.at[picked].get(mode="fill", fill_value=0)
         side = batch.direction.at[picked].get(mode="clip")
         query = queries.at[picked].get(mode="clip")
-        slot = _in_token_order(block_size, side)
-        start = jnp.zeros_like(length)
-        if sliding_window is not None:
-            start = jnp.maximum(length - sliding_window, 0)
+        slot = _in_token_order(chunk, block_size, side)
+        start = jnp.maximum(length - (sliding_window or context), 0)
 
-        def one_block(j: jax.Array, state: _Softmax) -> _Softmax:
-            ids = lax.dynamic_index_in_dim(tables, j, axis=2, keepdims=False)
-            position = j * block_size + slot
+        def one_chunk(j: jax.Array, state: _Softmax) -> _Softmax:
+            ids = lax.dynamic_slice_in_dim(tables, j * chunk, chunk, axis=2)
+            position = j * width + slot
             seen = (position < length[:, None]) & (position >= start[:, None])
-            reads = (length > j * block_size) & (start < (j + 1) * block_size)
+            reads = (length > j * width) & (start < (j + 1) * width)
             own = seen | ~reads[:, None]
-            k, v = _take_kv(
-                flat,
-                ids[:, 0],
-                ids[:, 1],
-                (group, kv_heads, block_size, head_dim),
-                own[:, None, :, None],
-                own.all(),
-            )
+            runs = runs_of(ids[:, 0]), runs_of(ids[:, 1])
+            shape = (group, kv_heads, width, head_dim)
+            k, v = _take_kv(flat, *runs, shape, own[:, None, :, None], own.all())
             new = _step(state, query, k, v, seen[:, None, None], soft_cap)
-            # A row that this block is nothing to adds 0 times whatever is there: keep what it has.
+            # A row that this chunk is nothing to adds 0 times whatever is there: keep what it has.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
 
-        first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // block_size
+        first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // width
         state = _start((group, kv_heads, num_heads // kv_heads), head_dim)
-        state = lax.fori_loop(first, -(-length.max() // block_size), one_block, state)
+        state = lax.fori_loop(first, -(-length.max() // width), one_chunk, state)
         done = _finish(state).reshape(group, num_heads, head_dim).astype(q.dtype)
         return out.at[picked].set(done, mode="drop")
 
@@ -200,10 +198,36 @@ def _decode(
     return lax.fori_loop(0, groups, one_group, jnp.zeros_like(q))
 
 
-def _in_token_order(block_size: int, direction: jax.Array) -> jax.Array:
-    """The token of a block that each slot holds, int32 [N, block_size], for directions [N]."""
-    slot = jnp.arange(block_size, dtype=jnp.int32)
-    return jnp.where(direction[:, None] == RIGHT, block_size - 1 - slot, slot)
+def _chunk_blocks(tokens: int, block_size: int, batch: AttentionBatch) -> int:
+    """Blocks of a chunk of about so many tokens of context."""
+    return min(max(1, tokens // block_size), batch.table_width)
+
+
+def _in_token_order(chunk: int, block_size: int, direction: jax.Array) -> jax.Array:
+    """The token that each slot of a chunk of blocks holds, counted from the chunk's first, int32
+    [N, chunk * block_size], for directions [N]."""
+    slot = jnp.arange(chunk * block_size, dtype=jnp.int32)
+    mirrored = slot + block_size - 1 - 2 * (slot % block_size)
+    return jnp.where(direction[:, None] == RIGHT, mirrored, slot)
+
+
+def _runs(
+    pool: jax.Array, layer: jax.Array | int, chunk: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """How to gather chunks of blocks as [N, kv_heads, chunk * block_size, D]: (flat, runs_of).
+
+    flat [X, E] is the pool as runs to copy, runs_of(ids [N, chunk]) their indices in order. A
+    single block is one run already; of more, each head's part is one.
+    """
+    layers, blocks, kv_heads, block_size, head_dim = pool.shape
+    parts = 1 if chunk == 1 else kv_heads
+    flat = pool.reshape(layers * blocks * parts, kv_heads // parts * block_size * head_dim)
+
+    def runs_of(ids: jax.Array) -> jax.Array:
+        part = jnp.arange(parts, dtype=jnp.int32)[:, None]
+        return ((ids[:, None, :] + layer * blocks) * parts + part).reshape(-1)
+
+    return flat, runs_of
 
 
 def _prefill(
@@ -271,24 +295,21 @@ def _context_reader(
     read(j, lower) -> k, v [1, kv_heads, width, D] of chunk j and the positions int32 [width] of
     their slots; v is zero outside of [lower, context).
     """
-    layers, blocks, kv_heads, block_size, head_dim = pool.shape
-    chunk = min(max(1, TILE_CONTEXT // block_size), batch.table_width)
+    kv_heads, block_size, head_dim = pool.shape[2:]
+    chunk = _chunk_blocks(TILE_CONTEXT, block_size, batch)
     width = chunk * block_size
-    flat = pool.reshape(layers * blocks * kv_heads, block_size * head_dim)
+    flat, runs_of = _runs(pool, layer, chunk)
     table = jnp.pad(batch.tables[row], ((0, 0), (0, -batch.table_width % chunk)))
-    table = (table + layer * blocks) * kv_heads
-    head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    slot = _in_token_order(block_size, batch.direction[row][None])[0]
+    slot = _in_token_order(chunk, block_size, batch.direction[row][None])[0]
     context = batch.context_lens[row]
 
     def read(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
-        block = jnp.arange(chunk, dtype=jnp.int32) + j * chunk
-        position = (block[:, None] * block_size + slot).reshape(width)
+        position = j * width + slot
         k, v = _take_kv(
             flat,
-            (ids[0] + head).reshape(-1),
-            (ids[1] + head).reshape(-1),
+            runs_of(ids[:1]),
+            runs_of(ids[1:]),
             (1, kv_heads, width, head_dim),
             ((position >= lower) & (position < context))[:, None],
             (j * width >= lower) & ((j + 1) * width <= context),

@@ -127,6 +127,7 @@ class Scheduler:
             free += sum(self.pool.returned_by(row) for row in plan.evict.tolist())
         _demand(_different(rows, table.capacity), "a row is planned twice")
         _demand((waiting | running).all(), "a row that has nothing to compute is planned")
+        _demand((np.diff((tokens == 1).astype(np.int8)) <= 0).all(), "chunks before single tokens")
         pending = table.pending(rows)
         _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
         _demand((plan.reserve >= table.computed[rows] + tokens).all(), "less room than tokens")

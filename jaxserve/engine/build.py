@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import GIB, Demand, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.steps import StepModel
@@ -52,6 +54,11 @@ def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
 def _build(config: ConfigDict, progress: bool) -> Engine:
     use_compilation_cache(config.engine.compilation_cache_dir)
     family, model, hf = _load_shape(config)
+    if len(model.eos_token_ids) > MAX_EOS:
+        raise ConfigError(
+            f"the checkpoint has {len(model.eos_token_ids)} end-of-sequence ids; at most {MAX_EOS} "
+            "can be served"
+        )
     tensor = config.mesh.tensor
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
@@ -118,7 +125,8 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled steps on disk, so that the next start is fast. "" turns it off."""
+    """Keeps compiled steps on disk, so that the next start is fast. "" leaves JAX's own setting
+    (JAX_COMPILATION_CACHE_DIR) as it is."""
     if not directory:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
@@ -165,10 +173,10 @@ def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
 
 
 def _max_model_len(wanted: int, model: ModelConfig) -> int:
-    if not 0 <= wanted <= model.max_position:
+    if wanted != 0 and not 2 <= wanted <= model.max_position:
         raise ConfigError(
-            f"engine.max_model_len must be at most the model's {model.max_position} positions "
-            f"(0 for all of them), got {wanted}"
+            f"engine.max_model_len must be 2 to the model's {model.max_position} positions (0 for "
+            f"all of them), got {wanted}"
         )
     return wanted or model.max_position
 
@@ -209,8 +217,13 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
     cache = config.cache
     if cache.block_size < 1:
         raise ConfigError(f"cache.block_size must be at least 1, got {cache.block_size}")
-    if cache.num_blocks < 0 or cache.memory_gib < 0:
-        raise ConfigError("cache.num_blocks and cache.memory_gib must not be negative")
+    if cache.num_blocks < 0 or cache.num_blocks == 1:
+        raise ConfigError(
+            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
+            f"got {cache.num_blocks}"
+        )
+    if not 0 <= cache.memory_gib < math.inf:
+        raise ConfigError(f"cache.memory_gib must be at least 0, got {cache.memory_gib}")
     if not 0 < cache.memory_fraction <= 1:
         raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
     return Demand(

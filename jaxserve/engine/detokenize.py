@@ -55,6 +55,9 @@ class HFTokenizer:
     """A Hugging Face tokenizer.json."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # Left over from training in some files: prompts would be cut silently, or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)

@@ -25,7 +25,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.executor import JaxExecutor, StepHandle
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 from jaxserve.engine.sampling import SampleResult, slot_params
-from jaxserve.engine.sequence import NO_SLOT, Continuation
+from jaxserve.engine.sequence import NO_SLOT, Continuation, time_or
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.kinds import PLANES, CacheKind
@@ -140,6 +140,8 @@ class Engine:
             if request.id in self._ids:
                 raise InvalidRequest("request_id", f"{request.id!r} is already being served")
             limit = self._scheduler.table.capacity
+            if n > limit:
+                raise InvalidRequest("n", f"{n} continuations; at most {limit} fit the queue")
             if sum(self._ids.values()) + n > limit:
                 raise QueueFull(
                     f"{limit} continuations are queued or running, as many as scheduler.max_queue "
@@ -200,8 +202,8 @@ class Engine:
         self._thread.start()
 
     def drain(self, grace_s: float) -> bool:
-        """Takes no more requests, lets those inside finish for up to grace_s seconds, cancels the
-        rest. True if none had to be cancelled. Waits until all have ended."""
+        """Takes no more requests, lets those inside end for up to grace_s seconds, cancels the
+        rest. True if none was left to cancel. Waits until all have ended."""
         with self._wake:
             self._open = False
             clean = self._wake.wait_for(lambda: not self._ids, timeout=grace_s)
@@ -213,12 +215,23 @@ class Engine:
     def stop(self) -> None:
         """Cancels everything and ends the thread. Idempotent."""
         if self._thread is None:
+            self._end_unstarted()
             return
         self.drain(0.0)
         with self._wake:
             self._stop = True
             self._wake.notify_all()
         self._thread.join()
+
+    def _end_unstarted(self) -> None:
+        with self._wake:
+            self._open = False
+            commands = list(self._inbox)
+            self._inbox.clear()
+            self._ids.clear()
+        for command in commands:
+            if isinstance(command, _Submit):
+                _refuse(command, FinishReason.CANCELLED)
 
     # The loop, on the engine thread.
 
@@ -249,22 +262,26 @@ class Engine:
                 self._wake.wait_for(lambda: self._inbox or self._stop)
             if self._stop:
                 return False
-            commands = list(self._inbox)
-            self._inbox.clear()
-        for command in commands:
+            commands = len(self._inbox)
+        for _ in range(commands):
+            command = self._inbox[0]  # it stays there until done, so that a failure finds it
             if isinstance(command, _Submit):
                 self._admit(command)
             else:
                 for continuation in list(self._by_id.get(command.request_id, ())):
                     self._end(continuation, FinishReason.CANCELLED)
+            self._inbox.popleft()
         return True
 
     def _admit(self, command: _Submit) -> None:
         request = command.request
+        texts = [
+            ContinuationText(self.tokenizer, request.sampling, self._eos_ids, request.prompt)
+            for _ in range(request.sampling.n)
+        ]
         continuations = self._by_id[request.id] = []
-        for index in range(request.sampling.n):
+        for index, text in enumerate(texts):
             row = self._scheduler.add(request)
-            text = ContinuationText(self.tokenizer, request.sampling, self._eos_ids, request.prompt)
             continuation = Continuation(request, index, row, text, command.on_output)
             continuations.append(continuation)
             self._live[row] = continuation
@@ -282,6 +299,8 @@ class Engine:
             if idle and not len(plan.evict):
                 raise InvalidPlan(f"the policy plans nothing for {len(self._live)} requests")
             return None
+        if plan.kinds.any():
+            raise InvalidPlan("the engine keeps KV caches only, the policy planned hidden ones")
         members = [self._live[row] for row in plan.rows.tolist()]
         for member in members:
             if member.slot == NO_SLOT:
@@ -295,6 +314,8 @@ class Engine:
             np.array([member.slot for member in members], np.int32),
             lambda row, first, end: self._live[row].tokens(first, end),
         )
+        table = self._scheduler.table
+        behind = table.computed[plan.rows] > table.prompt_len[plan.rows]
         emitting = [(i, members[i]) for i in np.flatnonzero(emits).tolist()]
         full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)
         handle = self._executor.submit(layout, packed, full=full)
@@ -309,7 +330,7 @@ class Engine:
             num_rows=len(plan),
             num_tokens=plan.total_tokens,
             padded_tokens=layout.tokens,
-            num_decodes=int((plan.num_tokens == 1).sum()),
+            num_decodes=int((behind & (plan.num_tokens == 1)).sum()),
             evictions=self._scheduler.evictions - evictions,
         )
 
@@ -403,7 +424,7 @@ class Engine:
             prompt_tokens=len(request.prompt),
             output_tokens=len(continuation.output_tokens),
             preemptions=preemptions,
-            queue_time=(continuation.first_scheduled or now) - request.arrival,
+            queue_time=time_or(continuation.first_scheduled, now) - request.arrival,
             ttft=None if ttft is None else ttft - request.arrival,
             e2e=now - request.arrival,
         )
@@ -416,7 +437,7 @@ class Engine:
                 self._wake.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends every request with the error; nobody is left waiting."""
+        """Ends every request with the error; nobody is left waiting, whatever else goes wrong."""
         log.error("the engine failed: %s", error, exc_info=error)
         message = f"{type(error).__name__}: {error}"
         with self._wake:
@@ -426,23 +447,34 @@ class Engine:
             self._inbox.clear()
             listeners = list(self._failure_listeners)
         for listener in listeners:
-            listener(error)
+            _attempt(listener, error)
         for continuation in list(self._live.values()):
-            self._end(continuation, FinishReason.ERROR, message)
+            if not _attempt(self._end, continuation, FinishReason.ERROR, message):
+                # Its caller raised, or its state is what failed: free what there is, quietly.
+                _attempt(self._forget, continuation, FinishReason.ERROR, self._clock())
         for command in commands:
-            if isinstance(command, _Submit):
-                for index in range(command.request.sampling.n):
-                    command.on_output(
-                        Output(
-                            command.request.id,
-                            index,
-                            finish_reason=FinishReason.ERROR,
-                            error=message,
-                        )
-                    )
+            if isinstance(command, _Submit) and command.request.id not in self._by_id:
+                _attempt(_refuse, command, FinishReason.ERROR, message)
         with self._wake:
             self._ids.clear()
             self._wake.notify_all()
+
+
+def _attempt(act: Callable[..., None], *args: object) -> bool:
+    """Whether it went well; if not, it is logged."""
+    try:
+        act(*args)
+    except Exception:
+        log.exception("while the engine was ending its requests")
+        return False
+    return True
+
+
+def _refuse(command: _Submit, reason: FinishReason, error: str = "") -> None:
+    """Ends a request that never got as far as the scheduler."""
+    request = command.request
+    for index in range(request.sampling.n):
+        command.on_output(Output(request.id, index, finish_reason=reason, error=error))
 
 
 def _logprobs(result: SampleResult, i: int, wanted: int | None) -> tuple[TokenLogprobs, ...]:

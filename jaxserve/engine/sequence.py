@@ -93,8 +93,8 @@ class Continuation:
             arrival = self.request.arrival
             usage = Usage(len(self.request.prompt), len(self.output_tokens), preemptions)
             timings = Timings(
-                queue=(self.first_scheduled or now) - arrival,
-                ttft=(self.first_token or now) - arrival,
+                queue=time_or(self.first_scheduled, now) - arrival,
+                ttft=time_or(self.first_token, now) - arrival,
                 total=now - arrival,
             )
         self._on_output(
@@ -111,3 +111,8 @@ class Continuation:
                 token_times,
             )
         )
+
+
+def time_or(time: float | None, now: float) -> float:
+    """A time that may not have come yet. Not `or`: zero is a time on some clocks."""
+    return now if time is None else time

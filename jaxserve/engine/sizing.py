@@ -49,6 +49,11 @@ def pool_blocks(
     device, total = _device_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
+    if demand.memory_bytes > left > 0:
+        raise ConfigError(
+            f"cache.memory_gib: {_gib(demand.memory_bytes)} asked for, but weights and workspace "
+            f"leave {_gib(left)} on {device}"
+        )
     planes = CacheKind.KV.planes
     fits = max(budget, 0) // block
     if fits < planes:

@@ -16,8 +16,8 @@ from jaxserve.sched.request import Tier
 class StepStats:
     """One executed batch. Times in seconds.
 
-    padded_tokens: the size of its bucket, of which num_tokens are real. num_decodes: rows with one
-    token. evictions: of this plan.
+    padded_tokens: the size of its bucket, of which num_tokens are real. num_decodes: rows with
+    one token, behind their prompt. evictions: of this plan.
     step_time: launch to tokens on the host. host_time: scheduling, batch building,
     detokenising and streaming of this step, whether or not the device hid it.
     """

@@ -23,6 +23,7 @@ from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.runner import Server
 
 DEFAULT_PORT = 50051
+MAX_GRACE_S = 86_400
 _SHORTCUTS = {
     "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
     "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
@@ -90,8 +91,9 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
         if not low <= config.server[name] <= 65535:
             limits = f"must be {low} to 65535, got {config.server[name]}"
             raise ConfigError(f"server.{name}: {limits}")
-    if not 0 <= config.server.grace_s < float("inf"):
-        raise ConfigError(f"server.grace_s: must be at least 0, got {config.server.grace_s}")
+    if not 0 <= config.server.grace_s <= MAX_GRACE_S:
+        limits = f"must be 0 to {MAX_GRACE_S}, got {config.server.grace_s}"
+        raise ConfigError(f"server.grace_s: {limits}")
     return config
 
 
@@ -114,6 +116,8 @@ def check_config(config: Any) -> None:
 
 def check_ports(config: ConfigDict) -> None:
     """Raises ConfigError if a port is taken: better now than after the model has loaded."""
+    if config.server.port == config.server.metrics_port > 0:
+        raise ConfigError(f"server.metrics_port: {config.server.port} is server.port already")
     for name in ("port", "metrics_port"):
         port = config.server[name]
         if port <= 0:
@@ -145,7 +149,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"jaxserve is ready after {seconds:.1f} s",
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device})",
         f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
-        f"  limits   {info.max_model_len:,} tokens a request",
+        f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
         f"  policy   {info.policy}",
         f"  address  {server.address}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,8 @@ from jaxserve.server.service import GenerationService
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _OPTIONS = (
+    # Longer prompts than any model takes still get the message that names the limit.
+    ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently
     # A client that vanished without closing its connection is noticed within 30 s.
     ("grpc.keepalive_time_ms", 20_000),
@@ -31,6 +33,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _FLUSH_S = 1.0  # what clients get at least to read their last message once all has finished
+_HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
 _CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
 
 
@@ -67,6 +70,7 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
         self._all_finished = True
         self.failed = False
+        self.hung = False
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
@@ -179,7 +183,15 @@ class Server:
         deadline = loop.time() + self._grace_s
         self._service.stop_admission()
         await self._health.enter_graceful_shutdown()
-        self._all_finished = await asyncio.to_thread(self._engine.drain, self._grace_s)
+        drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
+        try:
+            limit = self._grace_s + _HUNG_S
+            self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
+        except TimeoutError:  # the device does not answer: whoever waits must still be let go
+            self.hung = True
+            self._service.fail(f"the engine did not stop within {limit:g} s")
+            await server.stop(_CLOSE_S)
+            return
         flush = max(deadline - loop.time(), _FLUSH_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._service.wait_idle(), flush)
@@ -226,7 +238,24 @@ def run_server(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 1 if server.failed else 0
+    return 1 if server.failed or server.hung else 0
+
+
+def _in_daemon_thread(function: Callable[[], bool]) -> Future[bool]:
+    """Unlike those of asyncio.to_thread, such a thread holds up neither the loop nor the exit."""
+    future: Future[bool] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # cancelled: nobody waits any more
+                future.set_result(result)
+
+    threading.Thread(target=run, name="jaxserve-drain", daemon=True).start()
+    return future
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> str:

@@ -145,6 +145,7 @@ class OutputRouter:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop is closed: nobody is left to tell
                 self._inbox.clear()
+                self._wake_pending = False
 
     def _deliver(self) -> None:
         # Cleared before the inbox is emptied, so that an output appended meanwhile wakes us again.

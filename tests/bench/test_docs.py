@@ -59,6 +59,8 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
             values = flags.FlagValues()
             launch.parse_flags(command, "configs/tiny_cpu.py", values)
             launch.read_config(values)
+        elif command[0] == "-c":
+            compile(command[1], str(page), "exec")
         elif command[0] == "-m":
             assert importlib.util.find_spec(command[1]) is not None, command
         else:

@@ -17,6 +17,7 @@ from jaxserve.engine.executor import StepHandle
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
+from jaxserve.sched.scheduler import Scheduler
 from tests.engine.harness import TIMEOUT, Stream, engine, generate, send
 
 
@@ -226,6 +227,83 @@ def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path])
         with pytest.raises(EngineStopped, match="failed"):
             send(running, [3], max_tokens=1)
         assert running.drain(TIMEOUT)
+
+
+def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(
+    shapes: dict[str, Path],
+) -> None:
+    """Even if ending a request raises once more, everybody is told and drain returns."""
+    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+
+        def broken(_: Output) -> None:
+            raise RuntimeError("no loop to call back to")
+
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        gate, inside = threading.Event(), threading.Event()
+
+        def hold(_: Output) -> None:
+            inside.set()
+            gate.wait(TIMEOUT)
+
+        _, good = send(running, [3], hold, max_tokens=30, ignore_eos=True)
+        assert inside.wait(TIMEOUT)
+        running.submit(Request("bad", (3,), params), broken)
+        _, late = send(running, [4], max_tokens=30, ignore_eos=True)
+        gate.set()
+        for stream in (good, late):
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            assert "no loop to call back to" in last.error
+        assert running.drain(TIMEOUT)
+
+
+def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("no detokenizer")
+
+        running.tokenizer.detokenizer = failing  # type: ignore[assignment, method-assign]
+        streams = []
+        for _ in range(3):
+            try:
+                streams.append(send(running, [3], max_tokens=3)[1])
+            except EngineStopped:
+                break
+        for stream in streams:
+            assert stream.wait().reason == FinishReason.ERROR
+
+
+def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+        idle = Engine(
+            running._executor,
+            running._scheduler,
+            running.tokenizer,
+            running.info(),
+            eos_ids=(),
+        )
+        _, stream = send(idle, [3], max_tokens=3)
+        idle.stop()
+        assert stream.wait().reason == FinishReason.CANCELLED
+        with pytest.raises(EngineStopped):
+            send(idle, [3], max_tokens=3)
+        with pytest.raises(InvalidRequest, match="n: 16 continuations; at most"):
+            small = Engine(
+                running._executor,
+                Scheduler(
+                    running._scheduler.policy,
+                    running._scheduler.view.limits,
+                    num_blocks=8,
+                    block_size=4,
+                    max_model_len=8,
+                    capacity=4,
+                ),
+                running.tokenizer,
+                running.info(),
+                eos_ids=(),
+            )
+            send(small, [3], max_tokens=3, n=16)
 
 
 def test_drain_lets_requests_finish_and_takes_no_more(shapes: dict[str, Path]) -> None:

@@ -41,13 +41,16 @@ def make_batch(
     directions: list[int],
     num_decodes: int,
     rng: np.random.Generator,
+    placing: list[int] | None = None,
 ) -> AttentionBatch:
-    """rows: (context_len, query_len) each; tables are a random permutation of the blocks."""
+    """rows: (context_len, query_len) each; tables are a random permutation of the blocks. placing:
+    the order of the rows' tokens on the token axis, if not that of the rows."""
     ids = rng.permutation(shape.blocks)[: 2 * shape.rows * shape.width]
     field = np.zeros((4, shape.rows), np.int32)
     token_row = np.full(shape.tokens, shape.rows, np.int32)
     token = 0
-    for row, (context, length) in enumerate(rows):
+    for row in placing or range(len(rows)):
+        context, length = rows[row]
         field[:, row] = context, token, length, directions[row]
         token_row[token : token + length] = row
         token += length

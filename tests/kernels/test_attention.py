@@ -159,6 +159,14 @@ def test_a_long_window_far_into_the_context() -> None:
     check(shape, batch, 4, window=100)
 
 
+def test_rows_tokens_in_any_order() -> None:
+    """A chunk's last tile may not disturb the tokens that follow, whoever's they are."""
+    shape = MIXED[0]
+    rows = [(9, 1), (20, 13), (11, 11), (5, 2)]
+    batch = make_batch(shape, rows, [0, 1, 1, 0], 1, np.random.default_rng(8), [3, 2, 0, 1])
+    check(shape, batch, 8)
+
+
 def test_one_row_cannot_see_another_rows_blocks() -> None:
     """Changing every value of row 1 leaves row 0's result bit for bit as it was."""
     rng = np.random.default_rng(5)

@@ -56,6 +56,8 @@ def scheduler() -> Scheduler:
         (plan([0, 1, 2], [2, 2, 2]), "max_rows"),
         (plan([0, 1], [6, 6], reserve=[12, 12]), "more blocks"),
         (plan([0], [6], evict=[1]), "without cache"),
+        (plan([0], [6], evict=[1, 1]), "evicted twice"),
+        (plan([0, 1], [6, 1]), "chunks before single tokens"),
     ],
 )
 def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:

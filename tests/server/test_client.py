@@ -54,7 +54,9 @@ def test_several_continuations_are_numbered(
     assert capsys.readouterr().out == "[0] hi w0\n[1] hi w0\n"
 
 
-def test_every_flag_reaches_the_engine(server: Server, engine: FakeEngine) -> None:
+def test_every_flag_reaches_the_engine(
+    server: Server, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine.run()
     sampling = {
         "max_tokens": 4,
@@ -74,6 +76,7 @@ def test_every_flag_reaches_the_engine(server: Server, engine: FakeEngine) -> No
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
     assert main([f"--address={server.address}", "hi", *flags]) == 0
+    assert len(capsys.readouterr().err.splitlines()) == 2 * 4, "log-probabilities, one a token"
     (request,) = engine.requests
     for name, number in sampling.items():
         assert getattr(request.sampling, name) == number
@@ -180,3 +183,31 @@ def test_unreachable_is_an_error_of_its_own(nobody: str) -> None:
     with Client(nobody) as client, pytest.raises(Unreachable) as error:
         client.info(timeout=20)
     assert error.value.code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["hi", "--output=x"], "go with --file"),
+        (["hi", "--concurrency=2"], "go with --file"),
+        (["--file=x", "--concurrency=0"], "at least 1, got 0"),
+        (["hi", "--max_tokens=3000000000"], "max_tokens: "),
+        (["hi", "--seed=-99999999999999999999"], "seed: "),
+    ],
+)
+def test_usage_is_one_line(
+    server: Server, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([f"--address={server.address}", *flags])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_is_not_text(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert main([f"--address={server.address}", f"--file={path}"]) == 1
+    assert "is not UTF-8" in capsys.readouterr().err

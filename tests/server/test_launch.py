@@ -115,7 +115,7 @@ def test_a_config_file_that_fails_is_a_usage_error(tmp_path: Path, code: str, wo
         ("c.scheduler.polcy = 'x'", "unknown field scheduler.polcy; did you mean"),
         ("del c.cache.block_size", "cache.block_size is missing; start from configs/base.py"),
         ("c.engine.token_buckets = (16, 2.5)", "engine.token_buckets: must be tuple of int"),
-        ("c.server.grace_s = -1.0", "server.grace_s: must be at least 0"),
+        ("c.server.grace_s = -1.0", "server.grace_s: must be 0 to 86400"),
         ("c.server.port = 70000", "server.port: must be 0 to 65535, got 70000"),
         ("c.server.metrics_port = -2", "server.metrics_port: must be -1 to 65535"),
         ("c = {}", "get_config\\(\\) returned dict"),

@@ -101,7 +101,7 @@ def test_the_engines_limits_reach_the_client(real: Engine, served: Client) -> No
     for options, code, words in (
         ({"max_tokens": 99}, "INVALID_ARGUMENT", "max_tokens: 99 after .* 1 tokens .* at most 64"),
         ({"logit_bias": {96: 1.0}, "max_tokens": 2}, "INVALID_ARGUMENT", "outside 0..95"),
-        ({"n": 9, "max_tokens": 2}, "RESOURCE_EXHAUSTED", "scheduler.max_queue"),
+        ({"n": 9, "max_tokens": 2}, "INVALID_ARGUMENT", "n: 9 continuations; at most 8"),
     ):
         with pytest.raises(ServerError, match=words) as error:
             served.complete([5], **options)

@@ -1,6 +1,7 @@
 """The training script: reproducible, resumable, and what it exports loads again."""
 
 import json
+from functools import partial
 
 import bpe
 import checkpoint
@@ -76,7 +77,9 @@ def test_export_loads_as_any_checkpoint(hf, tokenizer, tmp_path):
     assert same(params, stored)
 
 
-def test_main_writes_log_and_figure(tmp_path, capsys):
+def test_main_writes_log_and_figure(tmp_path, capsys, monkeypatch):
+    few_stories = partial(bpe.train_tokenizer, num_stories=50)
+    monkeypatch.setattr(train, "train_tokenizer", few_stories)
     log, figure = tmp_path / "log.jsonl", tmp_path / "loss.png"
     shape = "--d_model 16 --layers 1 --heads 1 --max_position 40 --vocab_size 300"
     training = "--steps 3 --batch_tokens 64 --row_length 32"

@@ -14,8 +14,9 @@ def draw(log: Path, png: Path) -> None:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines}  # a resumed run may repeat steps
     plot, axes = pyplot.subplots(figsize=(6, 3.2), dpi=90, layout="constrained")
-    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines])
+    axes.plot(list(losses), list(losses.values()))
     axes.set(xlabel="step", ylabel="loss (nats a token)", yscale="log")
     axes.grid(True, which="both", alpha=0.3)
     plot.savefig(png)
