@@ -116,6 +116,11 @@ class Program:
             if self.bounds.chunked:
                 self._follow_parts(i, before, cell)
             before = cell
+        total = Sums()
+        for cell in line:
+            total.add(cell, [self.cached(i, k) for k in range(out + 1)])
+        self.model.add(total.tokens >= self.cached(i, out))
+        self.model.add(total.quad >= self.prompt[i] ** 2)
         last = [line[-1].states.get((kind, out)) for kind in ("wait", "prefill", "decode")]
         self.model.add_exactly_one(lit for lit in last if lit is not None)
 
@@ -165,6 +170,19 @@ class Program:
             else:
                 model.add(cell.rested == 0).only_enforce_if(lit)
         self._last_token(i, before, cell)
+        self._imply(i, before, cell)
+
+    def _imply(self, i: int, before: Cell, cell: Cell) -> None:
+        """What follows from the conditions above, said without conditions for the solver's linear
+        relaxation."""
+        add = self.model.add
+        add(cell.reused <= before.part)
+        add(cell.reused_squared <= before.part_squared)
+        add(cell.rested <= cell.reused)
+        one = Sums()
+        one.add(cell, [self.cached(i, k) for k in range(self.output[i] + 1)])
+        add(one.tokens >= one.decodes + one.prefills)
+        add(one.quad >= one.prefills)
 
     def _last_token(self, i: int, before: Cell, cell: Cell) -> None:
         """One pending token after a first one written is a decode, whatever came before it:

@@ -79,7 +79,7 @@ class ScriptedPolicy:
         self.next_batch += 1
         rows = np.array([row_of[i] for i in members.tolist()], np.int64)
         count = tokens[members]
-        order = np.argsort(~table.decoding(rows), kind="stable")
+        order = np.argsort(count != 1, kind="stable")
         rows, count = rows[order], count[order]
         kinds = np.full(len(rows), CacheKind.KV, np.int64)
         gone = np.array([row_of[i] for i in evict.tolist() if i in row_of], np.int64)
