@@ -38,6 +38,7 @@ def get_config() -> ConfigDict:
             },
             "scheduler": {
                 # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
+                # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own.
                 "policy": "sarathi",
                 # Tokens of one batch, and how far prefills may fill it. Policies that compute
                 # whole prompts (vllm) know only the first, and it must hold the longest request.

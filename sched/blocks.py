@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.sched.kinds import PLANES, CacheKind, Direction
 
 NOBODY = -1
+_PLANES = np.asarray(PLANES)
 
 
 class OutOfBlocks(RuntimeError):
@@ -32,11 +33,12 @@ class BlockPool:
         self.direction = np.zeros(max_owners, np.int8)
         self.owners = np.full((num_blocks, 2), NOBODY, np.int32)  # [:, Direction]
         self.refs = np.zeros(num_blocks, np.int32)
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # free: [:_top]
+        self._top = num_blocks
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._top
 
     @property
     def pool_tokens(self) -> int:
@@ -46,7 +48,7 @@ class BlockPool:
     def needed(self, rows: np.ndarray, tokens: np.ndarray, kinds: np.ndarray) -> np.ndarray:
         """Free blocks each row needs to hold `tokens` tokens, given what it holds now."""
         per_plane = -(-tokens // self.block_size) - self.held[rows]
-        return np.maximum(per_plane, 0) * np.asarray(PLANES)[kinds]
+        return np.maximum(per_plane, 0) * _PLANES[kinds]
 
     def returned_by(self, row: int) -> int:
         """Blocks that `release(row)` would free: those that nobody else holds."""
@@ -62,18 +64,36 @@ class BlockPool:
 
     def grow(self, row: int, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. OutOfBlocks leaves the pool as it was."""
-        have, want = int(self.held[row]), -(-tokens // self.block_size)
-        if want <= have:
+        self.grow_all(np.array([row]), np.array([tokens]))
+
+    def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Makes room for tokens[i] tokens in all in each of the rows, which are different.
+        OutOfBlocks or ValueError leave the pool as it was."""
+        want = -(-tokens // self.block_size)
+        short = want > self.held[rows]
+        if not short.any():
             return
-        if want > self.width:
-            raise ValueError(f"row {row}: {tokens} tokens need {want} blocks, limit {self.width}")
-        planes = PLANES[self.kind[row]]
-        if (want - have) * planes > len(self._free):
-            raise OutOfBlocks(f"{(want - have) * planes} blocks wanted, {len(self._free)} free")
-        for index in range(have, want):
-            for plane in range(planes):
-                self._take(self._free.pop(), row, plane, index)
-        self.held[row] = want
+        rows, want = rows[short], want[short]
+        if (want > self.width).any():
+            worst = int(np.argmax(want))
+            raise ValueError(
+                f"row {rows[worst]}: {tokens[short][worst]} tokens need {want[worst]} blocks, "
+                f"limit {self.width}"
+            )
+        have, planes = self.held[rows], _PLANES[self.kind[rows]]
+        counts = (want - have) * planes
+        total = int(counts.sum())
+        if total > self._top:
+            raise OutOfBlocks(f"{total} blocks wanted, {self._top} free")
+        ids = self._stack[self._top - total : self._top][::-1].copy()
+        self._top -= total
+        owner = np.repeat(rows, counts)
+        each = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        of = np.repeat(planes, counts)
+        self.tables[owner, each % of, np.repeat(have, counts) + each // of] = ids
+        self.owners[ids, self.direction[owner]] = owner
+        self.refs[ids] += 1
+        self.held[rows] = want
 
     def join(self, row: int, blocks: tuple[int, ...]) -> None:
         """Extends the row by one block a plane in which the other end belongs to somebody else
@@ -113,7 +133,9 @@ class BlockPool:
         self.refs[ids] -= 1
         own = ids[self.owners[ids, side] == row]
         self.owners[own, side] = NOBODY
-        self._free.extend(ids[self.refs[ids] == 0].tolist())
+        free = ids[self.refs[ids] == 0]
+        self._stack[self._top : self._top + len(free)] = free
+        self._top += len(free)
         self.held[row] = 0
 
     def _take(self, block: int, row: int, plane: int, index: int) -> None:
@@ -133,8 +155,8 @@ class BlockPool:
             refs[ids] += 1
         assert (refs == self.refs).all(), "reference counts differ from the tables"
         free = np.zeros(self.num_blocks, bool)
-        free[self._free] = True
-        assert len(self._free) == free.sum(), "a block is in the free stack twice"
+        free[self._stack[: self._top]] = True
+        assert self._top == free.sum(), "a block is in the free stack twice"
         assert (free == (refs == 0)).all(), "a block leaked or is free while in use"
         for side in Direction:
             owned = np.flatnonzero(self.owners[:, side] != NOBODY)

@@ -7,6 +7,8 @@ still be at work. What arrives late is told with `receive`, what ends early with
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
@@ -14,11 +16,17 @@ from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, InvalidPlan
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request
-from jaxserve.sched.table import RequestTable, State
+from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
+
+if TYPE_CHECKING:
+    from jaxserve.sched.cost_model import CostModel
 
 
 class Scheduler:
-    """Rows of the table name the requests. Not thread-safe: one thread plans."""
+    """Rows of the table name the requests. Not thread-safe: one thread plans.
+
+    cost_model, seed: what the policy sees of them, see `View`.
+    """
 
     def __init__(
         self,
@@ -29,13 +37,16 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         capacity: int,
+        cost_model: CostModel | None = None,
+        seed: int = 0,
     ) -> None:
         width = -(-max_model_len // block_size)
         self.policy = policy
         self.table = RequestTable(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)
-        self.view = View(self.table, self.pool, limits)
+        self.view = View(self.table, self.pool, limits, cost_model, seed)
         self.evictions = 0
+        self._served = 0
 
     def add(self, request: Request) -> int:
         """The row of a new, waiting request. IndexError when the table is full."""
@@ -48,20 +59,21 @@ class Scheduler:
         """
         plan = self.policy.plan(self.view, now)
         self._check(plan)
-        table = self.table
-        for row in plan.evict.tolist():
-            self._evict(row)
-        starts = table.state[plan.rows] == State.WAITING
-        for row, kind in zip(plan.rows[starts].tolist(), plan.kinds[starts].tolist(), strict=True):
-            self.pool.open(row, CacheKind(kind))
-            table.state[row] = State.RUNNING
-            table.kind[row] = kind
-        needed = self.pool.needed(plan.rows, plan.reserve, plan.kinds)
-        for i in np.flatnonzero(needed).tolist():
-            self.pool.grow(int(plan.rows[i]), int(plan.reserve[i]))
-        table.computed[plan.rows] += plan.num_tokens
-        emits = table.pending(plan.rows) == 0
-        table.generated[plan.rows[emits]] += 1
+        table, rows = self.table, plan.rows
+        if len(plan.evict):
+            self._evict(plan.evict)
+        starts = np.flatnonzero(table.state[rows] == WAITING)
+        if len(starts):
+            for i in starts.tolist():
+                self.pool.open(int(rows[i]), CacheKind(int(plan.kinds[i])))
+            table.kind[rows[starts]] = plan.kinds[starts]
+            table.move(rows[starts], RUNNING)
+        self.pool.grow_all(rows, plan.reserve)
+        table.computed[rows] += plan.num_tokens
+        table.served[rows] = np.arange(self._served, self._served + len(rows))
+        self._served += len(rows)
+        emits = table.pending(rows) == 0
+        table.generated[rows] += emits
         return plan, emits
 
     def settle(self, plan: BatchPlan) -> np.ndarray:
@@ -70,9 +82,10 @@ class Scheduler:
         others at once."""
         table = self.table
         done = plan.rows[table.generated[plan.rows] >= table.max_tokens[plan.rows]]
-        for row in done.tolist():
-            self.pool.release(row)
-        table.state[done] = State.DRAINING
+        if len(done):
+            for row in done.tolist():
+                self.pool.release(row)
+            table.move(done, DRAINING)
         return done
 
     def receive(self, rows: np.ndarray, now: float) -> None:
@@ -81,32 +94,38 @@ class Scheduler:
         self.table.last_token[rows] = now
 
     def finish(self, row: int) -> None:
-        """The request is over, whatever its state: its blocks and its row are free."""
+        """The request is over, whatever its state: its blocks and its row are free. If it has
+        written anything, its length counts among `RequestTable.output_lengths`."""
         if self.pool.held[row]:
             self.pool.release(row)
+        if self.table.received[row]:
+            self.table.output_lengths.add(int(self.table.received[row]))
         self.table.remove(row)
 
-    def _evict(self, row: int) -> None:
-        self.pool.release(row)
-        self.table.state[row] = State.WAITING
-        self.table.computed[row] = 0
-        self.table.preemptions[row] += 1
-        self.evictions += 1
+    def _evict(self, rows: np.ndarray) -> None:
+        for row in rows.tolist():
+            self.pool.release(row)
+        table, count = self.table, len(rows)
+        table.computed[rows] = 0
+        table.preemptions[rows] += 1
+        table.evicted[rows] = np.arange(self.evictions + 1, self.evictions + count + 1)
+        table.move(rows, WAITING)
+        self.evictions += count
 
     def _check(self, plan: BatchPlan) -> None:
         table, limits, rows, tokens = self.table, self.view.limits, plan.rows, plan.num_tokens
         state = table.state[rows]
-        waiting, running = state == State.WAITING, state == State.RUNNING
-        holders = np.count_nonzero(table.state == State.RUNNING) + np.count_nonzero(waiting)
+        waiting, running = state == WAITING, state == RUNNING
+        holders = len(table.in_state(RUNNING)) + int(np.count_nonzero(waiting))
         free = self.pool.num_free
         if len(plan.evict):
-            _demand(len(set(plan.evict.tolist())) == len(plan.evict), "a row is evicted twice")
+            _demand(_different(plan.evict, table.capacity), "a row is evicted twice")
             _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
-            cached = table.state[plan.evict] == State.RUNNING
+            cached = table.state[plan.evict] == RUNNING
             _demand(cached.all(), "a row without cache is evicted")
             holders -= len(plan.evict)
             free += sum(self.pool.returned_by(row) for row in plan.evict.tolist())
-        _demand(len(set(rows.tolist())) == len(rows), "a row is planned twice")
+        _demand(_different(rows, table.capacity), "a row is planned twice")
         _demand((waiting | running).all(), "a row that has nothing to compute is planned")
         _demand((np.diff((tokens == 1).astype(np.int8)) <= 0).all(), "chunks before single tokens")
         pending = table.pending(rows)
@@ -118,6 +137,13 @@ class Scheduler:
         _demand(needed.sum() <= free, "more blocks than are free")
         same_kind = (table.kind[rows] == plan.kinds) | waiting
         _demand(same_kind.all(), "a cache changes kind without being evicted")
+
+
+def _different(rows: np.ndarray, capacity: int) -> bool:
+    last = np.empty(capacity, np.int64)
+    order = np.arange(len(rows))
+    last[rows] = order
+    return bool((last[rows] == order).all())
 
 
 def _demand(condition: bool | np.bool_, problem: str) -> None:

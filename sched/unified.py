@@ -6,133 +6,311 @@ batching is on (2), check C, P and M (3), and on a lack of M evict lower-priorit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import View
-from jaxserve.sched.table import State
+from jaxserve.sched.policy import Policy, View, register_variant
+from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 from jaxserve.sched.trial import Candidates, Trial
+
+FIRST_LOOK, LOOK_GROWTH = 64, 8
+NEVER = np.iinfo(np.int64).max
+
+Key = Callable[[View, np.ndarray, float], Sequence[np.ndarray]]
+
+
+class Phase(enum.Flag):
+    """WAITING holds no cache: it starts, or is refilled after an eviction. PREFILL is in the middle
+    of that. DECODE has all but its newest token in the cache."""
+
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    RUNNING = PREFILL | DECODE
+    ANY = WAITING | PREFILL | DECODE
+
+
+class Reserve(enum.Enum):
+    """Cache tokens that a request gets room for when it starts."""
+
+    CHUNK = "what this step computes"
+    PROMPT = "all its pending tokens"
+    WHOLE = "prompt and max_tokens, but for the last one, which is never stored"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Candidates of one priority class, most urgent first.
+    """Requests in some phases, considered one after the other in the policy's order.
 
-    evicts: on a lack of memory, evict running requests of lower priority, the candidate itself
-    last; otherwise the group ends there (head-of-line blocking).
+    evicts: on a lack of memory (or of a slot to hold cache in), evict running requests of lower
+    priority, a running candidate itself last. Otherwise, and if that is not enough, no further
+    request starts in this step: head-of-line blocking.
     """
 
-    rows: np.ndarray
-    evicts: bool
+    phases: Phase
+    evicts: bool = False
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All requests in the policy's order. waiting, running: rows, most urgent first. place: int64
+    by row, smaller is more urgent."""
+
+    waiting: np.ndarray
+    running: np.ndarray
+    place: np.ndarray
 
 
 @dataclass(frozen=True)
 class UnifiedPolicy:
-    """group: view -> groups in order of priority. hybrid: prefills and decodes may share a batch.
-    chunked: a prefill may be cut to what C and P leave. whole_prompt: a prefill gets room for all
-    its pending tokens when it starts. watermark: fraction of the pool that an admission leaves
-    free while others run, so that the next decodes do not evict at once."""
+    """groups: in order of priority. hybrid: prefills and decodes may share a batch. chunked: a
+    prefill may be cut to what C and P leave.
 
-    group: Callable[[View], Iterable[Group]]
+    full_prefill: P = C, whatever the limits say. reserve: memory for a request that starts.
+    watermark: fraction of the pool that a start leaves free while others run, so that the next
+    decodes do not evict at once. max_rows: requests that hold cache, where that is the policy's
+    own limit.
+
+    key: view, rows, now -> arrays by which to order requests, smallest first, the most significant
+    array first; ties, or all if there is no key, by arrival. Groups are gone through, and victims
+    chosen, in this one order. requeue: instead of by arrival alone, as InferMax's own simulator
+    does: an evicted request goes to the head of the waiting, and those running that arrived at the
+    same time are in the order of their last batches.
+    """
+
+    groups: tuple[Group, ...]
     hybrid: bool
     chunked: bool
-    whole_prompt: bool = True
+    full_prefill: bool = False
+    reserve: Reserve = Reserve.PROMPT
     watermark: float = 0.01
+    max_rows: int | None = None
+    key: Key | None = None
+    requeue: bool = False
+    hypothetical: bool = False
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        del now  # no policy of this family looks at the clock
-        trial = Trial(view)
-        for group in self.group(view):
-            rows = group.rows[~np.isin(group.rows, trial.evicted)] if trial.evicted else group.rows
-            if not self.hybrid and trial.chosen:
-                in_batch = trial.chosen[0].prefill[0]
-                rows = rows[view.table.decoding(rows) != in_batch]
-            if len(rows):
-                self._fill(trial, self._candidates(view, rows), group.evicts)
+        ranking = self.ranking(view, now)
+        trial = Trial(
+            view,
+            max_rows=self.max_rows,
+            prefill_tokens=view.limits.max_batch_tokens if self.full_prefill else None,
+            expected=self.expected(view),
+        )
+        filling = _Filling(self, trial, ranking)
+        decoding = view.table.decoding(ranking.running)
+        for group in self.groups:
+            rows = _members(group.phases, ranking, decoding)
+            if self.hybrid:
+                filling.fill(rows, group.evicts)
+            elif len(rows):
+                self._fill_one_phase(filling, rows, group.evicts)
         return trial.finish()
 
-    def _candidates(self, view: View, rows: np.ndarray) -> Candidates:
+    def ranking(self, view: View, now: float) -> Ranking:
+        """Who is how urgent."""
+        key = self.key
+        keys = None if key is None else (lambda rows: key(view, rows, now))
+        return rank(view, keys, self.requeue)
+
+    def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Rows -> cache tokens that each will end with, if the policy has an idea; see `Trial`."""
+        return None
+
+    def candidates(self, view: View, rows: np.ndarray) -> Candidates:
         table = view.table
         tokens = table.pending(rows)
+        prefill = (tokens != 1) | (table.generated[rows] == 0)
         reserve = table.computed[rows] + tokens
-        prefill = ~table.decoding(rows)
-        return Candidates(rows, tokens, reserve, np.full(len(rows), CacheKind.KV), prefill)
+        if self.reserve is Reserve.WHOLE:
+            whole = table.prompt_len[rows] + table.max_tokens[rows] - 1
+            reserve = np.maximum(reserve, whole)
+        return Candidates(rows, tokens, reserve, np.zeros(len(rows), np.int64), prefill)
 
-    def _fill(self, trial: Trial, cands: Candidates, evicts: bool) -> None:
-        """Adds candidates in order until one does not fit."""
-        while len(cands):
-            keep = self._keep_free(trial, cands)
-            fits = min(trial.fits_budget(cands), trial.fits_memory(cands, keep))
-            trial.add(cands[:fits])
-            cands = cands[fits:]
-            if not len(cands):
-                return
-            head = cands[:1]
-            if not trial.fits_budget(head):
-                cut = self._cut(trial, head)
-                if cut is None:
-                    return
-                cands, head = _replace_head(cands, cut), cut
-                if trial.fits_memory(head, self._keep_free(trial, head)):
-                    continue
-            if not (evicts and _evict_one(trial, int(head.rows[0]))):
-                return
-            cands = _without(cands, trial.evicted[-1])
-
-    def _keep_free(self, trial: Trial, cands: Candidates) -> int:
-        """Blocks to leave free. None for running requests, nor for the only one."""
-        view = trial.view
-        admission = view.table.state[cands.rows[0]] == State.WAITING
-        alone = trial.slots_left == view.limits.max_rows
-        return int(self.watermark * view.pool.num_blocks) if admission and not alone else 0
-
-    def _cut(self, trial: Trial, head: Candidates) -> Candidates | None:
+    def cut(self, trial: Trial, head: Candidates) -> Candidates | None:
         """The prefill `head` shortened to what C and P leave, or None if it cannot be."""
         room = min(trial.batch_left, trial.prefill_left)
         if not (self.chunked and head.prefill[0] and 0 < room < head.tokens[0]):
             return None
-        tokens = np.array([room])
-        computed = trial.view.table.computed[head.rows]
-        reserve = head.reserve if self.whole_prompt else computed + tokens
-        cut = Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
-        return cut if trial.fits_budget(cut) else None
+        tokens, reserve = np.array([room]), head.reserve
+        if self.reserve is Reserve.CHUNK:
+            reserve = trial.view.table.computed[head.rows] + tokens
+        return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
+
+    def _fill_one_phase(self, filling: _Filling, rows: np.ndarray, evicts: bool) -> None:
+        """The batch is of one phase: that of whoever is in it first."""
+        trial = filling.trial
+        prefill = ~trial.view.table.decoding(rows)
+        if not trial.chosen:
+            filling.fill(rows[prefill == prefill[0]], evicts)
+            if trial.chosen:
+                return
+            filling.fill(rows[prefill != prefill[0]], evicts)
+        else:
+            filling.fill(rows[prefill == trial.chosen[0].prefill[0]], evicts)
 
 
-def _evict_one(trial: Trial, candidate: int) -> bool:
-    """Evicts the running request of lowest priority that is not in the batch: the last to arrive,
-    which may be the candidate itself. False if there is none behind a waiting candidate."""
-    table = trial.view.table
-    running = np.flatnonzero(table.state == State.RUNNING)
-    taken = [c.rows for c in trial.chosen]
-    gone = np.concatenate([*taken, np.asarray(trial.evicted, np.int64)])
-    running = running[~np.isin(running, gone)]
-    running = running[table.seq[running] >= table.seq[candidate]]
-    if not len(running):
-        return False
-    trial.evict(int(running[np.argmax(table.seq[running])]))
-    return True
+class _Filling:
+    """Step 3 and 4 of the algorithm for one plan."""
+
+    def __init__(self, policy: UnifiedPolicy, trial: Trial, ranking: Ranking) -> None:
+        self.policy, self.trial, self.ranking = policy, trial, ranking
+        self._table: RequestTable = trial.view.table
+        self._watermark = int(policy.watermark * trial.view.pool.num_blocks)
+        # Whoever is evicted waits again, at its place in the queue: those behind it start later.
+        self._last_start = NEVER
+        self._prefills = True  # C and P leave something
+
+    def fill(self, rows: np.ndarray, evicts: bool) -> None:
+        """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked
+        at than may matter."""
+        first, size = 0, FIRST_LOOK
+        while first < len(rows) and self.trial.rows_left and self.trial.batch_left:
+            part = rows[first : first + size]
+            part = part[self._may_join(part)]
+            self._fill(self.policy.candidates(self.trial.view, part), evicts)
+            first, size = first + size, size * LOOK_GROWTH
+            if first < len(rows) and not (self._prefills and self._last_start >= 0):
+                rows, first = rows[first:], 0  # nobody who waits may join any more
+                rows = rows[self._table.state[rows] == RUNNING]
+
+    def _may_join(self, rows: np.ndarray) -> np.ndarray | slice:
+        """Mask of those that are not ruled out by what has happened in this plan."""
+        if self._prefills and self._last_start == NEVER:
+            return slice(None)
+        ok = ~self.trial.settled[rows]
+        if not self._prefills:
+            return ok & self._table.decoding(rows)
+        waiting = self._table.state[rows] == WAITING
+        return ok & (~waiting | (self.ranking.place[rows] < self._last_start))
+
+    def _fill(self, cands: Candidates, evicts: bool) -> None:
+        trial = self.trial
+        while len(cands):
+            fits = trial.fits_budget(cands)
+            if fits:
+                fits = min(fits, trial.fits_memory(cands, self._watermark))
+            trial.add(cands if fits == len(cands) else cands[:fits])
+            cands = cands[fits:]
+            if not len(cands) or not trial.rows_left:
+                return
+            head = cands[:1]
+            if not trial.fits_budget(head):
+                if not head.prefill[0]:
+                    return  # not a token is left
+                cut = self.policy.cut(trial, head)
+                if cut is None or self._joins(cut, evicts):
+                    self._prefills = False
+                else:
+                    cands = self._without_head(cands)
+            elif not (evicts and self._make_room(head)):
+                cands = self._without_head(cands)
+            cands = cands[self._may_join(cands.rows)]
+
+    def _joins(self, cut: Candidates, evicts: bool) -> bool:
+        """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
+        while not self.trial.fits_memory(cut, self._watermark):
+            if not (evicts and self._make_room(cut)) or self.trial.settled[cut.rows[0]]:
+                return False
+        self.trial.add(cut)
+        return True
+
+    def _without_head(self, cands: Candidates) -> Candidates:
+        """What is left when the head found no room."""
+        if self._table.state[cands.rows[0]] == WAITING:
+            self._last_start = -1
+            return cands[1:]
+        rest = cands[1:]
+        return rest[self.trial.new_blocks(rest) <= self.trial.free]
+
+    def _make_room(self, head: Candidates) -> bool:
+        """Evicts running requests of lower priority that are not in the batch, the lowest first,
+        until the head fits; a running head may be the last of them. Whether any was evicted."""
+        trial, place = self.trial, self.ranking.place
+        row = head.rows[0]
+        victims = self.ranking.running
+        victims = victims[~trial.settled[victims] & (place[victims] >= place[row])]
+        if self._table.state[row] == WAITING and not self._worth(head, victims):
+            return False
+        for victim in victims[::-1].tolist():
+            trial.evict(victim)
+            self._last_start = min(self._last_start, int(place[victim]))
+            if victim == row or trial.fits_memory(head, self._watermark):
+                return True
+        return len(victims) > 0
+
+    def _worth(self, head: Candidates, victims: np.ndarray) -> bool:
+        """Whether a request that waits could start if all of them went."""
+        trial, pool = self.trial, self.trial.view.pool
+        planes = np.where(pool.kind[victims] == 0, 2, 1)
+        free = trial.free + int((pool.held[victims] * planes).sum())
+        slots = trial.slots_left + len(victims)
+        return bool(slots > 0 and trial.new_blocks(head)[0] + self._watermark <= free)
 
 
-def _replace_head(cands: Candidates, head: Candidates) -> Candidates:
-    rest = cands[1:]
-    return Candidates(
-        *(
-            np.concatenate([getattr(head, name), getattr(rest, name)])
-            for name in ("rows", "tokens", "reserve", "kinds", "prefill")
-        )
-    )
+def rank(
+    view: View,
+    keys: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
+    requeue: bool = False,
+) -> Ranking:
+    """The requests in order of the keys, then of arrival; see `UnifiedPolicy`."""
+    table = view.table
+    waiting, running = table.in_state(WAITING), table.in_state(RUNNING)
+    if keys is None and not requeue:
+        return Ranking(waiting, running, table.seq)
+    if requeue:
+        again = np.flatnonzero(table.evicted[waiting])
+        if len(again):
+            latest_first = again[np.argsort(-table.evicted[waiting[again]])]
+            waiting = np.concatenate([waiting[latest_first], np.delete(waiting, again)])
+        running = running[np.lexsort((table.served[running], table.arrival[running]))]
+    rows = np.concatenate([running, waiting])
+    order = np.arange(len(rows))
+    if keys is not None:
+        if not requeue:
+            order = np.argsort(table.seq[rows], kind="stable")
+        for values in reversed(keys(rows)):
+            order = order[np.argsort(values[order], kind="stable")]
+    ranked = rows[order]
+    place = np.empty(table.capacity, np.int64)
+    place[ranked] = np.arange(len(ranked))
+    runs = order < len(running)
+    return Ranking(ranked[~runs], ranked[runs], place)
 
 
-def _without(cands: Candidates, row: int) -> Candidates:
-    keep = cands.rows != row
-    return Candidates(
-        cands.rows[keep],
-        cands.tokens[keep],
-        cands.reserve[keep],
-        cands.kinds[keep],
-        cands.prefill[keep],
+def _members(phases: Phase, ranking: Ranking, decoding: np.ndarray) -> np.ndarray:
+    running = ranking.running
+    if Phase.RUNNING not in phases:
+        if Phase.DECODE in phases:
+            running = running[decoding]
+        elif Phase.PREFILL in phases:
+            running = running[~decoding]
+        else:
+            return ranking.waiting
+    if Phase.WAITING not in phases:
+        return running
+    rows = np.concatenate([running, ranking.waiting])
+    return rows[np.argsort(ranking.place[rows], kind="stable")]
+
+
+@register_variant(
+    "ef",
+    summary="eviction-free: knows output lengths, reserves prompt + output - 1; simulator only",
+    source="InferMax 4.1",
+)
+def eviction_free(policy: Policy) -> Policy:
+    """The policy with all the memory that a request will take reserved when it starts."""
+    if not isinstance(policy, UnifiedPolicy):
+        raise ValueError("+ef is for policies of the unified scheduler")
+    return dataclasses.replace(
+        policy,
+        groups=tuple(dataclasses.replace(group, evicts=False) for group in policy.groups),
+        reserve=Reserve.WHOLE,
+        watermark=0.0,
+        hypothetical=True,
     )

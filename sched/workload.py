@@ -71,6 +71,24 @@ class Workload:
     def __len__(self) -> int:
         return len(self.arrival)
 
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.prompt_len, self.output_len)
+
+    def first(self, count: int) -> Workload:
+        """The first `count` requests. WorkloadError if there are fewer."""
+        return Workload.of(self.arrival[:count], self.lengths.first(count))
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same requests with time stretched so that `rate` of them arrive a second on
+        average."""
+        if not (math.isfinite(rate) and rate > 0):
+            raise WorkloadError(f"rate must be a positive number, got {rate}")
+        span = float(self.arrival[-1])
+        if span == 0:
+            raise WorkloadError("all requests arrive at once: there is no rate to change")
+        return Workload.of(self.arrival * ((len(self) - 1) / span / rate), self.lengths)
+
 
 def all_at_once(count: int) -> np.ndarray:
     """Every request at time 0, float64 [count]."""
@@ -94,6 +112,26 @@ def gamma_arrivals(rate: float, cv: float, count: int, rng: np.random.Generator)
     shape = 1.0 / cv**2
     gaps = rng.gamma(shape, 1.0 / (rate * shape), _positive("num_requests", count))
     return np.cumsum(gaps)
+
+
+def on_off_arrivals(
+    rate: float, on_s: float, off_s: float, count: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Arrival times of a source that is on and off in turn, float64 [count] in seconds.
+
+    The lengths of on and off periods are exponential with means on_s and off_s; while on, requests
+    come as a Poisson process, so fast that the rate over all is `rate`. Starts on.
+    """
+    for name, value in (("rate", rate), ("on_s", on_s), ("off_s", off_s)):
+        if not (math.isfinite(value) and value > 0):
+            raise WorkloadError(f"{name} must be a positive number, got {value}")
+    gaps = rng.exponential(on_s / (rate * (on_s + off_s)), _positive("num_requests", count))
+    busy = np.cumsum(gaps)  # on a clock that stands still while the source is off
+    switches = np.cumsum(rng.exponential(on_s, 1 + int(2 * busy[-1] / on_s)))
+    while switches[-1] < busy[-1]:
+        switches = np.append(switches, switches[-1] + rng.exponential(on_s))
+    off = np.concatenate([[0.0], np.cumsum(rng.exponential(off_s, len(switches)))])
+    return busy + off[np.searchsorted(switches, busy)]
 
 
 def fixed_lengths(prompt_len: int, output_len: int, count: int) -> Lengths:
@@ -130,12 +168,13 @@ def _length_rows(path: str | Path, reader: Any) -> Iterator[tuple[int, int]]:
         if len(row) != len(LENGTH_COLUMNS):
             raise WorkloadError(f"{where}: 2 columns expected, got {len(row)}")
         prompt, output = (
-            _length(where, name, text) for name, text in zip(LENGTH_COLUMNS, row, strict=True)
+            length_of(where, name, text) for name, text in zip(LENGTH_COLUMNS, row, strict=True)
         )
         yield prompt, output
 
 
-def _length(where: str, name: str, text: str) -> int:
+def length_of(where: str, name: str, text: str) -> int:
+    """The length written in a trace. WorkloadError names `where` and the column."""
     # int() would also take " 7", "1_000" and other scripts' digits.
     if not (text.isascii() and text.isdigit()):
         raise WorkloadError(f"{where}: {name} must be a whole number, got {text!r}")

@@ -4,10 +4,13 @@
     python -m jaxserve.bench latency --input_len=128 --output_len=64
     python -m jaxserve.bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
     python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
+    python -m jaxserve.bench plan
+    python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py
 
-The engine runs in this process, with the presets and flags of serve.py (--config, --model,
---load_format, --policy, --config.x.y=); `load --address` goes to a running server instead.
-Prompts are random token ids, and the end-of-sequence token is ignored.
+`plan` has no engine: it times the policies, see plan.py. For the others the engine runs in this
+process, with the presets and flags of serve.py (--config, --model, --load_format, --policy,
+--config.x.y=); `load --address` goes to a running server instead. Prompts are random token ids, and
+the end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from jaxserve.bench import runs
+from jaxserve.bench import fidelity, plan, runs
 from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import StepRecorder, step_metrics
@@ -32,6 +35,7 @@ from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.fit import FitError
 from jaxserve.sched.request import SLO
 from jaxserve.sched.workload import (
     Workload,
@@ -56,14 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     try:
         args, config = parse(sys.argv[1:] if argv is None else argv)
-        result = measure(args, config)
+        if args.command == "plan":
+            return plan.show(args)
+        result = _fidelity(args, config) if args.command == "fidelity" else measure(args, config)
     except (UsageError, launch.UsageError) as error:
         return _complain(error, 2)
-    except (ConfigError, WorkloadError, BenchError, ServerError) as error:
+    except (ConfigError, WorkloadError, BenchError, ServerError, FitError) as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return 130
-    print(text(result), file=sys.stderr if args.json else sys.stdout)
+    shown = fidelity.text(result) if args.command == "fidelity" else text(result)
+    print(shown, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         sys.stderr.flush()
         print(json.dumps(result, allow_nan=False), flush=True)
@@ -71,8 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
-    """The arguments, checked, and the engine's config; None for a server's load. Raises
-    UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
+    """The arguments, checked, and the engine's config; None for a server's load and for `plan`.
+    Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
+    if argv[:1] == ["plan"]:
+        return plan.parse(argv[1:]), None
     args, rest = _parser().parse_known_args(argv)
     for name in ("num_requests", "input_len", "output_len", "repeats"):
         value = getattr(args, name, None)
@@ -117,6 +126,11 @@ def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, An
         "machine": where,
         "versions": versions(),
     }
+
+
+def _fidelity(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
+    assert config is not None
+    return fidelity.run(config, num_requests=args.num_requests, rate=args.rate, seed=args.seed)
 
 
 def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
@@ -212,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("plan", help="host time of each policy's plan, without an engine")
     for name, help_text, count in (
         ("throughput", "tokens/s with all requests submitted at once", 32),
         ("latency", "one request at a time", 5),
@@ -236,6 +251,16 @@ def _parser() -> argparse.ArgumentParser:
             _number(sub, "repeats", int, 3, "measured runs, after one to warm up (3)")
         if name == "load":
             _load_flags(sub)
+    sub = commands.add_parser(
+        "fidelity",
+        help="how well the simulator predicts this engine",
+        description="profiles the engine, simulates loads, serves them, and compares",
+        allow_abbrev=False,
+    )
+    _number(sub, "num_requests", int, 32, "requests of each load (32)")
+    _number(sub, "rate", float, None, "requests/s of an online load beside the offline ones")
+    _number(sub, "seed", int, 0, "of prompts, lengths and arrivals (0)")
+    sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.metrics import load_metrics, summarise
 from jaxserve.bench.target import (
     Job,
     Record,
@@ -19,6 +18,7 @@ from jaxserve.bench.target import (
     random_jobs,
     times,
 )
+from jaxserve.sched.metrics import load_metrics, summarise
 from jaxserve.sched.request import SLO
 from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
 

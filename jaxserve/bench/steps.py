@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.bench.metrics import summarise
 from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.sched.metrics import summarise
 from jaxserve.sched.request import Tier
 
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.bench.metrics import RequestTimes
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched.metrics import RequestTimes
 from jaxserve.sched.request import SLO, Request, SamplingParams
 from jaxserve.sched.workload import Workload
 

@@ -183,9 +183,15 @@ def _max_model_len(wanted: int, model: ModelConfig) -> int:
 
 def _policy(name: str) -> Policy:
     try:
-        return make_policy(name)
+        policy = make_policy(name)
     except ValueError as error:
         raise ConfigError(f"scheduler.policy: {error}") from error
+    if policy.hypothetical:
+        raise ConfigError(
+            f"scheduler.policy: {name} knows how long outputs will get, which no server does; it "
+            "is for simulations only"
+        )
+    return policy
 
 
 def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:

@@ -1,20 +1,12 @@
-"""Sarathi-Serve: stall-free batches of decodes and prompt chunks (InferMax section 3.1)."""
+"""Sarathi-Serve: stall-free batches of decodes and prompt chunks (InferMax section 3.1), and what
+is left of it without its parts (Table 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from jaxserve.sched.policy import register
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
-from jaxserve.sched.policy import View, register
-from jaxserve.sched.table import State
-from jaxserve.sched.unified import Group, UnifiedPolicy
-
-
-def _decode_first(view: View) -> Iterator[Group]:
-    running = view.table.in_state(State.RUNNING)
-    decoding = view.table.decoding(running)
-    yield Group(running[decoding], evicts=True)
-    yield Group(running[~decoding], evicts=False)
-    yield Group(view.table.in_state(State.WAITING), evicts=False)
+DECODE_FIRST = (Group(Phase.DECODE, evicts=True), Group(Phase.PREFILL), Group(Phase.WAITING))
 
 
 @register(
@@ -23,4 +15,31 @@ def _decode_first(view: View) -> Iterator[Group]:
     source="InferMax 3.1, Table 1",
 )
 def sarathi() -> UnifiedPolicy:
-    return UnifiedPolicy(_decode_first, hybrid=True, chunked=True)
+    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=True)
+
+
+@register(
+    "sarathi_pc",
+    summary="sarathi with P = C: prefills may fill the batch",
+    source="InferMax Table 1",
+)
+def sarathi_pc() -> UnifiedPolicy:
+    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=True, full_prefill=True)
+
+
+@register(
+    "sarathi_nocp",
+    summary="sarathi with whole prompts instead of chunks, P = C",
+    source="InferMax Table 1",
+)
+def sarathi_nocp() -> UnifiedPolicy:
+    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=False, full_prefill=True)
+
+
+@register(
+    "sarathi_nohy",
+    summary="sarathi with whole prompts and without mixed batches, P = C",
+    source="InferMax Table 1",
+)
+def sarathi_nohy() -> UnifiedPolicy:
+    return UnifiedPolicy(DECODE_FIRST, hybrid=False, chunked=False, full_prefill=True)

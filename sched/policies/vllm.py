@@ -1,17 +1,11 @@
-"""vLLM's first scheduler (InferMax section 3.1 and Table 1)."""
+"""vLLM's first scheduler, and the same with hybrid batches (InferMax section 3.1 and Table 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from jaxserve.sched.policy import register
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
-from jaxserve.sched.policy import View, register
-from jaxserve.sched.table import State
-from jaxserve.sched.unified import Group, UnifiedPolicy
-
-
-def _prefill_first(view: View) -> Iterator[Group]:
-    yield Group(view.table.in_state(State.WAITING), evicts=False)
-    yield Group(view.table.in_state(State.RUNNING), evicts=True)
+PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, evicts=True))
 
 
 @register(
@@ -20,4 +14,13 @@ def _prefill_first(view: View) -> Iterator[Group]:
     source="InferMax 3.1, Table 1",
 )
 def vllm() -> UnifiedPolicy:
-    return UnifiedPolicy(_prefill_first, hybrid=False, chunked=False)
+    return UnifiedPolicy(PREFILL_FIRST, hybrid=False, chunked=False, full_prefill=True)
+
+
+@register(
+    "vllm_hy",
+    summary="vllm, but decodes join a batch of prefills",
+    source="InferMax Table 1",
+)
+def vllm_hy() -> UnifiedPolicy:
+    return UnifiedPolicy(PREFILL_FIRST, hybrid=True, chunked=False, full_prefill=True)

@@ -1,13 +1,13 @@
-"""The maths of jaxserve/bench/metrics.py, against numbers worked out by hand."""
+"""The maths of sched/metrics.py, against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from jaxserve.bench.metrics import RequestTimes, load_metrics, summarise
 from jaxserve.bench.steps import step_metrics
 from jaxserve.engine.stats import StepStats
+from jaxserve.sched.metrics import RequestTimes, load_metrics, summarise
 from jaxserve.sched.request import SLO
 
 

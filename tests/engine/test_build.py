@@ -26,6 +26,12 @@ from jaxserve.engine.executor import JaxExecutor
         ({"model.path": "", "model.preset": "opt-999b"}, "opt-999b"),
         ({"model.dtype": "int8"}, "model.dtype must be auto or one of"),
         ({"scheduler.policy": "fcfs"}, "scheduler.policy: there is no policy 'fcfs'"),
+        (
+            {"scheduler.policy": "rank_o"},
+            "scheduler.policy: rank_o knows how long outputs will get",
+        ),
+        ({"scheduler.policy": "vllm+ef"}, r"scheduler.policy: vllm\+ef knows .* simulations only"),
+        ({"scheduler.policy": "no/such.py:mine"}, "there is no policy file no/such.py"),
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
         ({"scheduler.max_queue": -1}, "scheduler.max_queue"),

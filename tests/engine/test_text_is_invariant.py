@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.sched.policy import policies
 from tests.engine.harness import engine, generate
 
 FAMILIES = ("opt", "llama")
@@ -23,6 +24,7 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "blocks of 16": {"cache__block_size": 16},
 }
 PREEMPTING = ("preempted", "preempted in chunks")
+DEPLOYABLE = [entry.name for entry in policies().values() if entry.deployable]
 
 
 def prompts(count: int = 32) -> list[list[int]]:
@@ -63,6 +65,16 @@ def test_treatment(
     assert texts == alone[family]
     assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
     assert (evictions > 0) == (treatment in PREEMPTING)
+
+
+@pytest.mark.parametrize("policy", DEPLOYABLE)
+def test_policy(shapes: dict[str, Path], alone: dict[str, list[list[int]]], policy: str) -> None:
+    """Little memory, so that all of those that evict do."""
+    with engine(
+        shapes["opt"], scheduler__policy=policy, cache__num_blocks=36, scheduler__max_rows=16
+    ) as running:
+        assert running.info().policy == policy
+        assert generate(running, prompts(), **SAMPLING) == alone["opt"]
 
 
 @pytest.mark.parametrize("treatment", PREEMPTING)

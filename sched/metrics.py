@@ -1,4 +1,4 @@
-"""What a load test reports, computed from the times at which tokens arrived. NumPy only.
+"""What a load test or a simulation reports, computed from the times at which tokens arrived.
 
 TTFT: due time to first token. TBT: between two tokens of one request. Normalised latency: due
 time to last token, over the number of tokens. A request attains its SLO if its TTFT is within the
@@ -117,3 +117,26 @@ def _slo_metrics(
 
 def _rate(count: int, duration: float) -> float | None:
     return count / duration if duration > 0 else None
+
+
+def attained(ttft: np.ndarray, tbt: np.ndarray, shares: np.ndarray, slo: SLO) -> np.ndarray:
+    """Which requests attain the SLO, bool [n]; the same as `meets_ttft` and `meets_tbt`, for many.
+
+    ttft: float64 [n]. tbt: the requests' times between tokens, one request after the other; shares:
+    int64 [n], how many each has.
+    """
+    met = np.ones(len(ttft), bool) if slo.ttft is None else ttft <= slo.ttft
+    if slo.tbt is None or not len(tbt):
+        return met
+    slow = np.zeros(len(shares), np.int64)
+    some = shares > 0
+    ends = np.cumsum(shares)
+    np.add.at(slow, np.repeat(np.arange(len(shares)), shares)[tbt > slo.tbt], 1)
+    # The percentile lies between the sorted values of ranks floor(h) and floor(h) + 1.
+    low = np.floor(0.99 * (shares - 1)).astype(np.int64)
+    within = shares - slow  # values within the target
+    met = met & (~some | (within > low))
+    for i in np.flatnonzero(met & some & (within == low + 1) & (slow > 0)).tolist():
+        mine = tbt[ends[i] - shares[i] : ends[i]]
+        met[i] = np.percentile(mine, 99) <= slo.tbt
+    return met

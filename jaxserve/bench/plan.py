@@ -1,0 +1,140 @@
+"""How long policies take to plan one step. The device waits for a plan that takes longer than the
+step before it.
+
+    python -m jaxserve.bench plan
+    python -m jaxserve.bench plan --policies=sarathi,edf --candidates=1600 --json
+
+Two situations for each number of candidates: all of them decode, or half of them decode while the
+other half waits and memory lasts for some. Times are of this thread's CPU, so a busy machine
+disturbs them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.sched.policy import Limits, make_policy, policies
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.scheduler import Scheduler
+
+CANDIDATES = (50, 100, 200, 400, 800, 1600)
+REPEATS = 50
+BLOCK_SIZE, PROMPT, OUTPUT = 16, 24, 40
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked; argparse exits by itself where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.bench plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command="plan")
+    parser.add_argument("--policies", help="names, separated by commas (all of them)")
+    parser.add_argument(
+        "--candidates",
+        default=",".join(map(str, CANDIDATES)),
+        help="numbers of requests, each at least 4 (%(default)s)",
+    )
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="plans a median (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    try:
+        args.candidates = [int(number) for number in args.candidates.split(",")]
+        args.policies = args.policies.split(",") if args.policies else list(policies())
+        for name in args.policies:
+            make_policy(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(args.candidates) < 4:
+        parser.error(f"--candidates must be at least 4, got {min(args.candidates)}")
+    if args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Measures and prints; the exit code."""
+    result = {name: measure(name, args.candidates, args.repeats) for name in args.policies}
+    print(text(result, args.candidates), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps({"command": "plan", "plan_ms": result}), flush=True)
+    return 0
+
+
+def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a plan by situation and number of candidates."""
+    times: dict[str, dict[str, float]] = {"decode": {}, "mixed": {}}
+    for count in counts:
+        times["decode"][str(count)] = _median(name, situation(count, waiting=0), repeats)
+        times["mixed"][str(count)] = _median(name, situation(count, waiting=count // 2), repeats)
+    return times
+
+
+def situation(count: int, waiting: int) -> Scheduler:
+    """A scheduler in mid-flight with `count` requests; `waiting` of them have not started, and the
+    pool has room for an eighth of those."""
+    running = count - waiting
+    blocks = 2 * -(-(PROMPT + OUTPUT) // BLOCK_SIZE) * running
+    scheduler = Scheduler(
+        make_policy("sarathi_pc", watermark=0.0),
+        Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
+        num_blocks=blocks + waiting // 8 * 2 * -(-PROMPT // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_model_len=PROMPT + OUTPUT,
+        capacity=count,
+    )
+    for number in range(count):
+        if number == running:  # those before start, and write between 1 and a few tokens
+            for _ in range(4):
+                plan, emits = scheduler.schedule(0.0)
+                scheduler.settle(plan)
+                scheduler.receive(plan.rows[emits], 0.0)
+        scheduler.add(_request(number))
+    if not waiting:
+        for _ in range(4):
+            plan, emits = scheduler.schedule(0.0)
+            scheduler.receive(plan.rows[emits], 0.0)
+    for _ in range(64):  # for policies that learn lengths
+        scheduler.table.output_lengths.add(OUTPUT)
+    return scheduler
+
+
+def _request(number: int) -> Request:
+    return Request(
+        str(number),
+        (1,) * (PROMPT - number % 16),
+        SamplingParams(max_tokens=OUTPUT - number % 8),
+        SLO(ttft=0.5 + number % 3, tbt=0.1),
+        Tier(number % 2),
+        arrival=0.001 * number,
+    )
+
+
+def _median(name: str, scheduler: Scheduler, repeats: int) -> float:
+    policy, view = make_policy(name), scheduler.view
+    times = []
+    for _ in range(repeats):
+        begin = time.thread_time()
+        policy.plan(view, 1.0)
+        times.append(time.thread_time() - begin)
+    return round(statistics.median(times) * 1e3, 4)
+
+
+def text(result: dict[str, dict[str, dict[str, float]]], counts: Sequence[int]) -> str:
+    """A table of milliseconds."""
+    width = max(map(len, result)) + 8
+    lines = [f"{'ms a plan, candidates':<{width}}" + "".join(f"{n:>8}" for n in counts)]
+    for name, situations in result.items():
+        for which, times in situations.items():
+            row: list[Any] = [f"{times[str(n)]:>8.3f}" for n in counts]
+            lines.append(f"{name + ' ' + which:<{width}}" + "".join(row))
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Experiments whose results are pages in docs/, each made by one command."""

@@ -1,0 +1,101 @@
+"""Line charts of the experiments, all in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "vllm": "#1f77b4",
+    "sarathi": "#ff7f0e",
+    "sarathi_pc": "#2ca02c",
+    "sarathi_nohy": "#9467bd",
+    "rank_org": "#7f7f7f",
+    "rank_i": "#d62728",
+    "rank_o": "#17becf",
+}
+DASHED = "+ef"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: lines of (x, y) by policy; a missing y is left out. A title, and what y is."""
+
+    title: str
+    y_label: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    log_y: bool = True
+
+
+def chart(path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str) -> None:
+    """A grid of charts with one legend; None leaves a place empty. Eviction-free variants are
+    dashed. Lines that coincide stay visible: the later, the thinner."""
+    from matplotlib.figure import Figure
+
+    rows, columns = len(panels), max(map(len, panels))
+    figure = Figure(figsize=(max(3.0 * columns, 5.0), 2.2 * rows + 0.6), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    known: dict[str, Any] = {}
+    for i, line in enumerate(panels):
+        for place, panel in zip(grid[i], line, strict=True):
+            if panel is None:
+                place.set_axis_off()
+                continue
+            known |= _draw(place, panel)
+            if i == rows - 1:
+                place.set_xlabel(x_label, fontsize=8)
+    figure.legend(known.values(), known.keys(), ncols=6, loc="outside lower center", fontsize=8)
+    save(figure, path)
+
+
+def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
+    """The lines by name."""
+    from matplotlib.ticker import ScalarFormatter
+
+    drawn = {}
+    for number, (name, (x, y)) in enumerate(panel.lines.items()):
+        drawn[name] = axes.plot(
+            x,
+            y,
+            color=COLOURS[name.removesuffix(DASHED)],
+            marker=".",
+            markersize=max(3.0, 8.0 - 1.2 * number),
+            linewidth=max(0.9, 2.4 - 0.35 * number),
+            linestyle="--" if name.endswith(DASHED) else "-",
+        )[0]
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    if panel.log_y:
+        axes.set_yscale("log")
+    axes.set_title(panel.title, fontsize=9, loc="left")
+    axes.set_ylabel(panel.y_label, fontsize=8)
+    axes.tick_params(which="both", labelsize=7)
+    axes.grid(alpha=0.25)
+    return drawn
+
+
+def bars(path: Path, names: Sequence[str], values: Sequence[float], y_label: str) -> None:
+    """One bar a name, labelled with its value."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.0 + 0.95 * len(names), 3.0), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.bar(range(len(names)), values, color="#4c72b0")
+    axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_ylabel(y_label, fontsize=8)
+    axes.set_ylim(0, 1.1 * max(values))
+    axes.tick_params(axis="y", labelsize=7)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the library's version in it, the same numbers give the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -1,0 +1,220 @@
+"""The best schedule of a small workload, or whether one better than x exists (InferMax section 5).
+
+    python -m jaxserve.optimal --workload=fixed:8x4x4 --kv_tokens=16 --picture=best.png
+    python -m jaxserve.optimal --workload=requests.csv --kv_tokens=40 --objective=mean_ttft --json
+    python -m jaxserve.optimal --workload=fixed:8x4x4 --kv_tokens=16 --better_than=0.045
+
+--workload: fixed:IxOxB, a file of prompt_tokens,output_tokens, or a trace with arrivals, of which
+--num_requests takes the first. Needs OR-Tools: pip install 'jaxserve[optimal]'. The search starts
+from a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound.
+
+Exit codes: 0 with an answer, 1 without one (unknown, or what cannot be posed), 2 for a wrong
+command line. `infeasible` is an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.sched.optimal import OBJECTIVES, OptimalError, Problem, Solution, solve
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.replay import ReplayError, Schedule
+from jaxserve.sched.simulator import RULES, policy_under
+from jaxserve.sched.specs import WorkloadSpec
+from jaxserve.sched.systems import UnknownSystem, system
+from jaxserve.sched.workload import WorkloadError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        if importlib.util.find_spec("ortools") is None:
+            raise OptimalError("this needs OR-Tools: pip install 'jaxserve[optimal]'")
+        if args.picture and importlib.util.find_spec("matplotlib") is None:
+            raise OptimalError("--picture needs matplotlib: pip install matplotlib")
+        problem = _problem(args)
+        start, left_out = _warm_start(args, problem)
+        found = solve(
+            problem,
+            better_than=args.better_than,
+            warm_start=start,
+            max_batches=args.max_batches,
+            time_limit=args.time_limit,
+            workers=args.workers,
+            seed=args.seed,
+            on_improved=_improved() if sys.stderr.isatty() else None,
+        )
+        found = dataclasses.replace(found, note="; ".join(filter(None, (left_out, found.note))))
+        if args.picture and found.replay is not None:
+            _picture(args, problem, found, start)
+    except (OptimalError, UnknownSystem, WorkloadError, ValueError, OSError) as error:
+        print(f"jaxserve.optimal: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(_text(problem, found), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(_json(problem, found), allow_nan=False), flush=True)
+    return 1 if found.status == "unknown" else 0
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    place = system(args.system)
+    workload = WorkloadSpec(args.workload, num_requests=args.num_requests).make(args.seed)
+    cost: Any = place.cost_under(args.rules)
+    return Problem(
+        workload,
+        cost,
+        args.kv_tokens,
+        args.max_batch_tokens or place.max_batch_tokens,
+        args.max_prefill_tokens or 0,
+        args.block_size,
+        not args.whole_prompts,
+        args.objective,
+    )
+
+
+def _warm_start(args: argparse.Namespace, problem: Problem) -> tuple[Schedule | None, str]:
+    if args.warm_start == "none":
+        return None, ""
+    policy = policy_under(args.warm_start, RULES[args.rules])
+    try:
+        return problem.record(policy), ""
+    except (InvalidPlan, ReplayError) as error:
+        return None, f"{args.warm_start} breaks a limit ({error}) and was left out"
+
+
+def _improved() -> Callable[[float, float], None]:
+    def show(objective: float, bound: float) -> None:
+        line = f"found {objective * 1e3:.3f} ms, none is below {bound * 1e3:.3f} ms"
+        print(f"\r{line:<70}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _picture(
+    args: argparse.Namespace, problem: Problem, found: Solution, start: Schedule | None
+) -> None:
+    from jaxserve import schedule_view
+
+    assert found.replay is not None and found.objective is not None
+    panels = [(f"{found.status}: {problem.objective} {found.objective * 1e3:.2f} ms", found.replay)]
+    if start is not None:
+        played = problem.play(start)
+        value = f"{args.warm_start}: {problem.objective} {problem.value(played) * 1e3:.2f} ms"
+        panels.append((value, played))
+    schedule_view.save(args.picture, panels, problem.kv_tokens)
+    print(f"wrote {args.picture}", file=sys.stderr)
+
+
+def _text(problem: Problem, found: Solution) -> str:
+    lines = [f"{found.status}"]
+    if found.objective is not None and found.replay is not None and found.schedule is not None:
+        lines[0] += f": {problem.objective} {found.objective * 1e3:.4f} ms"
+        lines += [
+            f"  {len(found.schedule)} batches, {found.schedule.evictions} evictions, latency "
+            f"{found.replay.latency * 1e3:.4f} ms, mean TTFT {found.replay.mean_ttft * 1e3:.4f} ms"
+        ]
+    if found.bound is not None:
+        lines += [f"  no schedule is below {found.bound * 1e3:.4f} ms (gap {found.gap:.2%})"]
+    lines += [
+        f"  {found.wall_s:.1f} s, {found.literals} variables, at most {found.max_batches} batches; "
+        f"time in units of {found.unit:g} s, relative error at most {found.rounding:.1e}"
+    ]
+    if found.note:
+        lines += [f"  note: {found.note}"]
+    return "\n".join(lines)
+
+
+def _json(problem: Problem, found: Solution) -> dict[str, Any]:
+    """batches: per batch its start and duration, the tokens that each request computes, by the
+    request's number, and who is evicted."""
+    batches = []
+    if found.replay is not None and found.schedule is not None:
+        for j, (tokens, evict) in enumerate(
+            zip(found.schedule.tokens, found.schedule.evict, strict=True)
+        ):
+            batches.append(
+                {
+                    "start_s": float(found.replay.start[j]),
+                    "duration_s": float(found.replay.duration[j]),
+                    "kv_used": int(found.replay.kv_used[j]),
+                    "tokens": {str(i): int(tokens[i]) for i in tokens.nonzero()[0].tolist()},
+                    "evicted": evict.nonzero()[0].tolist(),
+                }
+            )
+    played = found.replay
+    return {
+        "status": found.status,
+        "objective": problem.objective,
+        "objective_s": found.objective,
+        "bound_s": found.bound,
+        "gap": found.gap,
+        "latency_s": None if played is None else played.latency,
+        "makespan_s": None if played is None else played.makespan,
+        "mean_ttft_s": None if played is None else played.mean_ttft,
+        "num_batches": len(batches),
+        "num_evictions": None if found.schedule is None else found.schedule.evictions,
+        "max_batches": found.max_batches,
+        "all_batches": found.all_batches,
+        "unit_s": found.unit,
+        "rounding": found.rounding,
+        "wall_s": found.wall_s,
+        "note": found.note,
+        "batches": batches,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.optimal",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workload", required=True, help="see above")
+    add("--num_requests", type=_positive, help="the first so many of a file")
+    add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
+    add("--rules", choices=tuple(RULES), default="infermax_paper", help="whose batch times")
+    add("--kv_tokens", type=_positive, required=True, help="M, tokens of KV cache")
+    add("--max_batch_tokens", type=_positive, help="C (the system's)")
+    add("--max_prefill_tokens", type=_positive, help="P (C)")
+    add("--block_size", type=_positive, default=1, help="tokens of a block (1)")
+    add("--whole_prompts", action="store_true", help="prompts are not cut; much faster to solve")
+    add("--objective", choices=OBJECTIVES, default="latency", help="what to make small (latency)")
+    add("--better_than", type=_seconds, help="only ask whether a schedule below so many s exists")
+    add("--warm_start", default="vllm", help="a policy to start from, or none (vllm)")
+    add("--max_batches", type=_positive, default=0, help="of a schedule (all that can be needed)")
+    add("--time_limit", type=_seconds, default=60.0, help="seconds (60)")
+    add("--workers", type=_positive, default=2, help="of the solver (2)")
+    add("--seed", type=int, default=0, help="of the solver (0)")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    add("--picture", metavar="PATH", help="requests by batches, as in the paper's Figure 15")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

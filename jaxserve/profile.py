@@ -1,0 +1,328 @@
+"""Measures the engine's steps on the device there is, and fits a cost model to them.
+
+    python -m jaxserve.profile --config=configs/tiny_cpu.py --out=tiny.json
+    python -m jaxserve.simulate --system=tiny.json --workload=sharegpt --rate=2
+
+The engine and its flags are those of serve.py. What is written is a system for the simulator, with
+device and versions. Under two minutes for the model in the box on CPU, compilation included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from jaxserve.bench.machine import machine, versions
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.output import Output
+from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.fit import Fit, FitError, Sample, fit
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.request import Request, SamplingParams, Tier
+from jaxserve.sched.systems import System
+from jaxserve.server import launch
+
+DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
+CHAIN = 4  # steps launched one after the other before anything waits
+ROUNDS = 7
+TIME_LIMIT = 60.0  # seconds after which no further round begins
+GAP_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
+    counted; chunks: (tokens, cached tokens before) of each prefill."""
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(count for count, _ in self.chunks)
+
+    def features(self, padding: Padding) -> BatchFeatures:
+        counts = [1] * len(self.decodes) + [count for count, _ in self.chunks]
+        contexts = [*self.decodes, *(before for _, before in self.chunks)]
+        decoding = np.arange(len(counts)) < len(self.decodes)
+        return BatchFeatures.of(np.array(counts), np.array(contexts), decoding, padding=padding)
+
+
+def shapes(padding: Padding, max_rows: int, max_prefill: int, max_len: int) -> list[Shape]:
+    """What to measure: every row bucket at four context lengths, every token bucket as one chunk
+    and as several after different contexts, and chunks beside decodes. None is longer than
+    max_len tokens in a row or max_prefill in a batch."""
+    found = []
+    most = max(1, int(0.9 * max_len))
+    lengths = sorted({max(1, int(max_len * share)) for share in (0.02, 0.25, 0.5)} | {most})
+    quarter, half = max(1, max_len // 4), max(1, max_len // 2)
+    for rows in (r for r in padding.rows if r <= max_rows):
+        found += [Shape(decodes=(length,) * rows) for length in lengths]
+        mixed = np.linspace(1, most, rows).astype(int)
+        found.append(Shape(decodes=tuple(mixed.tolist())))
+    sizes = [t for t in padding.tokens if t <= max_prefill] or [max_prefill]
+    for size in sizes:
+        for before in (0, quarter, half):
+            count = min(size, max_len - before)
+            if count > 0:
+                found.append(Shape(chunks=((count, before),)))
+        for parts in (2, 4):
+            count = min(size // parts, max_len)
+            if parts <= max_rows and count > 1:
+                found.append(Shape(chunks=((count, 0),) * parts))
+        for rows in (max_rows // 4, max_rows // 2, max_rows - 1):
+            count = min(size - rows, half)
+            if rows > 0 and count > 1:
+                found.append(Shape((quarter,) * rows, ((count, 0),)))
+                found.append(Shape((half,) * rows, ((count, min(quarter, max_len - count)),)))
+    return list(dict.fromkeys(found))
+
+
+class StepTimer:
+    """Runs steps of given shapes on an engine that has not been started."""
+
+    def __init__(self, engine: Any) -> None:
+        self._executor = engine._executor
+        self._pool = engine._scheduler.pool
+        buckets = self._executor.buckets
+        self.padding = Padding(buckets.rows, buckets.tokens)
+
+    def seconds(self, shape: Shape) -> float:
+        """Time of one step among several in a row, so that the host's part is hidden as far as the
+        device hides it. What is in the cache meanwhile is noise."""
+        layout, packed = self._pack(shape)
+        submit = self._executor.submit
+        begin = time.perf_counter()
+        for _ in range(CHAIN):
+            last = submit(layout, packed, full=False)
+        last.result()
+        return (time.perf_counter() - begin) / CHAIN
+
+    def _pack(self, shape: Shape) -> tuple[Any, np.ndarray]:
+        buckets, pool = self._executor.buckets, self._pool
+        counts = np.array([1] * len(shape.decodes) + [c for c, _ in shape.chunks])
+        before = np.array([*shape.decodes, *(m for _, m in shape.chunks)])
+        n, total = len(counts), int(counts.sum())
+        layout = buckets.mixed(total) if shape.chunks else buckets.decode(n)
+        packed = layout.empty()
+        fields = layout.views(packed)
+        first = np.cumsum(counts) - counts
+        fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
+        blocks = np.arange(n * 2 * buckets.width, dtype=np.int32) % pool.num_blocks
+        fields["tables"][:n] = blocks.reshape(n, 2, buckets.width)
+        fields["context_lens"][:n] = before + counts
+        fields["query_start"][:n] = first
+        fields["query_lens"][:n] = counts
+        fields["last"][:n] = first + counts - 1
+        fields["slots"][:n] = np.arange(n)
+        fields["emit"][:n] = 1
+        fields["num_decodes"][...] = len(shape.decodes)
+        fields["num_rows"][...] = n
+        return layout, packed
+
+
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
+
+def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
+    """Measures an engine that has been built but not started; the gap between steps is not part of
+    it (`measure_gap`)."""
+    timer = StepTimer(engine)
+    info, limits = engine.info(), engine._scheduler.view.limits
+    wanted = shapes(
+        timer.padding,
+        limits.max_rows,
+        limits.max_prefill_tokens,
+        min(info.max_model_len, info.pool_tokens),
+    )
+    taken: list[list[float]] = [[] for _ in wanted]
+    begin = time.perf_counter()
+    # Round by round, so that a disturbance falls on one sample of many shapes, not all of one.
+    for number in progress(range(1 + ROUNDS)):
+        for times, shape in zip(taken, wanted, strict=True):
+            times.append(timer.seconds(shape))
+        if number > 1 and time.perf_counter() - begin > TIME_LIMIT:
+            break
+    samples = [
+        Sample(shape.features(timer.padding), statistics.median(times[1:]))  # the first warms up
+        for times, shape in zip(taken, wanted, strict=True)
+    ]
+    layers = engine._executor.pool.shape[0]
+    found = fit(samples, layers)
+    return _system(info, limits, timer.padding, found), found, samples
+
+
+def measure_gap(engine: Any, system: System) -> float:
+    """Seconds that a running engine's decode steps take beyond what the fit says: the host's work
+    that the overlap does not hide. Mean over few, some and all rows of the median of each. Starts
+    the engine if it was not."""
+    if engine._thread is None:
+        engine.start()
+    max_rows = system.max_rows or 1
+    length = max(1, min(engine.info().max_model_len - GAP_STEPS - 1, 32))
+    steps = min(GAP_STEPS, engine.info().max_model_len - length - 1)
+    found = []
+    for rows in sorted({1, max(1, max_rows // 2), max_rows}):
+        if rows * (length + steps) > engine.info().pool_tokens:
+            continue
+        ends = _decode_ends(engine, rows, length, steps)
+        over = []
+        for i, period in enumerate(np.diff(ends).tolist()):
+            # The first of these steps fed the first generated token.
+            features = Shape(decodes=(length + 1 + i,) * rows).features(_padding(system))
+            over.append(period - float(system.cost_model.batch_time(features)))
+        if over:
+            found.append(statistics.median(over))
+    return max(0.0, statistics.mean(found)) if found else 0.0
+
+
+class _Ends:
+    """An observer: when each step that only decodes ended."""
+
+    def __init__(self, rows: int) -> None:
+        self.ends: list[float] = []
+        self._rows = rows
+
+    def on_step(self, stats: StepStats) -> None:
+        if stats.num_decodes == stats.num_rows == self._rows:
+            self.ends.append(time.perf_counter())
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        pass
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        pass
+
+    def on_finish(self, stats: RequestStats) -> None:
+        pass
+
+
+def _decode_ends(engine: Any, rows: int, length: int, steps: int) -> list[float]:
+    """Serves `rows` requests at once; the ends of the steps in which all of them decode."""
+    recorder, done = _Ends(rows), threading.Semaphore(0)
+    engine.add_observer(recorder)
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason is not None:
+            done.release()
+
+    sampling = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
+    for i in range(rows):
+        engine.submit(Request(f"gap-{rows}-{i}", (1,) * length, sampling), on_output)
+    for _ in range(rows):
+        done.acquire()
+    return recorder.ends
+
+
+def with_gap(system: System, gap: float) -> System:
+    """The system with that gap between steps."""
+    model = dataclasses.replace(system.cost_model, gap=gap)
+    return dataclasses.replace(system, cost_model=model, about={**system.about, "gap_s": gap})
+
+
+def _padding(system: System) -> Padding:
+    assert system.padding is not None
+    return system.padding
+
+
+def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
+    return System(
+        f"{info.model}@{info.device}",
+        found.model,
+        kv_tokens=info.pool_tokens,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_prefill_tokens=limits.max_prefill_tokens,
+        max_rows=limits.max_rows,
+        block_size=info.block_size,
+        padding=padding,
+        about={
+            "source": "measured by jaxserve.profile",
+            "model": info.model,
+            "dtype": info.dtype,
+            "device": info.device,
+            "machine": machine(),
+            "versions": versions(),
+            "r2": found.r2,
+            "mean_error": found.mean_error,
+            "worst_error": found.worst_error,
+            "leave_out_error": found.leave_out_error,
+        },
+    )
+
+
+def report(system: System, samples: int) -> str:
+    """What was found, for people."""
+    about, model = system.about, system.cost_model
+    r2 = ", ".join(f"{name} {value:.3f}" for name, value in about["r2"].items())
+    lines = [
+        f"{system.name} ({about['dtype']}): {samples} shapes, {model.num_layers} layers",
+        f"  R^2               {r2}",
+        f"  relative error    mean {about['mean_error']:.1%}, worst {about['worst_error']:.1%}, "
+        f"left out {about['leave_out_error']:.1%}",
+        f"  gap between steps {1e3 * model.gap:.3f} ms",
+        "  seconds a layer",
+    ]
+    lines += [
+        f"    {name:<14} {value:.3e}"
+        for name, value in model.coefficients.as_dict().items()
+        if value
+    ]
+    return "\n".join(lines)
+
+
+def build(config: ConfigDict, *, progress: bool) -> Any:
+    """An engine that is not started."""
+    # Imported late: jax takes seconds, and a wrong command line should answer at once.
+    from jaxserve.engine.build import build_engine
+
+    return build_engine(config, progress=progress)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
+    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    values = flags.FlagValues()
+    show = sys.stderr.isatty()
+    try:
+        launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values)
+        engine = build(launch.read_config(values), progress=show)
+        try:
+            system, _, samples = profile_engine(
+                engine, lambda work: tqdm(work, desc="measuring", unit="round", disable=not show)
+            )
+            system = with_gap(system, measure_gap(engine, system))
+        finally:
+            engine.stop()
+        system.save(args.out)
+    except (launch.UsageError, ConfigError, FitError, OSError) as error:
+        print(f"jaxserve.profile: {error}", file=sys.stderr)
+        return 2 if isinstance(error, launch.UsageError) else 1
+    print(report(system, len(samples)))
+    print(f"wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""How long a batch takes, from its shape alone: linear cost models with non-negative coefficients.
+
+The features are those of InferMax section 3.2 (tokens, KV read by decodes, c^2 + 2cm of prefill
+chunks, biases, and the terms that grow with the number of requests), with the hidden cache's and
+the swapped blocks' beside them. Times are in seconds, lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The static shapes that an engine rounds its batches up to: a batch of single tokens to the
+    next of `rows`, any other to the next of `tokens`, both ascending."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def of(self, num_tokens: Any, singles: Any) -> Any:
+        """Padded size of batches with `num_tokens` tokens; singles: whether each row has one.
+        Numbers or arrays. What is over the last bucket counts as the last."""
+        rows, tokens = np.asarray(self.rows), np.asarray(self.tokens)
+        as_rows = rows[np.minimum(np.searchsorted(rows, num_tokens), len(rows) - 1)]
+        as_tokens = tokens[np.minimum(np.searchsorted(tokens, num_tokens), len(tokens) - 1)]
+        return np.where(singles, as_rows, as_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFeatures:
+    """What a batch costs depends on these. Each is a number, or an array over several batches.
+
+    padded_tokens: what runs, num_tokens rounded up. decode_kv: cached tokens that the decodes read,
+    the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
+    cached ones; prefill_m: sum of m. hidden_tokens: tokens read from hidden caches.
+    """
+
+    num_tokens: Any
+    padded_tokens: Any
+    decode_kv: Any
+    num_decodes: Any
+    prefill_quad: Any
+    num_prefills: Any
+    prefill_m: Any
+    hidden_tokens: Any = 0
+    swapped_blocks: Any = 0
+
+    @classmethod
+    def of(
+        cls,
+        counts: np.ndarray,
+        contexts: np.ndarray,
+        decoding: np.ndarray,
+        *,
+        padding: Padding | None = None,
+        hidden_tokens: int = 0,
+        swapped_blocks: int = 0,
+    ) -> BatchFeatures:
+        """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
+        [n]: which rows are decodes, the others are prefill chunks."""
+        rows = len(counts)
+        decodes = int(np.count_nonzero(decoding))
+        cached = int(np.add.reduce(contexts))
+        if decodes == rows:
+            tokens, kv, quad, before = rows, cached + rows, 0, 0
+        else:
+            tokens = int(np.add.reduce(counts))
+            read = int(contexts @ decoding)
+            kv, before = read + decodes, cached - read
+            # Over all rows, less the decodes, whose c is 1.
+            quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
+        padded = tokens if padding is None else int(padding.of(tokens, tokens == rows))
+        return cls(
+            tokens, padded, kv, decodes, quad, rows - decodes, before, hidden_tokens, swapped_blocks
+        )
+
+    @classmethod
+    def of_decodes(
+        cls, num_decodes: np.ndarray, decode_kv: np.ndarray, padding: Padding | None = None
+    ) -> BatchFeatures:
+        """Several batches of nothing but decodes; arrays over the batches."""
+        padded = num_decodes if padding is None else padding.of(num_decodes, True)
+        return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
+
+
+class CostModel(Protocol):
+    """Predicts the time of a step."""
+
+    def batch_time(self, features: BatchFeatures) -> Any:
+        """Seconds by which the batch delays what runs after it, the gap between steps included.
+        Arrays in the features give an array."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Seconds a layer, none negative. The biases and the terms beside them count only where the
+    batch has decodes, or prefills (InferMax section 3.2)."""
+
+    per_token: float
+    token_bias: float
+    decode_kv: float
+    decode_bias: float
+    per_decode: float
+    prefill_quad: float
+    prefill_bias: float
+    per_prefill: float
+    prefill_m: float
+    hidden_token: float = 0.0
+    swapped_block: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"coefficient {field.name} must be 0 or more, got {value}")
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCostModel:
+    """batch time = num_layers x (token part + decode part + prefill part) + gap.
+
+    gap: seconds between two steps in which the device waits for the host; the part of the host's
+    work that the overlap does not hide.
+    """
+
+    coefficients: Coefficients
+    num_layers: int
+    gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
+        if not (np.isfinite(self.gap) and self.gap >= 0):
+            raise ValueError(f"gap must be 0 or more seconds, got {self.gap}")
+
+    def batch_time(self, features: BatchFeatures) -> Any:
+        k, f = self.coefficients, features
+        layer = k.token_bias + k.per_token * f.padded_tokens
+        layer = layer + (
+            (f.num_decodes > 0) * k.decode_bias
+            + k.decode_kv * f.decode_kv
+            + k.per_decode * f.num_decodes
+        )
+        layer = layer + (
+            (f.num_prefills > 0) * k.prefill_bias
+            + k.prefill_quad * f.prefill_quad
+            + k.per_prefill * f.num_prefills
+            + k.prefill_m * f.prefill_m
+        )
+        layer = layer + k.hidden_token * f.hidden_tokens + k.swapped_block * f.swapped_blocks
+        return self.num_layers * layer + self.gap
+
+
+@dataclass(frozen=True, slots=True)
+class InferMaxCostModel:
+    """The batch time as InferMax's published simulator computes it from the same constants.
+
+    It adds the residual connection, `residual = (a, b, c)`: a + b n + c n^2 seconds a layer for n
+    tokens rounded up to a multiple of 8; takes the mean KV of a batch's decodes rounded down; and
+    multiplies the attention terms, but not those per request, by `attention_factor` when the batch
+    has more than one request of the kind.
+    """
+
+    linear: LinearCostModel
+    residual: tuple[float, float, float]
+    attention_factor: float = 1.0
+
+    def batch_time(self, features: BatchFeatures) -> Any:
+        k, f = self.linear.coefficients, features
+        decodes, prefills = f.num_decodes, f.num_prefills
+        kv = f.decode_kv // (decodes + (decodes == 0)) * decodes
+        extra = self.attention_factor - 1.0
+        decode = (1.0 + extra * (decodes > 1)) * (
+            (decodes > 0) * k.decode_bias + k.decode_kv * kv
+        ) + k.per_decode * decodes
+        prefill = (1.0 + extra * (prefills > 1)) * (
+            (prefills > 0) * k.prefill_bias
+            + k.prefill_quad * f.prefill_quad
+            + k.prefill_m * f.prefill_m
+        ) + k.per_prefill * prefills
+        a, b, c = self.residual
+        eights = (f.num_tokens + 7) // 8 * 8
+        tokens = k.token_bias + k.per_token * f.num_tokens + (a + b * eights + c * eights**2)
+        return self.linear.num_layers * (tokens + decode + prefill) + self.linear.gap

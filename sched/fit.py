@@ -1,0 +1,115 @@
+"""Fits a linear cost model to measured steps: non-negative least squares, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+
+FOLDS = 5
+
+
+class FitError(ValueError):
+    """The samples do not determine a model; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step: its features and its seconds, the gap between steps not included."""
+
+    features: BatchFeatures
+    seconds: float
+
+    @property
+    def part(self) -> str:
+        """decode, prefill or mixed: what the batch is made of."""
+        if not self.features.num_prefills:
+            return "decode"
+        return "mixed" if self.features.num_decodes else "prefill"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted model and what is known of its errors.
+
+    r2: coefficient of determination per part (`decode`, `prefill`, `mixed`, `all`) of those the
+    samples have at least three of. mean_error, worst_error: relative, on the samples themselves.
+    leave_out_error: mean relative error on samples that the model was not fitted to, five folds.
+    """
+
+    model: LinearCostModel
+    r2: dict[str, float]
+    mean_error: float
+    worst_error: float
+    leave_out_error: float
+
+
+def fit(samples: Sequence[Sample], num_layers: int, gap: float = 0.0) -> Fit:
+    """The model that minimises the squared relative errors, so that short steps, which are the
+    most frequent, count as much as long ones. FitError if there are fewer than ten samples."""
+    if len(samples) < 10:
+        raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
+    seconds = np.array([s.seconds for s in samples])
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise FitError("every measured step must have taken a positive time")
+    design = np.array([_columns(s.features) for s in samples]) * num_layers
+    weights = _solve(design, seconds)
+    predicted = design @ weights
+    relative = np.abs(predicted - seconds) / seconds
+    parts = np.array([s.part for s in samples])
+    r2 = {
+        name: _r2(seconds[parts == name], predicted[parts == name])
+        for name in ("decode", "prefill", "mixed")
+        if np.count_nonzero(parts == name) >= 3
+    }
+    r2["all"] = _r2(seconds, predicted)
+    model = LinearCostModel(Coefficients(*weights.tolist()), num_layers, gap)
+    return Fit(
+        model, r2, float(relative.mean()), float(relative.max()), _leave_out(design, seconds)
+    )
+
+
+def _columns(f: BatchFeatures) -> list[float]:
+    """In the order of `Coefficients`."""
+    return [
+        f.padded_tokens,
+        1.0,
+        f.decode_kv,
+        float(f.num_decodes > 0),
+        f.num_decodes,
+        f.prefill_quad,
+        float(f.num_prefills > 0),
+        f.num_prefills,
+        f.prefill_m,
+        f.hidden_tokens,
+        f.swapped_blocks,
+    ]
+
+
+def _solve(design: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    rows = design / seconds[:, None]
+    # Columns range over nine orders of magnitude; unit maxima keep the solver's tolerance sound.
+    size = np.abs(rows).max(axis=0)
+    size[size == 0] = 1.0
+    found, _ = nnls(rows / size, np.ones(len(seconds)))
+    return np.asarray(found / size)
+
+
+def _leave_out(design: np.ndarray, seconds: np.ndarray) -> float:
+    """Every FOLDS-th sample is left out in turn."""
+    errors = np.empty(len(seconds))
+    fold = np.arange(len(seconds)) % FOLDS
+    for i in range(FOLDS):
+        out = fold == i
+        weights = _solve(design[~out], seconds[~out])
+        errors[out] = np.abs(design[out] @ weights - seconds[out]) / seconds[out]
+    return float(errors.mean())
+
+
+def _r2(seconds: np.ndarray, predicted: np.ndarray) -> float:
+    spread = ((seconds - seconds.mean()) ** 2).sum()
+    return float(1.0 - ((seconds - predicted) ** 2).sum() / spread) if spread > 0 else 1.0

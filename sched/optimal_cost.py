@@ -1,0 +1,83 @@
+"""Cost models in whole numbers, for the constraint program of `optimal_program.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+
+DIGITS = 1e4  # the smallest coefficient in units of time; what its rounding loses
+COARSEST, FINEST = 1e-9, 1e-14  # seconds
+LINEAR = (
+    "per_token",
+    "token_bias",
+    "decode_kv",
+    "decode_bias",
+    "per_decode",
+    "prefill_quad",
+    "prefill_bias",
+    "per_prefill",
+    "prefill_m",
+)
+
+
+@dataclass(frozen=True)
+class ScaledCost:
+    """Times of a batch as whole numbers of `unit` seconds.
+
+    coefficients: by the names of `cost_model.Coefficients`, times the layers; `token_bias` has the
+    gap between steps in it. residual, rounds_kv, extra: what `InferMaxCostModel` adds. error: the
+    largest relative error of a coefficient, hence of any total, since none is negative.
+    """
+
+    unit: float
+    coefficients: dict[str, int]
+    residual: tuple[float, float, float] | None
+    rounds_kv: bool
+    extra: dict[str, int]
+    error: float
+
+    @classmethod
+    def of(cls, cost_model: LinearCostModel | InferMaxCostModel) -> ScaledCost:
+        """The unit is the power of ten that leaves the smallest coefficient four digits, from
+        1e-9 to 1e-14 s."""
+        paper = cost_model if isinstance(cost_model, InferMaxCostModel) else None
+        linear = cost_model.linear if isinstance(cost_model, InferMaxCostModel) else cost_model
+        layers = linear.num_layers
+        exact = {name: layers * getattr(linear.coefficients, name) for name in LINEAR}
+        exact["token_bias"] += linear.gap
+        smallest = min((value for value in exact.values() if value > 0), default=1.0)
+        unit = 10.0 ** math.floor(math.log10(smallest / DIGITS) + 1e-9)
+        unit = min(max(unit, FINEST), COARSEST)
+        scaled = {name: round(value / unit) for name, value in exact.items()}
+        extra = {}
+        if paper is not None and paper.attention_factor > 1:
+            names = ("decode_kv", "decode_bias", "prefill_quad", "prefill_bias", "prefill_m")
+            extra = {
+                name: round(exact[name] * (paper.attention_factor - 1) / unit) for name in names
+            }
+        errors = [abs(scaled[name] * unit / value - 1) for name, value in exact.items() if value]
+        residual = None
+        if paper is not None:
+            a, b, c = paper.residual
+            residual = (layers * a / unit, layers * b / unit, layers * c / unit)
+            errors.append(0.5 / max(a + 8 * b + 64 * c, 1e-300) * unit / layers)
+        return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
+
+    def residual_of(self, eights: int) -> int:
+        """The residual connection over 8 x eights tokens; 0 without any."""
+        if self.residual is None or eights == 0:
+            return 0
+        a, b, c = self.residual
+        n = 8 * eights
+        return round(a + b * n + c * n * n)
+
+    def least(self, tokens: int = 1) -> int:
+        """No batch of so many tokens takes less."""
+        k = self.coefficients
+        bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
+        return k["token_bias"] + bias + k["per_token"] * tokens + self.residual_of(1)
+
+    def units(self, seconds: float) -> int:
+        return math.ceil(seconds / self.unit - 1e-6)

@@ -1,0 +1,27 @@
+"""DeepSpeed-FastGen's dynamic split-fuse: every batch has the same number of tokens.
+
+Decodes come first and prompts, cut where necessary, fill the batch up to C. Unlike Sarathi it takes
+memory chunk by chunk, so a prompt may start before there is room for all of it; if memory ends in
+the middle, the last to arrive is evicted.
+"""
+
+from __future__ import annotations
+
+from jaxserve.sched.policy import register
+from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
+
+
+@register(
+    "fastgen",
+    summary="dynamic split-fuse: prompt chunks fill each batch to C, memory chunk by chunk",
+    source="DeepSpeed-FastGen",
+)
+def fastgen() -> UnifiedPolicy:
+    groups = (
+        Group(Phase.DECODE, evicts=True),
+        Group(Phase.PREFILL, evicts=True),
+        Group(Phase.WAITING),
+    )
+    return UnifiedPolicy(
+        groups, hybrid=True, chunked=True, full_prefill=True, reserve=Reserve.CHUNK
+    )

@@ -1,0 +1,102 @@
+"""FastServe: a multi-level feedback queue that new requests join below the top.
+
+Five queues (as in AccelGen's comparison, section 5), each with a quantum of service twice that of
+the one above. A request joins the first queue whose quantum covers its prompt ("skip-join"), falls
+by one when it has used up a quantum, and returns to the top when it has had nothing for too long.
+Higher queues come first, each in order of arrival; whoever lacks memory takes it from the last.
+Here an evicted cache is recomputed; FastServe swaps it to the host.
+
+The unit of service is one decode. What a prompt costs in that unit comes from the cost model, or,
+where there is none, from `prompt_tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.unified import Group, Phase, Ranking, UnifiedPolicy, rank
+
+NOBODY = -1
+
+
+@dataclass
+class _Memory:
+    """By row: whose it is (order of arrival), the cost of its prompt, the queue where it last
+    joined, and the service it had had then."""
+
+    seq: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    joined: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    before: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def grow(self, rows: int) -> None:
+        more = rows - len(self.seq)
+        if more > 0:
+            self.seq = np.append(self.seq, np.full(more, NOBODY))
+            self.prompt = np.append(self.prompt, np.zeros(more))
+            self.joined = np.append(self.joined, np.zeros(more, np.int64))
+            self.before = np.append(self.before, np.zeros(more))
+
+
+@register(
+    "fastserve",
+    summary="skip-join multi-level feedback queue, preemptive, whole prompts",
+    source="FastServe; AccelGen section 5",
+)
+@dataclass(frozen=True)
+class FastServe(UnifiedPolicy):
+    """queues: how many. quantum: service in the top queue, in decodes. ratio: from one quantum to
+    the next. patience: seconds without a token after which a request returns to the top.
+    prompt_tokens: tokens of a prompt that cost as much as a decode, without a cost model."""
+
+    groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, evicts=True),))
+    hybrid: bool = True
+    chunked: bool = False
+    full_prefill: bool = True
+    queues: int = 5
+    quantum: float = 4.0
+    ratio: float = 2.0
+    patience: float = 10.0
+    prompt_tokens: int = 256
+    _memory: _Memory = field(default_factory=_Memory, init=False, repr=False, compare=False)
+
+    def ranking(self, view: View, now: float) -> Ranking:
+        return rank(view, lambda rows: (self.queue_of(view, rows, now),), self.requeue)
+
+    def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
+        """The queue that each request is in, 0 the top, int64 [n]."""
+        table, memory = view.table, self._memory
+        memory.grow(table.capacity)
+        new = rows[memory.seq[rows] != table.seq[rows]]
+        if len(new):
+            memory.seq[new] = table.seq[new]
+            memory.prompt[new] = self._prompt_cost(view, table.prompt_len[new])
+            memory.joined[new] = self._first_covering(memory.prompt[new])
+            memory.before[new] = 0.0
+        generated = table.generated[rows]
+        had = np.where(generated > 0, memory.prompt[rows] + generated - 1, 0.0)
+        starved = now - table.last_token[rows] > self.patience
+        memory.joined[rows[starved]] = 0
+        memory.before[rows[starved]] = had[starved]
+        # Quanta from the queue joined on add up to q (r^k - 1) / (r - 1) after k of them.
+        first = self.quantum * self.ratio ** memory.joined[rows]
+        used = (had - memory.before[rows]) * (self.ratio - 1) / first
+        fallen = np.floor(np.log1p(used) / np.log(self.ratio) + 1e-9).astype(np.int64)
+        return np.minimum(memory.joined[rows] + fallen, self.queues - 1)
+
+    def _prompt_cost(self, view: View, length: np.ndarray) -> np.ndarray:
+        if view.cost_model is None:
+            return np.maximum(length / self.prompt_tokens, 1.0)
+        prompt = BatchFeatures(length, length, 0, 0, length**2, 1, 0)
+        decode = BatchFeatures(1, 1, 1, 1, 0, 0, 0)
+        return np.asarray(
+            view.cost_model.batch_time(prompt) / view.cost_model.batch_time(decode), np.float64
+        )
+
+    def _first_covering(self, cost: np.ndarray) -> np.ndarray:
+        quanta = self.quantum * self.ratio ** np.arange(self.queues - 1)
+        return np.searchsorted(quanta, cost).astype(np.int64)

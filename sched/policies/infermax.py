@@ -1,0 +1,59 @@
+"""InferMax's own scheduler: Sarathi that evicts short requests (InferMax section 6).
+
+A long request costs most to refill, so of those that run the longest come first and the shortest is
+evicted. And a request starts only if the memory that it and those that run are expected to end with
+is there; how long outputs get is learned from those that have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.sched.policies.sarathi import DECODE_FIRST
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
+
+
+@register(
+    "infermax",
+    summary="sarathi that keeps long requests, evicts short ones and expects outputs' lengths",
+    source="InferMax 6",
+)
+@dataclass(frozen=True)
+class InferMax(UnifiedPolicy):
+    """longest_first: running requests in order of the tokens they have cached, most first.
+    expect_outputs: starts keep to the expected peak of memory. enough: outputs that must have
+    ended before their lengths say anything."""
+
+    groups: tuple[Group, ...] = field(default=DECODE_FIRST)
+    hybrid: bool = True
+    chunked: bool = True
+    longest_first: bool = True
+    expect_outputs: bool = True
+    enough: int = 32
+
+    def ranking(self, view: View, now: float) -> Ranking:
+        plain = rank(view, requeue=self.requeue)
+        if not self.longest_first:
+            return plain
+        # The waiting keep their order, and are many: only those that run are sorted.
+        running = plain.running[np.argsort(-view.table.computed[plain.running], kind="stable")]
+        place = np.empty(view.table.capacity, np.int64)
+        place[running] = np.arange(len(running))
+        place[plain.waiting] = np.arange(len(running), len(running) + len(plain.waiting))
+        return Ranking(plain.waiting, running, place)
+
+    def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
+        table, lengths = view.table, view.table.output_lengths
+        if not self.expect_outputs or lengths.count < self.enough:
+            return None
+
+        def peak(rows: np.ndarray) -> np.ndarray:
+            output = np.ceil(lengths.expected(table.generated[rows])).astype(np.int64)
+            output = np.minimum(output, table.max_tokens[rows])
+            return np.maximum(table.prompt_len[rows] + output - 1, table.computed[rows])
+
+        return peak

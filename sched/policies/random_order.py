@@ -1,0 +1,26 @@
+"""Lots instead of a queue: what any ordering has to beat."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+
+
+@register(
+    "random",
+    summary="one order for all phases: each request draws a lot when it comes",
+    source="baseline",
+)
+def random_order() -> UnifiedPolicy:
+    groups = (Group(Phase.ANY, evicts=True),)
+    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=_lot)
+
+
+def _lot(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
+    """A number that depends on the seed and on the request alone (the finaliser of SplitMix64)."""
+    x = view.table.seq[rows].astype(np.uint64) + np.uint64((view.seed + 1) << 32)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x ^ (x >> np.uint64(31)),)

@@ -1,0 +1,52 @@
+"""Requests ranked by their lengths, not by their phases (InferMax section 4.6).
+
+All requests, waiting or running, are in one order, and whoever lacks memory takes it from the last
+that runs. Batches are mixed and prompts chunked, as in Sarathi.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.unified import Group, Key, Phase, UnifiedPolicy
+
+
+def _ranked(key: Key | None, hypothetical: bool = False) -> UnifiedPolicy:
+    groups = (Group(Phase.ANY, evicts=True),)
+    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=key, hypothetical=hypothetical)
+
+
+@register(
+    "rank_org",
+    summary="one order for all phases: first come, first served",
+    source="InferMax 4.6",
+)
+def rank_org() -> UnifiedPolicy:
+    return _ranked(None)
+
+
+@register(
+    "rank_i",
+    summary="one order for all phases: short prompts first",
+    source="InferMax 4.6",
+)
+def rank_i() -> UnifiedPolicy:
+    return _ranked(_prompt_len)
+
+
+@register(
+    "rank_o",
+    summary="one order for all phases: short outputs first, knowing their lengths",
+    source="InferMax 4.6",
+)
+def rank_o() -> UnifiedPolicy:
+    return _ranked(_output_len, hypothetical=True)
+
+
+def _prompt_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
+    return (view.table.prompt_len[rows],)
+
+
+def _output_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
+    return (view.table.max_tokens[rows],)

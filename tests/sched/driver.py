@@ -1,0 +1,114 @@
+"""Drives a scheduler the way the engine does, one step at a time, with everything checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.kinds import PLANES
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, make_policy
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.table import State
+
+MAX_STEPS = 5000  # of one test: more means that it does not end
+
+
+class Drive:
+    """plans: row -> tokens, by step. evicted, ended: rows in that order."""
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        c: int = 64,
+        p: int = 64,
+        rows: int = 8,
+        blocks: int = 256,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        seed: int = 0,
+        **overrides: Any,
+    ) -> None:
+        self.policy = make_policy(policy, **overrides)
+        self.limits = Limits(c, p, rows)
+        self.scheduler = Scheduler(
+            self.policy,
+            self.limits,
+            num_blocks=blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            capacity=64,
+            seed=seed,
+        )
+        self.table, self.pool = self.scheduler.table, self.scheduler.pool
+        self.plans: list[dict[int, int]] = []
+        self.evicted: list[int] = []
+        self._starts: list[int] = []
+        self.ended: list[int] = []
+        self.live = 0
+
+    def add(
+        self,
+        prompt: int,
+        output: int,
+        *,
+        arrival: float = 0.0,
+        tier: Tier = Tier.REALTIME,
+        **slo: float,
+    ) -> int:
+        sampling = SamplingParams(max_tokens=output)
+        request = Request("r", (1,) * prompt, sampling, SLO(**slo), tier, arrival)
+        self.live += 1
+        return self.scheduler.add(request)
+
+    def step(self, now: float = 0.0) -> dict[int, int]:
+        """One iteration; row -> tokens. AssertionError if it breaks C, P, M or the accounting."""
+        table, pool = self.table, self.pool
+        prefill = ~table.decoding(np.arange(table.capacity))
+        plan, emits = self.scheduler.schedule(now)
+        self._check(plan, prefill)
+        seq = np.sort(table.seq[plan.rows])  # those of one step start together
+        done = self.scheduler.settle(plan)
+        self.scheduler.receive(plan.rows[emits], now)
+        for row in done.tolist():
+            self.scheduler.finish(row)
+        pool.check()
+        self._starts += [s for s in seq.tolist() if s not in self._starts]
+        self.evicted += plan.evict.tolist()
+        self.ended += done.tolist()
+        self.live -= len(done)
+        self.plans.append(dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)))
+        return self.plans[-1]
+
+    def to_the_end(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.live:
+                assert self.pool.num_free == self.pool.num_blocks
+                return
+            evictions = len(self.evicted)
+            planned = self.step(float(len(self.plans)))
+            assert planned or len(self.evicted) > evictions, "nothing is planned"
+        raise AssertionError(f"{self.live} requests have not ended after {MAX_STEPS} steps")
+
+    def first_plan_rows(self) -> list[int]:
+        return list(self.plans[0])
+
+    def order_of_first_start(self) -> list[int]:
+        """Numbers of the requests, from 0 by arrival, in the order in which they started."""
+        return self._starts
+
+    def _check(self, plan: BatchPlan, prefill: np.ndarray) -> None:
+        table, limits = self.table, self.limits
+        assert plan.total_tokens <= limits.max_batch_tokens
+        whole = getattr(self.policy, "full_prefill", False)
+        p = limits.max_batch_tokens if whole else limits.max_prefill_tokens
+        # Decodes may come on top where a policy puts them behind prefills.
+        assert plan.num_tokens[prefill[plan.rows]].sum() <= p
+        running = np.flatnonzero(table.state == State.RUNNING)
+        assert len(running) <= limits.max_rows
+        held = int((self.pool.held * np.asarray(PLANES)[self.pool.kind]).sum())
+        assert held <= self.pool.num_blocks
+        assert (self.pool.held[running] * self.pool.block_size >= table.computed[running]).all()

@@ -1,0 +1,51 @@
+"""`python -m jaxserve.policies` and `python -m jaxserve.bench plan`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxserve import policies as command
+from jaxserve.bench import cli, plan
+from jaxserve.sched.policy import policies
+
+
+def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == 0
+    text = capsys.readouterr().out
+    for name, entry in policies().items():
+        assert f"{name} " in text and entry.summary in text and entry.source in text
+    assert "NAME+ef: eviction-free" in text
+
+
+def test_says_what_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [p["name"] for p in found["policies"] if not p["deployable"]] == ["rank_o"]
+    assert [v["suffix"] for v in found["variants"]] == ["ef"]
+
+
+def test_times_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--policies=sarathi,vllm+ef", "--candidates=8,16", "--repeats=2", "--json"]
+    assert cli.main(argv) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["plan_ms"]
+    assert set(found) == {"sarathi", "vllm+ef"}
+    assert set(found["sarathi"]) == {"decode", "mixed"}
+    assert set(found["sarathi"]["mixed"]) == {"8", "16"}
+
+
+def test_the_situations_are_what_they_say() -> None:
+    for waiting in (0, 8):
+        made = plan.situation(16, waiting=waiting)
+        decided = made.policy.plan(made.view, 0.0)
+        started = len(decided) - (16 - waiting)
+        assert 0 <= started <= waiting and (decided.num_tokens[: 16 - waiting] == 1).all()
+        assert bool(started) == bool(waiting)
+
+
+@pytest.mark.parametrize("argv", [["--policies=nobody"], ["--candidates=1"], ["--repeats=0"]])
+def test_wrong_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["plan", *argv])
+    assert error.value.code == 2 and "error:" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Whatever the workload: every policy stays within C, P and M and ends every request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.policy import make_policy, policies, variants
+from jaxserve.sched.request import Tier
+from tests.sched.driver import Drive
+
+NAMES = [*policies(), *(f"{name}+{suffix}" for name in policies() for suffix in variants())]
+MAX_PROMPT, MAX_OUTPUT = 20, 12
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """gap: steps since the one before arrived."""
+
+    prompt: int
+    output: int
+    gap: int
+    tier: Tier
+    ttft: float | None
+    tbt: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    jobs: list[Job]
+    rows: int
+    blocks: int
+    budget: int
+    prefill: int
+
+
+targets = st.none() | st.sampled_from((0.5, 2.0, 30.0))
+jobs = st.builds(
+    Job,
+    prompt=st.integers(1, MAX_PROMPT),
+    output=st.integers(1, MAX_OUTPUT),
+    gap=st.sampled_from((0, 0, 0, 1, 5)),
+    tier=st.sampled_from(Tier),
+    ttft=targets,
+    tbt=targets,
+)
+cases = st.builds(
+    Case,
+    jobs=st.lists(jobs, min_size=1, max_size=14),
+    rows=st.integers(1, 6),
+    # From room for the longest request and no more, to room for most.
+    blocks=st.integers(2 * -(-(MAX_PROMPT + MAX_OUTPUT) // BLOCK_SIZE), 50),
+    budget=st.integers(1, 40),
+    prefill=st.integers(1, 40),
+)
+
+
+def serve(policy: str, case: Case) -> Drive:
+    """Runs the case to its end; `Drive` checks every step."""
+    whole = not make_policy(policy).chunked
+    c = max(case.budget, MAX_PROMPT + MAX_OUTPUT if whole else case.rows)
+    drive = Drive(
+        policy,
+        c=c,
+        p=c if whole else min(case.prefill, c),
+        rows=case.rows,
+        blocks=case.blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_PROMPT + MAX_OUTPUT,
+        seed=case.budget,
+    )
+    for job in case.jobs:
+        for _ in range(job.gap if drive.live else 0):
+            if drive.live:
+                drive.step(float(len(drive.plans)))
+        slo = {"ttft": job.ttft, "tbt": job.tbt}
+        drive.add(
+            job.prompt,
+            job.output,
+            arrival=float(len(drive.plans)),
+            tier=job.tier,
+            **{name: value for name, value in slo.items() if value is not None},
+        )
+    drive.to_the_end()
+    return drive
+
+
+quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@quick
+@given(case=cases)
+def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
+    drive = serve(policy, case)
+    assert len(drive.ended) == len(case.jobs)
+    assert len(drive.evicted) == drive.scheduler.evictions
+    if "+ef" in policy:
+        assert not drive.evicted
+
+
+@settings(quick, max_examples=60)
+@given(case=cases)
+def test_vllm_starves_nobody(case: Case) -> None:
+    """Requests start in order of arrival; and all of them do, or the run would not end."""
+    drive = serve("vllm", case)
+    arrival = drive.order_of_first_start()
+    assert arrival == sorted(arrival)
+
+
+@settings(quick, max_examples=60)
+@given(case=cases)
+def test_orca_never_evicts(case: Case) -> None:
+    assert not serve("orca", case).evicted

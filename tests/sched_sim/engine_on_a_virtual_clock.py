@@ -1,0 +1,179 @@
+"""The real engine's loop over a device that is a cost model, on a clock that only it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.engine.detokenize import load_tokenizer
+from jaxserve.engine.engine import Engine, EngineOptions
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.layout import Layout
+from jaxserve.engine.sampling import SampleResult
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, make_policy
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.workload import Workload
+
+VOCAB = 100
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Handle:
+    clock: Clock
+    end: float
+    rows: int
+
+    def result(self) -> SampleResult:
+        self.clock.now = max(self.clock.now, self.end)
+        return SampleResult(np.full(self.rows, 7, np.int32), None, None, None)
+
+
+class Device:
+    """An executor that computes nothing and takes the time that the cost model says."""
+
+    def __init__(
+        self, clock: Clock, cost_model: CostModel, buckets: Buckets, scheduler: Recording
+    ) -> None:
+        self.buckets = buckets
+        self._clock, self._cost_model, self._scheduler = clock, cost_model, scheduler
+        self._free = 0.0
+
+    def admit(self, slot: int, row: Any) -> None:
+        pass
+
+    def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
+        fields = layout.views(packed)
+        n = int(fields["num_rows"])
+        counts = fields["query_lens"][:n].astype(np.int64)
+        contexts = fields["context_lens"][:n] - counts
+        features = BatchFeatures.of(counts, contexts, self._scheduler.decoding)
+        self._free = max(self._clock.now, self._free) + float(self._cost_model.batch_time(features))
+        return Handle(self._clock, self._free, layout.rows)
+
+
+class Recording(Scheduler):
+    """Keeps the plans."""
+
+    plans: list[tuple[float, BatchPlan]]
+    numbers: dict[int, int]
+    decoding: np.ndarray  # which rows of the last plan are decodes
+
+    def schedule(self, now: float) -> tuple[BatchPlan, np.ndarray]:
+        plan, emits = super().schedule(now)
+        self.decoding = emits & (plan.num_tokens == 1) & (self.table.generated[plan.rows] > 1)
+        if len(plan):
+            self.plans.append((now, self._named(plan)))
+        return plan, emits
+
+    def add(self, request: Request) -> int:
+        row = super().add(request)
+        self.numbers[row] = int(request.id)
+        return row
+
+    def _named(self, plan: BatchPlan) -> BatchPlan:
+        """With the requests' numbers instead of rows."""
+        name = np.vectorize(self.numbers.__getitem__, otypes=[np.int64])
+        return BatchPlan(
+            name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, name(plan.evict)
+        )
+
+
+class VirtualEngine(Engine):
+    """Its requests arrive when the clock has passed their time."""
+
+    clock: Clock
+    workload: Workload
+    token_times: dict[int, list[float]]
+    sent = 0
+
+    def _receive(self, *, wait: bool) -> bool:
+        arrival = self.workload.arrival
+        if wait:
+            if self.sent == len(arrival):
+                return False
+            self.clock.now = max(self.clock.now, float(arrival[self.sent]))
+        now = self.clock.now
+        while self.sent < len(arrival) and arrival[self.sent] <= now:
+            self.clock.now = float(arrival[self.sent])  # what it will have arrived at
+            self._submit(self.sent)
+            self.sent += 1
+        self.clock.now = now
+        return super()._receive(wait=False)
+
+    def _submit(self, number: int) -> None:
+        prompt = (5,) * int(self.workload.prompt_len[number])
+        tokens = int(self.workload.output_len[number])
+        times = self.token_times[number] = []
+        request = Request(str(number), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        self.submit(request, lambda output: times.extend(output.token_times))
+
+
+def serve(
+    policy: str,
+    workload: Workload,
+    cost_model: CostModel,
+    limits: Limits,
+    *,
+    num_blocks: int,
+    block_size: int,
+    overlap: bool,
+) -> tuple[list[tuple[float, BatchPlan]], dict[int, list[float]]]:
+    """The engine's plans, with the times at which they were made, and every request's tokens."""
+    clock = Clock()
+    longest = int((workload.prompt_len + workload.output_len).max())
+    width = -(-longest // block_size)
+    buckets = make_buckets(limits.max_rows, limits.max_batch_tokens, width=width)
+    scheduler = Recording(
+        make_policy(policy),
+        limits,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=longest,
+        capacity=len(workload) + limits.max_rows,
+        cost_model=cost_model,
+    )
+    scheduler.plans, scheduler.numbers = [], {}
+    info = EngineInfo(
+        model="none",
+        family="none",
+        num_params=0,
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=longest,
+        policy=policy,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        pool_tokens=num_blocks // CacheKind.KV.planes * block_size,
+        pool_bytes=0,
+        device="virtual",
+        mesh_tensor=1,
+    )
+    engine = VirtualEngine(
+        cast(JaxExecutor, Device(clock, cost_model, buckets, scheduler)),
+        scheduler,
+        load_tokenizer(None),
+        info,
+        eos_ids=(),
+        options=EngineOptions(overlap=overlap),
+        clock=clock,
+    )
+    engine.clock, engine.workload, engine.token_times = clock, workload, {}
+    engine._loop()
+    scheduler.pool.check()
+    return scheduler.plans, engine.token_times

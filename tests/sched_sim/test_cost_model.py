@@ -1,0 +1,133 @@
+"""Cost models: features, formulas worked out by hand, and the fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.cost_model import (
+    BatchFeatures,
+    Coefficients,
+    InferMaxCostModel,
+    LinearCostModel,
+    Padding,
+)
+from jaxserve.sched.fit import FitError, Sample, fit
+
+UNIT = Coefficients(
+    per_token=1.0,
+    token_bias=2.0,
+    decode_kv=3.0,
+    decode_bias=4.0,
+    per_decode=5.0,
+    prefill_quad=6.0,
+    prefill_bias=7.0,
+    per_prefill=8.0,
+    prefill_m=9.0,
+    hidden_token=10.0,
+    swapped_block=11.0,
+)
+
+
+def features(counts: list[int], contexts: list[int], decoding: list[bool]) -> BatchFeatures:
+    return BatchFeatures.of(np.array(counts), np.array(contexts), np.array(decoding))
+
+
+def test_the_features_of_a_mixed_batch() -> None:
+    found = features([1, 1, 4, 2], [10, 20, 0, 6], [True, True, False, False])
+    # Decodes read their cache and the token being fed; chunks cost c^2 + 2cm.
+    assert found == BatchFeatures(8, 8, 11 + 21, 2, 16 + (4 + 24), 2, 6)
+
+
+def test_the_features_of_decodes_and_of_prefills_alone() -> None:
+    assert features([1, 1], [3, 5], [True, True]) == BatchFeatures(2, 2, 10, 2, 0, 0, 0)
+    assert features([3], [0], [False]) == BatchFeatures(3, 3, 0, 0, 9, 1, 0)
+    # A prompt of one token is a prefill.
+    assert features([1], [0], [False]) == BatchFeatures(1, 1, 0, 0, 1, 1, 0)
+
+
+def test_several_batches_of_decodes_at_once() -> None:
+    many = BatchFeatures.of_decodes(np.array([2, 1]), np.array([10, 4]))
+    one_by_one = [features([1, 1], [3, 5], [True, True]), features([1], [3], [True])]
+    model = LinearCostModel(UNIT, 3, gap=0.5)
+    expected = [model.batch_time(f) for f in one_by_one]
+    assert model.batch_time(many).tolist() == expected
+
+
+def test_the_linear_model_is_the_formula() -> None:
+    model = LinearCostModel(UNIT, num_layers=2, gap=0.25)
+    mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, hidden_tokens=3, swapped_blocks=1)
+    layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 11
+    assert model.batch_time(mixed) == 2 * layer + 0.25
+    # The biases of a part that is absent are left out.
+    assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10) + 0.25
+    assert model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 0)) == 2 * (5 + 54 + 7 + 8) + 0.25
+
+
+def test_the_papers_model_floors_the_mean_and_adds_the_residual() -> None:
+    model = InferMaxCostModel(LinearCostModel(UNIT, 1), (0.5, 0.25, 0.125), 1.5)
+    # Two decodes over 21 tokens: 10 each; 2 tokens count as 8; attention terms times 1.5.
+    found = model.batch_time(BatchFeatures(2, 2, 21, 2, 0, 0, 0))
+    assert found == (2 + 2) + (0.5 + 0.25 * 8 + 0.125 * 64) + 1.5 * (4 + 3 * 20) + 10
+    one = model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 5))
+    assert one == (2 + 3) + (0.5 + 2 + 8) + (7 + 54 + 45) + 8
+
+
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+def test_bad_coefficients_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="per_token"):
+        Coefficients(value, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def test_padding_goes_to_the_next_bucket() -> None:
+    padding = Padding((1, 4, 8), (16, 64))
+    assert padding.of(3, True) == 4
+    assert padding.of(17, False) == 64
+    assert padding.of(np.array([1, 5]), True).tolist() == [1, 8]
+    mixed = BatchFeatures.of(
+        np.array([1, 5]), np.array([3, 0]), np.array([True, False]), padding=padding
+    )
+    assert (mixed.num_tokens, mixed.padded_tokens) == (6, 16)
+
+
+def samples(noise: float, seed: int = 0) -> tuple[LinearCostModel, list[Sample]]:
+    true = LinearCostModel(Coefficients(2e-6, 1e-4, 1e-8, 2e-5, 1e-6, 3e-10, 5e-5, 2e-6, 1e-8), 4)
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(120):
+        decodes = int(rng.integers(1, 32)) if i % 3 != 1 else 0
+        chunks = int(rng.integers(1, 4)) if i % 3 != 0 else 0
+        counts = np.concatenate([np.ones(decodes, int), rng.integers(2, 300, chunks)])
+        contexts = rng.integers(0, 2000, decodes + chunks)
+        decoding = np.arange(decodes + chunks) < decodes
+        f = BatchFeatures.of(counts, contexts, decoding)
+        found.append(Sample(f, float(true.batch_time(f) * np.exp(noise * rng.normal()))))
+    return true, found
+
+
+def test_the_fit_finds_the_coefficients_back() -> None:
+    true, found = samples(noise=0.0)
+    result = fit(found, 4, gap=0.001)
+    for name, value in true.coefficients.as_dict().items():
+        assert result.model.coefficients.as_dict()[name] == pytest.approx(value, rel=1e-4), name
+    assert result.model.gap == 0.001
+    assert set(result.r2) == {"decode", "prefill", "mixed", "all"}
+    assert all(value > 0.999999 for value in result.r2.values())
+    assert result.leave_out_error < 1e-6
+
+
+def test_the_fit_of_noisy_steps_reports_its_error() -> None:
+    _, found = samples(noise=0.1)
+    result = fit(found, 4)
+    assert 0.05 < result.mean_error < 0.12
+    assert result.mean_error < result.leave_out_error < 0.15
+    assert all(value >= 0 for value in result.model.coefficients.as_dict().values())
+    assert 0.8 < result.r2["all"] < 1
+
+
+def test_too_few_samples_are_refused() -> None:
+    _, found = samples(noise=0.0)
+    with pytest.raises(FitError, match="at least 10"):
+        fit(found[:9], 4)
+    with pytest.raises(FitError, match="positive"):
+        fit([*found, Sample(found[0].features, 0.0)], 4)

@@ -1,0 +1,78 @@
+"""Measuring a running engine, and predicting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxserve import profile
+from jaxserve.bench import fidelity
+from jaxserve.configs import base
+from jaxserve.sched.cost_model import Padding
+from jaxserve.sched.systems import load
+from tests.engine.harness import write_shape
+
+
+def tiny(folder: Path) -> ConfigDict:
+    config = base.get_config()
+    config.model.path = str(write_shape(folder, "llama"))
+    config.model.load_format = "random"
+    config.cache.block_size = 4
+    config.cache.num_blocks = 256
+    config.scheduler.max_batch_tokens = 32
+    config.scheduler.max_prefill_tokens = 32
+    config.scheduler.max_rows = 4
+    config.engine.row_buckets = (4, 32)
+    config.engine.token_buckets = (32,)
+    config.engine.compilation_cache_dir = ""
+    return config
+
+
+@pytest.mark.parametrize("max_len", [8, 50, 4096])
+def test_the_shapes_are_ones_that_the_engine_can_run(max_len: int) -> None:
+    padding = Padding((1, 2, 4, 8), (16, 32, 64))
+    found = profile.shapes(padding, max_rows=8, max_prefill=64, max_len=max_len)
+    assert len(found) == len(set(found)) > 10
+    for shape in found:
+        assert len(shape.decodes) + len(shape.chunks) <= 8
+        assert shape.tokens <= 64
+        assert all(1 <= before < max(max_len, 2) for before in shape.decodes)
+        assert all(count >= 1 and count + before <= max_len for count, before in shape.chunks)
+    assert any(not s.chunks for s in found) and any(not s.decodes for s in found)
+
+
+def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
+    engine = profile.build(tiny(tmp_path), progress=False)
+    try:
+        system, found, samples = profile.profile_engine(engine)
+        assert len(samples) >= 10
+        assert all(np.isfinite(s.seconds) and s.seconds > 0 for s in samples)
+        assert system.padding == Padding((4,), (32,))
+        assert (system.max_rows, system.max_prefill_tokens, system.block_size) == (4, 32, 4)
+        assert system.about["r2"] == found.r2
+        gap = profile.measure_gap(engine, system)
+        assert 0 <= gap < 1
+        measured = profile.with_gap(system, gap)
+        measured.save(tmp_path / "tiny.json")
+        assert load(tmp_path / "tiny.json") == measured
+        assert "R^2" in profile.report(measured, len(samples))
+    finally:
+        engine.stop()
+
+
+def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
+    result = fidelity.run(tiny(tmp_path), num_requests=4, rate=50.0, seed=0)
+    assert len(result["loads"]) == 6
+    errors = []
+    for row in result["loads"]:
+        for name in fidelity.MEASURES:
+            predicted, measured = row["predicted"][name], row["measured"][name]
+            assert predicted > 0 and measured > 0
+            assert row["error"][name] == pytest.approx(abs(predicted - measured) / measured)
+        errors.append(row["error"]["total_s"])
+    assert result["mean_error_of_total"] == pytest.approx(np.mean(errors))
+    assert result["worst_error_of_total"] == max(errors)
+    assert f"worst {result['worst_error_of_total']:.1%}" in fidelity.text(result)

@@ -1,0 +1,270 @@
+"""The simulator: timelines worked out by hand, invariants, and shortcuts that change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.policy import Limits, policies
+from jaxserve.sched.request import SLO
+from jaxserve.sched.results import SimulationResult
+from jaxserve.sched.simulator import SimulationError, simulate
+from jaxserve.sched.systems import system
+from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+
+SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
+PER_TOKEN = LinearCostModel(Coefficients(1.0, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+SEVEN = system("llama-2-7b@a100")
+
+
+def of(arrival: list[float], prompt: list[int], output: list[int]) -> Workload:
+    return Workload(np.array(arrival), np.array(prompt), np.array(output))
+
+
+def times(result: SimulationResult, request: int) -> list[float]:
+    r = result.requests
+    first = int(r.offsets[request])
+    return r.token_times[first : first + int(r.output_len[request])].tolist()
+
+
+def test_one_request_alone() -> None:
+    result = simulate("vllm", of([2.0], [5], [3]), PER_TOKEN, kv_tokens=100, block_size=1)
+    assert times(result, 0) == [7.0, 8.0, 9.0]
+    summary = result.summary()
+    assert summary["latency_s"] == 7.0
+    assert summary["makespan_s"] == 7.0
+    assert summary["mean_ttft_s"] == 5.0
+    assert summary["mean_tpot_s"] == 1.0
+    assert summary["tps"] == 3 / 7
+    assert (summary["num_batches"], summary["num_evictions"]) == (3, 0)
+
+
+def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
+    # Step k is planned when step k - 2 ends: who comes at 1.5 s is in the plan that is made at 2 s,
+    # for the step that starts at 3 s.
+    workload = of([0.0, 1.5], [4, 4], [9, 1])
+    overlapped = simulate("sarathi", workload, SECOND, kv_tokens=99, block_size=1)
+    assert times(overlapped, 0) == [float(t) for t in range(1, 10)]
+    assert times(overlapped, 1) == [4.0]
+    direct = simulate("sarathi", workload, SECOND, kv_tokens=99, block_size=1, overlap=False)
+    assert times(direct, 1) == [3.0]
+
+
+def test_the_papers_eviction_example() -> None:
+    """M = 8 holds two prompts of 4 but not their second tokens: the second request is evicted,
+    waits for the first to end, and is refilled (InferMax Figure 1)."""
+    workload = of([0.0, 0.0], [4, 4], [3, 3])
+    result = simulate(
+        "vllm", workload, SECOND, kv_tokens=8, rules="infermax_paper", record_rows=True
+    )
+    assert times(result, 0) == [1.0, 2.0, 3.0]
+    assert times(result, 1) == [1.0, 4.0, 5.0]
+    assert result.summary()["num_evictions"] == 1
+    assert result.requests.preemptions.tolist() == [0, 1]
+    assert result.rows is not None
+    who = [(b.requests.tolist(), b.tokens.tolist(), b.evicted.tolist()) for b in result.rows[0]]
+    assert who == [
+        ([0, 1], [4, 4], []),
+        ([0], [1], [1]),
+        ([0], [1], []),
+        ([1], [5], []),
+        ([1], [1], []),
+    ]
+    assert result.batches.kv_used.tolist() == [8, 5, 6, 5, 6]
+    assert result.batches.num_prefills.tolist() == [2, 0, 0, 1, 0]
+
+
+def test_chunks_beside_decodes_under_the_papers_rules() -> None:
+    workload = of([0.0, 0.0], [4, 10], [9, 1])
+    result = simulate(
+        "sarathi",
+        workload,
+        SEVEN,
+        limits=Limits(64, 6, 8),
+        rules="infermax_paper",
+        record_rows=True,
+    )
+    assert result.rows is not None
+    first = [(b.requests.tolist(), b.tokens.tolist()) for b in result.rows[0][:4]]
+    assert first == [([0, 1], [4, 2]), ([0, 1], [1, 5]), ([0, 1], [1, 3]), ([0], [1])]
+    assert SEVEN.paper is not None
+    chunk = BatchFeatures(6, 6, 5, 1, 25 + 2 * 5 * 2, 1, 2)
+    assert result.batches.duration[1] == pytest.approx(SEVEN.paper.batch_time(chunk), rel=1e-12)
+
+
+def test_the_low_contention_run_of_the_issue() -> None:
+    """32 requests of 1024 + 128 tokens with C = 4096: 8 batches of 4 prompts, then 127 decodes."""
+    workload = Workload.of(all_at_once(32), fixed_lengths(1024, 128, 32))
+    result = simulate("vllm", workload, SEVEN, kv_tokens=100_000, rules="infermax_paper")
+    assert len(result.batches) == 8 + 127
+    model = SEVEN.paper
+    assert model is not None
+    prefill = model.batch_time(BatchFeatures(4096, 4096, 0, 0, 4 * 1024**2, 4, 0))
+    decodes = sum(
+        model.batch_time(BatchFeatures(32, 32, 32 * (1024 + i), 32, 0, 0, 0)) for i in range(1, 128)
+    )
+    assert result.summary()["latency_s"] == pytest.approx(8 * prefill + decodes, rel=1e-9)
+
+
+def test_requests_that_never_fit_are_refused() -> None:
+    with pytest.raises(SimulationError, match=r"request 1 has 90 tokens in and 20 out"):
+        simulate("sarathi", of([0, 0], [5, 90], [5, 20]), SECOND, kv_tokens=100)
+    with pytest.raises(SimulationError, match="max_batch_tokens is 64"):
+        simulate("vllm", of([0], [60], [9]), SECOND, kv_tokens=100, limits=Limits(64, 64, 4))
+    with pytest.raises(SimulationError, match="kv_tokens or num_blocks is needed"):
+        simulate("vllm", of([0], [6], [9]), SECOND)
+    with pytest.raises(SimulationError, match="no rules 'theirs'"):
+        simulate("vllm", of([0], [6], [9]), SECOND, kv_tokens=64, rules="theirs")
+    with pytest.raises(SimulationError, match="no routing 'nowhere'"):
+        simulate("vllm", of([0], [6], [9]), SECOND, kv_tokens=64, routing="nowhere")
+
+
+def test_round_robin_takes_turns_and_least_loaded_looks() -> None:
+    workload = of([0.0, 0.1, 0.2, 50.0], [4, 4, 4, 4], [30, 2, 2, 2])
+    options: dict[str, Any] = {"kv_tokens": 128, "replicas": 2}
+    turns = simulate("sarathi", workload, SECOND, routing="round_robin", **options)
+    assert turns.requests.replica.tolist() == [0, 1, 0, 1]
+    assert set(turns.batches.replica.tolist()) == {0, 1}
+    apart = of([0.0, 0.1, 10.0, 10.1], [4, 4, 4, 4], [30, 2, 2, 2])
+    looks = simulate("sarathi", apart, SECOND, routing="least_loaded", **options)
+    assert looks.requests.replica.tolist() == [0, 1, 1, 0]
+
+
+def test_two_replicas_are_two_simulations() -> None:
+    workload = random_workload(5, 60, 20.0)
+    both = simulate("sarathi", workload, SEVEN, kv_tokens=2000, replicas=2)
+    for one in (0, 1):
+        mine = np.flatnonzero(both.requests.replica == one)
+        part = Workload(
+            workload.arrival[mine], workload.prompt_len[mine], workload.output_len[mine]
+        )
+        alone = simulate("sarathi", part, SEVEN, kv_tokens=2000)
+        np.testing.assert_allclose(both.requests.finish[mine], alone.requests.finish, rtol=1e-12)
+
+
+def test_slo_attainment_counts_requests() -> None:
+    workload = of([0.0, 0.0, 0.0], [4, 4, 40], [3, 3, 3])
+    result = simulate("vllm", workload, PER_TOKEN, kv_tokens=512, limits=Limits(60, 60, 4))
+    summary = result.summary(SLO(ttft=48.0))
+    assert summary["slo_attainment"] == 1.0
+    assert result.summary(SLO(ttft=47.0))["slo_attainment"] == 0.0
+    assert result.summary(SLO(tbt=3.0))["slo_attainment"] == 1.0
+    assert result.summary(SLO(tbt=2.9))["slo_attainment"] == 0.0
+
+
+def random_workload(seed: int, count: int, rate: float) -> Workload:
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1 / rate, count))
+    return Workload(arrival, rng.integers(1, 300, count), rng.integers(1, 40, count))
+
+
+def compare(a: SimulationResult, b: SimulationResult) -> None:
+    np.testing.assert_allclose(a.requests.token_times, b.requests.token_times, rtol=1e-9)
+    assert a.requests.preemptions.tolist() == b.requests.preemptions.tolist()
+    for name, column in vars(a.batches).items():
+        np.testing.assert_allclose(column, getattr(b.batches, name), rtol=1e-9, err_msg=name)
+    assert a.rows is not None and b.rows is not None
+    for one, other in zip(a.rows[0], b.rows[0], strict=True):
+        for mine, theirs in ((one.requests, other.requests), (one.evicted, other.evicted)):
+            assert sorted(mine.tolist()) == sorted(theirs.tolist())
+        assert sorted(one.tokens.tolist()) == sorted(other.tokens.tolist())
+
+
+@pytest.mark.parametrize("name", [*policies(), "sarathi+ef", "vllm+ef", "sarathi_pc+ef"])
+def test_taking_steps_together_changes_nothing(name: str) -> None:
+    for trial, (kv_tokens, prefill, rows) in enumerate(
+        [(600, 64, 8), (2000, 256, 100), (9000, 512, 16)]
+    ):
+        options: dict[str, Any] = {
+            "kv_tokens": kv_tokens,
+            "limits": Limits(512, prefill, rows),
+            "rules": ("jaxserve", "infermax_paper", "jaxserve")[trial],
+            "record_rows": True,
+            "checked": True,
+        }
+        workload = random_workload(trial, 25, (200.0, 9.0, 6.0)[trial])
+        compare(
+            simulate(name, workload, SEVEN, coast=True, **options),
+            simulate(name, workload, SEVEN, coast=False, **options),
+        )
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    policy=st.sampled_from(["sarathi", "sarathi_pc", "sarathi_nocp", "sarathi+ef"]),
+    kv_tokens=st.integers(350, 4000),
+    prefill=st.sampled_from([16, 100, 400]),
+    rows=st.integers(1, 40),
+    block_size=st.sampled_from([1, 8]),
+    rate=st.sampled_from([5.0, 50.0, 1e4]),
+    overlap=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_shortcut_of_sarathi_plans_what_the_policy_does(
+    seed: int,
+    policy: str,
+    kv_tokens: int,
+    prefill: int,
+    rows: int,
+    block_size: int,
+    rate: float,
+    overlap: bool,
+) -> None:
+    workload = random_workload(seed, 15, rate)
+    options: dict[str, Any] = {
+        "kv_tokens": kv_tokens,
+        "limits": Limits(400, prefill, rows),
+        "block_size": block_size,
+        "overlap": overlap,
+        "record_rows": True,
+        "checked": True,
+    }
+    compare(
+        simulate(policy, workload, SEVEN, coast=True, **options),
+        simulate(policy, workload, SEVEN, coast=False, **options),
+    )
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    policy=st.sampled_from(["vllm", "sarathi", "edf", "infermax", "fastserve", "orca"]),
+    kv_tokens=st.integers(350, 3000),
+    rules=st.sampled_from(["jaxserve", "infermax_paper"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_every_request_gets_its_tokens_within_the_limits(
+    seed: int, policy: str, kv_tokens: int, rules: str
+) -> None:
+    workload = random_workload(seed, 20, 100.0)
+    limits = Limits(400, 128, 12)
+    result = simulate(
+        policy, workload, SEVEN, kv_tokens=kv_tokens, limits=limits, rules=rules, checked=True,
+        record_rows=True,
+    )  # fmt: skip
+    requests, batches = result.requests, result.batches
+    assert np.isfinite(requests.token_times).all()
+    within = np.ones(len(requests.token_times), bool)
+    within[requests.offsets] = False
+    assert (np.diff(requests.token_times, prepend=0.0)[within] > 0).all()
+    assert (requests.first_token > requests.arrival).all()
+    assert batches.num_tokens.max() <= limits.max_batch_tokens
+    assert (batches.num_decodes + batches.num_prefills).max() <= limits.max_rows
+    assert batches.kv_used.max() <= result.kv_tokens <= kv_tokens
+    assert batches.evictions.sum() == requests.preemptions.sum()
+    assert (batches.start[1:] >= (batches.start + batches.duration)[:-1] - 1e-9).all()
+    # What was computed is every prompt and output but the last token, and what evictions redid.
+    needed = int((requests.prompt_len + requests.output_len - 1).sum())
+    assert batches.num_tokens.sum() >= needed
+    if not batches.evictions.sum():
+        assert batches.num_tokens.sum() == needed
+
+
+def test_progress_counts_the_arrivals() -> None:
+    seen: list[int] = []
+    simulate("vllm", random_workload(0, 7, 10.0), SEVEN, progress=seen.append)
+    assert sum(seen) == 7

@@ -1,0 +1,124 @@
+"""Presets, scaling, and profiles on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.systems import (
+    DEVICES,
+    MODELS,
+    Device,
+    System,
+    UnknownSystem,
+    load,
+    scale,
+    system,
+)
+
+MS = 1e-3
+
+
+def test_the_7b_preset_gives_the_papers_times() -> None:
+    seven = system("llama-2-7b@a100")
+    decode = BatchFeatures(10, 10, 5000, 10, 0, 0, 0)
+    layer = 10 * 0.00191 + 0.06486 + 5000 * 8.513e-6 + 0.01921 + 10 * 0.00074
+    assert seven.cost_model.batch_time(decode) == pytest.approx(32 * layer * MS)
+    residual = 1.00667e-3 + 1.16249e-5 * 16 + 4.58848e-10 * 256
+    paper = seven.cost_under("infermax_paper").batch_time(decode)
+    assert paper == pytest.approx(32 * (layer + residual) * MS)
+    assert seven.cost_under("jaxserve") is seven.cost_model
+
+
+def test_the_70b_presets_attention_costs_a_tenth_more_for_several() -> None:
+    seventy = system("llama-3-70b@4xa100")
+    assert (seventy.max_batch_tokens, seventy.kv_tokens) == (16384, 100_000)
+    prefill = BatchFeatures(2048, 2048, 0, 0, 2 * 1024**2, 2, 0)
+    attention = 0.2112 + 2 * 1024**2 * 4.309e-8
+    layer = 2048 * 0.002 + 0.159 + 1.1 * attention + 2 * 9.03e-4
+    layer += 2.82553e-5 * 2048 + 1.89508e-11 * 2048**2
+    found = seventy.cost_under("infermax_paper").batch_time(prefill)
+    assert found == pytest.approx(80 * layer * MS)
+
+
+def test_scaling_gives_the_preset_back_where_it_comes_from() -> None:
+    scaled = scale(MODELS["llama-2-7b"], DEVICES["a100"]).cost_model.coefficients.as_dict()
+    fitted = system("llama-2-7b@a100").cost_model.coefficients.as_dict()
+    for name in ("per_token", "decode_kv", "prefill_quad", "decode_bias", "per_prefill"):
+        assert scaled[name] == pytest.approx(fitted[name], rel=0.01), name
+    assert scaled["prefill_m"] == pytest.approx(fitted["prefill_m"], rel=0.1)
+
+
+def test_scaling_follows_flops_and_bytes() -> None:
+    slow, fast = DEVICES["a100"], DEVICES["h100"]
+    a = scale(MODELS["llama-3-8b"], slow).cost_model.coefficients
+    h = scale(MODELS["llama-3-8b"], fast).cost_model.coefficients
+    assert a.per_token / h.per_token == pytest.approx(fast.flops / slow.flops)
+    assert a.decode_kv / h.decode_kv == pytest.approx(fast.bandwidth / slow.bandwidth)
+    four = scale(MODELS["llama-3-8b"], Device(slow.flops, slow.bandwidth, slow.memory, 4))
+    assert a.per_token / four.cost_model.coefficients.per_token == pytest.approx(4)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-2-7b", 6.7), ("llama-3-70b", 70.6)])
+def test_the_models_have_their_sizes(name: str, billions: float) -> None:
+    assert MODELS[name].params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_the_cache_is_what_the_weights_leave() -> None:
+    thirteen = system("opt-13b@a100-40g")
+    # 36 GB less 26 GB of weights, at 2 x 5120 x 2 x 40 bytes a token.
+    assert thirteen.kv_tokens == pytest.approx((36e9 - 26e9) / 819_200, rel=0.06)
+    with pytest.raises(UnknownSystem, match="do not fit"):
+        system("llama-3-70b@a100")
+    assert system("llama-3-70b@2xh200").kv_tokens > 100_000
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b@a1000", "gpt@a100", "nothing", "llama-2-7b@0xa100"])
+def test_unknown_systems_are_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownSystem, match=r"there is no system .*llama-2-7b"):
+        system(name)
+
+
+def measured() -> System:
+    model = LinearCostModel(Coefficients(1e-6, 2e-5, 3e-9, 0, 0, 1e-10, 0, 0, 0), 4, gap=1e-3)
+    padding = Padding((1, 8), (16, 64))
+    return System("tiny@cpu", model, 4096, 64, 32, 8, 16, padding=padding, about={"device": "cpu"})
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+    measured().save(tmp_path / "tiny.json")
+    assert load(tmp_path / "tiny.json") == measured()
+    assert system(str(tmp_path / "tiny.json")) == measured()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 99}, "format 99"),
+        ({"seconds_per_layer": {"per_token": 1.0}}, "not a system profile"),
+        ({"gap_s": -1.0}, "gap must be"),
+    ],
+)
+def test_broken_profiles_are_refused(
+    tmp_path: Path, change: dict[str, object], problem: str
+) -> None:
+    path = tmp_path / "tiny.json"
+    measured().save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UnknownSystem, match=problem):
+        load(path)
+
+
+def test_what_is_no_profile_at_all_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with pytest.raises(UnknownSystem, match="No such file"):
+        load(path)
+    path.write_text("{}")
+    with pytest.raises(UnknownSystem, match="'format' is missing"):
+        load(path)
+    path.write_text("not json")
+    with pytest.raises(UnknownSystem, match="not a system profile"):
+        load(path)

@@ -1,0 +1,223 @@
+"""Traces as published, samplers, arrivals, and the words that name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.lengths import DATA_SETS, GROUPS, MIXES, Quartered, mix_lengths, sampler
+from jaxserve.sched.specs import WorkloadSpec
+from jaxserve.sched.traces import read_trace
+from jaxserve.sched.workload import Lengths, Workload, WorkloadError, on_off_arrivals
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2225670,879,55
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+118,GPT-4,417,276,693,API log
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
+{"timestamp": 3052, "input_length": 7319, "output_length": 490, "hash_ids": [0]}
+"""
+LENGTHS = "prompt_tokens,output_tokens\n8,273\n30,129\n"
+INFERMAX = "id,arrived_at,I,O\n0,4.5,395,112\n1,5.0,1030,403\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def workload(path: Path) -> Workload:
+    found = read_trace(path)
+    assert isinstance(found, Workload)
+    return found
+
+
+def test_azures_csv(tmp_path: Path) -> None:
+    found = workload(write(tmp_path, "azure.csv", AZURE))
+    np.testing.assert_allclose(found.arrival, [0.0, 4.314579, 4.541977], atol=2e-6)
+    assert found.prompt_len.tolist() == [374, 396, 879]
+    assert found.output_len.tolist() == [44, 109, 55]
+
+
+def test_azures_csv_with_time_zones(tmp_path: Path) -> None:
+    text = AZURE.replace("00,374", "00+00:00,374").replace("90,396", "90+00:00,396")
+    text = text.replace("70,879", "70+00:00,879")
+    assert workload(write(tmp_path, "azure.csv", text)).arrival[1] == pytest.approx(4.314579)
+
+
+def test_burstgpts_csv_without_its_failures(tmp_path: Path) -> None:
+    found = workload(write(tmp_path, "burst.csv", BURSTGPT))
+    assert found.arrival.tolist() == [0.0, 113.0]
+    assert found.output_len.tolist() == [18, 276]
+
+
+def test_mooncakes_jsonl(tmp_path: Path) -> None:
+    found = workload(write(tmp_path, "mooncake.jsonl", MOONCAKE))
+    assert found.arrival.tolist() == [0.0, 3.052]
+    assert found.prompt_len.tolist() == [6758, 7319]
+
+
+def test_lengths_alone_and_the_authors_own(tmp_path: Path) -> None:
+    lengths = read_trace(write(tmp_path, "lengths.csv", LENGTHS))
+    assert isinstance(lengths, Lengths)
+    assert lengths.output_len.tolist() == [273, 129]
+    assert workload(write(tmp_path, "own.csv", INFERMAX)).arrival.tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.csv", AZURE.replace(",396,", ",396.5,"), "a.csv:3: ContextTokens must be a whole"),
+        ("a.csv", AZURE.replace(",109", ",0"), "a.csv:3: GeneratedTokens must be 1 to"),
+        ("a.csv", AZURE.replace(",879,55", ",879"), "a.csv:4: 3 columns expected, got 2"),
+        ("a.csv", AZURE.replace("18:15:51", "quarter past"), "a.csv:4: TIMESTAMP must be a time"),
+        ("a.csv", AZURE.replace("18:15:51", "18:14:51"), r"a.csv:4: arrives .* before the row"),
+        ("b.csv", BURSTGPT.replace("118,", "-1,"), "b.csv:4: Timestamp must be a time from 0"),
+        ("b.csv", BURSTGPT.replace("472", "x"), "b.csv:2: Request tokens must be a whole"),
+        ("m.jsonl", MOONCAKE.replace("3052", '"3052"'), "m.jsonl:2: timestamp must be a number"),
+        ("m.jsonl", MOONCAKE.replace("7319", "73.5"), "m.jsonl:2: input_length must be a whole"),
+        ("m.jsonl", MOONCAKE.replace('"output_length": 490, ', ""), "m.jsonl:2: output_length is"),
+        ("m.jsonl", MOONCAKE + "{oops\n", "m.jsonl:3: not JSON"),
+        ("m.jsonl", "[1, 2]\n", "m.jsonl:1: a JSON object expected"),
+        ("c.csv", "when,what\n1,2\n", "c.csv:1: unknown header 'when,what'; known: "),
+        ("c.csv", "id,arrived_at,I,O\n", "c.csv: no requests in it"),
+        ("c.csv", "id,arrived_at,I,O\n0,nan,3,4\n", "c.csv:2: arrived_at must be a time"),
+    ],
+)
+def test_malformed_rows_are_refused_with_file_line_and_reason(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
+    path = write(tmp_path, name, text)
+    with pytest.raises(WorkloadError, match=problem):
+        read_trace(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="No such file"):
+        read_trace(tmp_path / "nothing.csv")
+
+
+def test_the_six_mixes() -> None:
+    assert len(MIXES) == len(set(MIXES)) == 6
+    for name in MIXES:
+        found = mix_lengths(name, 400, np.random.default_rng(0))
+        allowed = [GROUPS[part] for part in name.split("+")]
+        pairs = set(zip(found.prompt_len.tolist(), found.output_len.tolist(), strict=True))
+        assert pairs == {(i, o) for inputs, outputs in allowed for i in inputs for o in outputs}
+        first, (inputs, outputs) = GROUPS[name.split("+")[0]], GROUPS[name.split("+")[1]]
+        mine = np.isin(found.prompt_len, inputs) & np.isin(found.output_len, outputs)
+        if not (set(first[0]) & set(inputs) and set(first[1]) & set(outputs)):
+            assert mine.sum() == 200
+
+
+@pytest.mark.parametrize("name", ["lilo", "lilo+lilo", "lilo+xiso", "lilo+liso+siso"])
+def test_other_mixes_are_refused(name: str) -> None:
+    with pytest.raises(WorkloadError, match="two different groups"):
+        mix_lengths(name, 10, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "output"),
+    [
+        # Mean, standard deviation (BROS Table 2).
+        ("sharegpt", (222.76, 256.36), (234.51, 268.50)),
+        ("lmsys", (90.50, 148.52), (237.04, 228.21)),
+        ("best-effort", (784.14, 151.17), (80.96, 28.23)),
+    ],
+)
+def test_samplers_have_the_printed_moments(
+    name: str, prompt: tuple[float, float], output: tuple[float, float]
+) -> None:
+    found = sampler(name)(100_000, np.random.default_rng(0))
+    for values, (mean, deviation) in ((found.prompt_len, prompt), (found.output_len, output)):
+        assert values.mean() == pytest.approx(mean, rel=0.05)
+        assert values.std() == pytest.approx(deviation, rel=0.2)  # the tail is cut
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "output"),
+    [
+        # Max, median, mean (Apt-Serve Table 7).
+        ("wikitext", (1840, 871, 914), (992, 552, 521)),
+        ("arxiv", (19600, 6853, 7812), (9754, 226, 420)),
+        ("bookcorpus", (23706, 14781, 16944), (299, 221, 185)),
+    ],
+)
+def test_long_samplers_have_the_printed_quartiles(
+    name: str, prompt: tuple[int, int, int], output: tuple[int, int, int]
+) -> None:
+    found = sampler(name)(100_000, np.random.default_rng(0))
+    for values, (high, median, mean) in ((found.prompt_len, prompt), (found.output_len, output)):
+        assert values.max() <= high
+        assert np.median(values) == pytest.approx(median, rel=0.03)
+        assert values.mean() == pytest.approx(mean, rel=0.02)
+
+
+def test_every_data_set_says_where_it_comes_from_and_keeps_to_its_limits() -> None:
+    for name, data in DATA_SETS.items():
+        found = data.sample(2000, np.random.default_rng(1))
+        assert data.source, name
+        if data.total is not None:
+            assert (found.prompt_len + found.output_len).max() <= data.total
+    with pytest.raises(WorkloadError, match="no distribution"):
+        Quartered(10, 90, 100).sample(5, np.random.default_rng(0))
+
+
+def test_on_off_arrivals_have_their_rate_and_their_pauses() -> None:
+    arrival = on_off_arrivals(4.0, 2.0, 6.0, 60_000, np.random.default_rng(0))
+    assert (np.diff(arrival) >= 0).all()
+    assert len(arrival) / arrival[-1] == pytest.approx(4.0, rel=0.05)
+    gaps = np.diff(arrival)
+    # A pause after every 2 s at 16 requests/s, 6 s long on average.
+    assert (gaps > 1.0).mean() == pytest.approx(np.exp(-1 / 6) / 32, rel=0.1)
+    assert gaps.std() / gaps.mean() > 2
+
+
+def test_words_make_workloads(tmp_path: Path) -> None:
+    fixed = WorkloadSpec("fixed:1024x128x32").make()
+    assert (len(fixed), fixed.arrival.max()) == (32, 0.0)
+    assert set(fixed.prompt_len.tolist()) == {1024}
+    poisson = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make(seed=1)
+    assert len(poisson) == 50 and poisson.arrival[0] > 0
+    again = WorkloadSpec("sharegpt", num_requests=50, rate=2.0).make(seed=1)
+    assert (poisson.arrival == again.arrival).all()
+    assert (poisson.prompt_len == again.prompt_len).all()
+    azure = str(write(tmp_path, "azure.csv", AZURE))
+    assert WorkloadSpec(azure).make().arrival[1] == pytest.approx(4.314579)
+    assert WorkloadSpec(azure, rate=1.0).make().arrival[-1] == pytest.approx(2.0)
+    assert WorkloadSpec(azure, arrivals="all").make().arrival.max() == 0.0
+    assert len(WorkloadSpec(azure, num_requests=2).make()) == 2
+    bursty = WorkloadSpec("lilo+siso", 300, "gamma", rate=2.0, cv=4.0).make()
+    gaps = np.diff(bursty.arrival)
+    assert gaps.std() / gaps.mean() > 2
+    assert len(WorkloadSpec("alpaca", 9, "on_off", rate=2.0, on_s=1.0, off_s=1.0).make()) == 9
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"lengths": "fixed:3x4"}, "fixed:IxOxB"),
+        ({"lengths": "fixed:0x4x2"}, "prompt_len must be at least 1"),
+        ({"lengths": "fixed:3x4x2", "num_requests": 5}, "already"),
+        ({"lengths": "nowhere.csv"}, "no workload or file 'nowhere.csv'"),
+        ({"lengths": "sharegpt", "arrivals": "replay"}, "no arrivals to replay"),
+        ({"lengths": "sharegpt", "arrivals": "poisson"}, "needs a rate"),
+        ({"lengths": "sharegpt", "arrivals": "gamma", "rate": 1.0}, "needs cv"),
+        ({"lengths": "sharegpt", "rate": 1.0, "cv": 2.0}, "only that does"),
+        ({"lengths": "sharegpt", "arrivals": "all", "rate": 1.0}, "has no rate"),
+        ({"lengths": "sharegpt", "arrivals": "never"}, "must be one of all, replay"),
+        ({"lengths": "sharegpt", "rate": -1.0}, "rate must be a positive"),
+    ],
+)
+def test_wrong_words_are_refused(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(WorkloadError, match=problem):
+        WorkloadSpec(**fields).make()  # type: ignore[arg-type]
