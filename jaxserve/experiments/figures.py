@@ -56,7 +56,7 @@ def chart(path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str) ->
 
 def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
     """The lines by name."""
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import FuncFormatter
 
     drawn = {}
     for number, (name, (x, y)) in enumerate(panel.lines.items()):
@@ -70,7 +70,7 @@ def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
             linestyle="--" if name.endswith(DASHED) else "-",
         )[0]
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_title(panel.title, fontsize=9, loc="left")

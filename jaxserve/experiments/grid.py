@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.sched.simulator import default_limits, make_policy, simulate
+from jaxserve.sched.simulator import RULES, default_limits, policy_under, simulate
 from jaxserve.sched.specs import WorkloadSpec
 from jaxserve.sched.systems import system
 
@@ -19,13 +22,15 @@ UNLIMITED = 10**9  # tokens of cache
 @dataclass(frozen=True)
 class Case:
     """One simulation under the rules `infermax_paper`. workload: as `WorkloadSpec.lengths`;
-    num_requests: of a mix. kv_tokens: M; C is the system's, P as in InferMax's Table 1."""
+    num_requests: of a mix. kv_tokens: M; C is the system's, P as in InferMax's Table 1. switches:
+    parameters of the policy that are set to True or False."""
 
     policy: str
     workload: str
     kv_tokens: int
     num_requests: int | None = None
     system: str = "llama-2-7b@a100"
+    switches: tuple[tuple[str, bool], ...] = ()
 
     @property
     def cost(self) -> int:
@@ -58,13 +63,15 @@ Results = dict[Case, Numbers]
 
 def run(case: Case) -> Numbers:
     place = system(case.system)
-    limits = default_limits(make_policy(case.policy), place)
+    policy = policy_under(case.policy, RULES["infermax_paper"])
+    if case.switches:
+        policy = replace(policy, **dict(case.switches))  # type: ignore[type-var]
     spec = WorkloadSpec(case.workload, num_requests=case.num_requests)
     result = simulate(
-        case.policy,
+        policy,
         spec.make(),
         place,
-        limits=limits,
+        limits=default_limits(policy, place),
         kv_tokens=case.kv_tokens,
         rules="infermax_paper",
     )
@@ -83,11 +90,12 @@ def run(case: Case) -> Numbers:
     )
 
 
-def run_all(cases: Iterable[Case], jobs: int) -> Results:
-    """Every case once, with a progress bar on stderr."""
-    todo = sorted(set(cases), key=lambda case: -case.cost)
+def run_all(cases: Iterable[Case], jobs: int, known: Results | None = None) -> Results:
+    """Every case once, those that are known apart, with a progress bar on stderr."""
+    wanted = set(cases)
+    results: Results = {case: n for case, n in (known or {}).items() if case in wanted}
+    todo = sorted(wanted - set(results), key=lambda case: (-case.cost, str(case)))
     bar = tqdm(total=len(todo), desc="simulations", unit="run", file=sys.stderr)
-    results: Results = {}
     with bar:
         if jobs == 1:
             for case in todo:
@@ -100,3 +108,31 @@ def run_all(cases: Iterable[Case], jobs: int) -> Results:
                 results[futures[future]] = future.result()
                 bar.update()
     return results
+
+
+def dump(results: Results, path: Path) -> None:
+    """The numbers as JSON, one line a run, in a fixed order; a trace without its folder."""
+    rows = [{"case": _named(case), "numbers": asdict(n)} for case, n in results.items()]
+    lines = sorted(json.dumps(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def load(path: Path, cases: Iterable[Case]) -> Results:
+    """Those of the cases that `dump` wrote. ValueError if the file is something else."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        found = {_key(row["case"]): Numbers(**row["numbers"]) for row in rows}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the numbers of an earlier run ({error})") from error
+    keys = {case: _key(_named(case)) for case in cases}
+    return {case: found[key] for case, key in keys.items() if key in found}
+
+
+def _named(case: Case) -> dict[str, Any]:
+    switches = dict(case.switches)
+    return {**asdict(case), "workload": Path(case.workload).name, "switches": switches}
+
+
+def _key(named: dict[str, Any]) -> str:
+    return json.dumps(named, sort_keys=True)

@@ -5,33 +5,25 @@
 
 Every number and figure on the page comes from the runs of this command, on all cores. --azure is
 the hour of conversations of Azure's public dataset of 2023; without it the seventh comparison is
-left out, and the page says so. --quick runs toy sizes that say nothing about the claims.
+left out, and the page says so. --numbers=docs/figures/infermax.json takes what an earlier run has
+simulated from there and runs only what is missing: after a change of a text, say. --quick runs toy
+sizes that say nothing about the claims.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from jaxserve.experiments import azure, optimum
-from jaxserve.experiments.comparisons import (
-    QUICK,
-    Comparison,
-    EvictionFree,
-    HighContention,
-    LowContention,
-    MemorySize,
-    Ranks,
-    Scale,
-    Section,
-)
-from jaxserve.experiments.grid import Case, Results, run_all
-from jaxserve.sched.workload import WorkloadError
+from jaxserve.experiments.claims import QUICK, Comparison, Scale, Section
+from jaxserve.experiments.contention import HighContention, LowContention
+from jaxserve.experiments.grid import Case, dump, load, run_all
+from jaxserve.experiments.memory import EvictionFree, MemorySize
+from jaxserve.experiments.ranks import Ranks
 
 COMPARISONS: tuple[type[Comparison], ...] = (
     LowContention,
@@ -55,23 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no --azure=PATH: the seventh comparison is left out", file=sys.stderr)
     figures = Path(args.out) / "figures"
     try:
-        results = run_all(cases, args.jobs)
+        known = load(Path(args.numbers), cases) if args.numbers else None
+        results = run_all(cases, args.jobs, known)
+        dump(results, figures / "infermax.json")
         instances = optimum.solve_all(scale, args.time_limit, args.jobs)
         sections = [comparison.section(results, figures) for comparison in comparisons]
         sections.append(optimum.section(scale, instances, figures))
         sections.append(
             azure.section(args.azure, count, results, figures) if args.azure else azure.skipped()
         )
-    except (WorkloadError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"jaxserve.experiments.infermax: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     page = Path(args.out) / "infermax.md"
     page.write_text(_page(scale, sections, quick=args.quick), encoding="utf-8")
-    numbers = figures / "infermax.json"
-    numbers.write_text(_numbers(results), encoding="utf-8")
-    print(f"wrote {page}, {numbers} and {sum(len(s.figures) for s in sections)} figures")
+    print(f"wrote {page}, its numbers and {sum(len(s.figures) for s in sections)} figures")
     return 0
 
 
@@ -99,16 +91,6 @@ def _page(scale: Scale, sections: Sequence[Section], quick: bool) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _numbers(results: Results) -> str:
-    """One line a run, in a fixed order."""
-    rows = [
-        {**asdict(case), "workload": Path(case.workload).name, **asdict(numbers)}
-        for case, numbers in results.items()
-    ]
-    lines = sorted(json.dumps(row) for row in rows)
-    return "[\n" + ",\n".join(lines) + "\n]\n"
-
-
 INTRODUCTION = """\
 Paper: Kim, Hong, Gulcehre, Ailamaki, "Optimizing LLM Inference for Database Systems: Cost-Aware \
 Scheduling for Concurrent Requests". All runs use the rules `infermax_paper`: the authors' batch \
@@ -131,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")
     add("--azure", metavar="PATH", default="", help="Azure's conversation trace")
+    add("--numbers", metavar="PATH", default="", help="infermax.json of an earlier run")
     add("--quick", action="store_true", help="toy sizes, for the test")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     add("--time_limit", type=float, default=300.0, help="seconds for one optimal schedule (300)")

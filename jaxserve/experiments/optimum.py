@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve.experiments.comparisons import Extreme, Row, Scale, Section
+from jaxserve.experiments.claims import Row, Scale, Section
 from jaxserve.experiments.figures import Panel, chart, save
 from jaxserve.sched.optimal import Problem, Solution, solve
 from jaxserve.sched.replay import Replay
@@ -66,29 +66,27 @@ def solve_all(scale: Scale, time_limit: float, workers: int) -> list[Instance]:
     return found
 
 
-def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
+def _rows(instances: list[Instance]) -> list[Row]:
     proven = sum(one.optimum.status == "optimal" for one in instances)
     evicting = [one.prompt for one in instances if one.evictions]
     keeping = [one.prompt for one in instances if not one.evictions]
 
     def gain(names: tuple[str, ...], which: list[Instance]) -> str:
-        if not which:
-            return "not run"
-        gains = {
-            f"I = {one.prompt}": 1 - one.best.latency / min(one.policies[n].latency for n in names)
+        """By how much the best of these takes longer than the optimum."""
+        return ", ".join(
+            f"{min(one.policies[n].latency for n in names) / one.best.latency - 1:.1%} "
+            f"(I = {one.prompt})"
             for one in which
-        }
-        most = Extreme.of(gains)
-        return f"up to {most.value:.1%} ({most.where})"
+        )
 
     short = [one for one in instances if one.prompt <= SHORT]
     long = [one for one in instances if one.prompt > SHORT]
-    free, bound = ("vllm+ef", "sarathi_pc+ef"), ("vllm",)
+    free = ("vllm+ef", "sarathi_pc+ef")
     near = {
         name: max((one.policies[name].latency / one.best.latency - 1 for one in which), default=0.0)
         for name, which in (("vllm", short), ("vllm+ef", long))
     }
-    rows = [
+    return [
         Row("the optimum is found", f"proven for {proven} of {len(instances)} values of I"),
         Row(
             "for I <= 32 the optimum evicts, for I >= 64 it does not",
@@ -96,12 +94,12 @@ def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
         ),
         Row(
             "I <= 32: evicting gains up to 17% over eviction-free schedules",
-            gain(free, short) + " lower latency than the better of `vllm+ef`, `sarathi_pc+ef`",
+            f"`vllm+ef` and `sarathi_pc+ef` take longer than the optimum by {gain(free, short)}",
             WHY["short"],
         ),
         Row(
             "I >= 64: not evicting gains up to 40%",
-            gain(bound, long) + " lower latency than `vllm`",
+            f"`vllm` takes longer than the optimum by {gain(('vllm',), long)}",
             WHY["long"],
         ),
         Row(
@@ -109,6 +107,9 @@ def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
             f"at most {near['vllm']:.1%} and {near['vllm+ef']:.1%} above it",
         ),
     ]
+
+
+def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
     lines = {
         name: (
             [one.prompt for one in instances],
@@ -127,7 +128,7 @@ def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
         f"6. The optimum, O = B = {scale.optimum_requests} (section 5.1, Figure 15)",
         "M = max(2I, I + O - 1): two prompts fit at the same time, two whole requests do not. "
         "Whole prompts, so P = C. Solved with `sched/optimal.py`, the schedules replayed.",
-        rows,
+        _rows(instances),
         [
             ("infermax-15-gap.png", "What the schedulers take, relative to the optimum"),
             ("infermax-15-schedules.png", "Optimal schedules: requests by batches"),
@@ -184,4 +185,10 @@ def _list(values: list[int]) -> str:
     return ", ".join(map(str, values)) or "none"
 
 
-WHY = {"short": "", "long": ""}
+WHY = {
+    "short": (
+        "At I = 1, M = 4 holds four prompts, so the gain is out of line there. Gains are relative "
+        "to the optimum, which is how the paper's 17% and 40% come out."
+    ),
+    "long": "",
+}

@@ -124,7 +124,10 @@ def test_the_experiment_at_toy_size(tmp_path: Path) -> None:
     for name in named:
         assert (tmp_path / name).read_bytes().startswith(PNG)
     runs = json.loads((tmp_path / "figures" / "infermax.json").read_text())
-    assert len({(r["policy"], r["workload"], r["kv_tokens"], r["num_requests"]) for r in runs}) == (
-        len(runs)
-    )
+    assert len({json.dumps(run["case"]) for run in runs}) == len(runs)
+    numbers = tmp_path / "figures" / "infermax.json"
+    again = tmp_path / "again"
+    from_numbers = [f"--numbers={numbers}", *arguments[:2], arguments[3], f"--out={again}"]
+    assert infermax.main(from_numbers) == 0
+    assert (again / "infermax.md").read_text() == page
     assert "Not run" not in page and str(tmp_path) not in page
