@@ -134,6 +134,29 @@ class AttentionInput(NamedTuple):
     x: jax.Array
 
 
+class KVProjection(NamedTuple):
+    """How each layer makes K and V of `AttentionInput.x`, for caches that store x (Apt-Serve 4.2):
+
+        K_h = rotate(norm(x @ wk_h + bk_h), position),   V_h = x @ wv_h + bv_h
+
+    Attributes:
+        wk, wv: [layers, d_model, num_kv_heads * head_dim].
+        bk, bv: [layers, num_kv_heads * head_dim], or None.
+        k_norm: [layers, head_dim], scale of the RMS norm over each head of K, or None.
+        norm_eps: of that norm.
+        rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; None where
+            positions are not rotated.
+    """
+
+    wk: jax.Array
+    wv: jax.Array
+    bk: jax.Array | None
+    bv: jax.Array | None
+    k_norm: jax.Array | None
+    norm_eps: float
+    rotation: jax.Array | None
+
+
 # (carry, layer index as a traced int32, inputs) -> (carry, output [T, num_heads, head_dim])
 Attend = Callable[[Carry, jax.Array, AttentionInput], tuple[Carry, jax.Array]]
 
@@ -177,6 +200,7 @@ class Family:
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
         param_specs: config -> tree of `ParamSpec`.
         hf_layout: config -> tree of `HFTensor`, same structure.
+        kv_projection: params, config, max_len -> `KVProjection`, whose arrays are those of params.
     """
 
     name: str
@@ -187,3 +211,4 @@ class Family:
     hf_layout: Callable[[Any], Params]
     forward: Forward
     logits: Logits
+    kv_projection: Callable[[Params, Any, int], KVProjection]

@@ -22,6 +22,7 @@ from jaxserve.models.base import (
     AttentionInput,
     Carry,
     Family,
+    KVProjection,
     ModelConfig,
     Params,
     count_params,
@@ -182,6 +183,16 @@ def logits(
     return vocab_logits(hidden, table, config.vocab_size, mesh)
 
 
+def kv_projection(params: LlamaParams, config: LlamaConfig, max_len: int) -> KVProjection:
+    """See `jaxserve.models.base.KVProjection`."""
+    k, v, norm = params.layers.k, params.layers.v, params.layers.k_norm
+    with jax.ensure_compile_time_eval():
+        cos, sin = angles(config.rope, config.head_dim, jnp.arange(max_len, dtype=jnp.int32))
+        rotation = jnp.stack([cos[:, 0], sin[:, 0]])
+    scale = None if norm is None else norm.scale
+    return KVProjection(k.kernel, v.kernel, k.bias, v.bias, scale, config.norm_eps, rotation)
+
+
 def _attention_input(
     layer: LlamaLayers,
     config: LlamaConfig,
@@ -301,4 +312,5 @@ FAMILY = Family(
     hf_layout=hf_layout,
     forward=forward,
     logits=logits,
+    kv_projection=kv_projection,
 )

@@ -21,6 +21,7 @@ from jaxserve.models.base import (
     AttentionInput,
     Carry,
     Family,
+    KVProjection,
     ModelConfig,
     Params,
     count_params,
@@ -180,6 +181,12 @@ def logits(
     return vocab_logits(hidden, table, config.vocab_size, mesh)
 
 
+def kv_projection(params: OPTParams, config: OPTConfig, max_len: int) -> KVProjection:
+    """See `jaxserve.models.base.KVProjection`; positions are learned, so nothing is rotated."""
+    k, v = params.layers.k, params.layers.v
+    return KVProjection(k.kernel, v.kernel, k.bias, v.bias, None, NORM_EPS, None)
+
+
 def _layer(
     layer: OPTLayers,
     config: OPTConfig,
@@ -280,4 +287,5 @@ FAMILY = Family(
     hf_layout=hf_layout,
     forward=forward,
     logits=logits,
+    kv_projection=kv_projection,
 )
