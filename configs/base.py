@@ -52,6 +52,8 @@ def get_config() -> ConfigDict:
             "engine": {
                 # Prompt and output tokens of one request; 0: what the model was trained for.
                 "max_model_len": 0,
+                # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, else xla) | xla | triton |
+                # tpu; triton-interpret and tpu-interpret run anywhere, very slowly: for tests.
                 "attention_backend": "auto",
                 # Batch shapes to compile, ascending; empty: powers of two, then steps of 256.
                 "row_buckets": (),

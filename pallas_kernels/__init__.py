@@ -1,18 +1,26 @@
 """Attention over the paged block pool: one interface, one backend a file, references beside them.
 
 Knows jax and numpy only. The order of elements inside a block is this package's own business:
-everyone else speaks of (block, slot) and goes through `write_kv`, `paged_attention` and
-`read_tokens`.
+everyone else speaks of (block, slot) and goes through `write`, the attention functions,
+`move_slots` and its like, and `read_tokens`.
 """
 
 from jaxserve.pallas_kernels.attention import (
+    absorbed_attention,
+    paged_attention,
+    projected_attention,
+    write,
+)
+from jaxserve.pallas_kernels.backends import (
     BACKENDS,
     Backend,
-    paged_attention,
+    get_backend,
     resolve_backend,
-    write_kv,
+    select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens
 
 __all__ = [
@@ -23,10 +31,18 @@ __all__ = [
     "RIGHT",
     "AttentionBatch",
     "Backend",
+    "HiddenProjection",
+    "absorbed_attention",
     "block_bytes",
+    "get_backend",
     "make_pool",
+    "move_slots",
     "paged_attention",
+    "projected_attention",
     "read_tokens",
     "resolve_backend",
-    "write_kv",
+    "select_backend",
+    "stage_in",
+    "stage_out",
+    "write",
 ]

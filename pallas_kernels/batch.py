@@ -22,11 +22,13 @@ class AttentionBatch:
     """One step's rows (requests) and tokens, padded to a static bucket of R rows and T tokens.
 
     tables: int32 [R, 2, W], block ids; [:, 0] are K (or hidden) blocks, [:, 1] V blocks. Entries
-        past a row's last block may be any id in [0, blocks): they are never used.
+        past a row's last block, and [:, 1] of hidden rows, may be any id in [0, blocks): they are
+        never used.
     context_lens: int32 [R], tokens in the cache once this step's are written; 0: padding row.
     query_start: int32 [R], index of the row's first token on the flat token axis.
     query_lens: int32 [R], the row's tokens in this step; 0: padding row.
     direction: int32 [R], LEFT: token t of a block sits in slot t; RIGHT: in block_size - 1 - t.
+    kind: int32 [R], KV or HIDDEN: what the row has cached. Padding rows: KV.
     token_row: int32 [T], the row of each token; R for padding tokens.
     num_decodes: int32 [], rows [0, num_decodes) have one token each; the rest are prefill chunks.
     num_rows: int32 [], rows in use: [0, num_rows).
@@ -40,6 +42,7 @@ class AttentionBatch:
     query_start: jax.Array
     query_lens: jax.Array
     direction: jax.Array
+    kind: jax.Array
     token_row: jax.Array
     num_decodes: jax.Array
     num_rows: jax.Array
@@ -59,6 +62,21 @@ class AttentionBatch:
         """W, the most blocks of one kind that a row can have."""
         return self.tables.shape[2]
 
+    def decodes(self) -> AttentionBatch:
+        """The same rows as a batch of the decodes alone: token i is row i's, T == R. The tokens of
+        this batch are found at query_start[:R]; those of other rows are padding."""
+        index = jnp.arange(self.max_rows, dtype=jnp.int32)
+        mine = index < self.num_decodes
+        return dataclasses.replace(
+            self,
+            context_lens=jnp.where(mine, self.context_lens, 0),
+            query_start=index,
+            query_lens=mine.astype(jnp.int32),
+            kind=jnp.where(mine, self.kind, KV),
+            token_row=jnp.where(mine, index, self.max_rows),
+            num_rows=self.num_decodes,
+        )
+
     def validate(self) -> None:
         """Raise ValueError, naming the field, if a shape or dtype is wrong. Costs nothing at run
         time: shapes are static."""
@@ -67,7 +85,7 @@ class AttentionBatch:
         if self.token_row.ndim != 1:
             raise ValueError(f"batch.token_row: want [T], got {self.token_row.shape}")
         rows = self.tables.shape[0]
-        for name in ("context_lens", "query_start", "query_lens", "direction"):
+        for name in ("context_lens", "query_start", "query_lens", "direction", "kind"):
             shape = getattr(self, name).shape
             if shape != (rows,):
                 raise ValueError(f"batch.{name}: want [{rows}] as tables has rows, got {shape}")

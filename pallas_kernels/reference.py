@@ -1,12 +1,21 @@
-"""Slow and obvious NumPy references of the kernels, one token at a time, in float64 by default."""
+"""Slow and obvious NumPy references of the kernels, one token at a time, in float64 by default.
+
+They take what a backend's functions take (see `attention.Backend`), of all heads, and arrays of
+any float dtype.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.batch import HIDDEN, KV, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.hidden import HiddenProjection
+
+Array = np.ndarray | jax.Array
 
 
 def _slot(position: int, direction: int, block_size: int) -> int:
@@ -14,24 +23,23 @@ def _slot(position: int, direction: int, block_size: int) -> int:
     return block_size - 1 - offset if direction == RIGHT else offset
 
 
-def write_kv(
-    pool: np.ndarray | jax.Array,
-    layer: int,
-    k: np.ndarray | jax.Array,
-    v: np.ndarray | jax.Array,
-    batch: AttentionBatch,
+def write(
+    pool: Array, layer: int, k: Array, v: Array, x: Array | None, batch: AttentionBatch
 ) -> np.ndarray:
-    """A copy of the pool with every token's k and v [T, kv_heads, head_dim] in its slot."""
+    """A copy of the pool with every token's k and v, or its x where its row is hidden, [T,
+    kv_heads, head_dim] each, in its slot."""
     out = np.array(pool)
     block_size = out.shape[3]
     tables = np.asarray(batch.tables)
     for row in range(int(batch.num_rows)):
         length, context = int(batch.query_lens[row]), int(batch.context_lens[row])
+        values = (x,) if int(batch.kind[row]) == HIDDEN else (k, v)
         for i in range(length):
             token, position = int(batch.query_start[row]) + i, context - length + i
             slot = _slot(position, int(batch.direction[row]), block_size)
-            for kind, value in enumerate((k, v)):
-                block = tables[row, kind, position // block_size]
+            for plane, value in enumerate(values):
+                assert value is not None, f"row {row} is hidden, but there is no x"
+                block = tables[row, plane, position // block_size]
                 out[layer, block, :, slot] = np.asarray(value[token])
     return out
 
@@ -55,9 +63,29 @@ def _one_token(
     return out
 
 
+def _seen(batch: AttentionBatch, row: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(token, start, end) for the row's tokens of this step: each sees positions [start, end)."""
+    length, context = int(batch.query_lens[row]), int(batch.context_lens[row])
+    for i in range(length):
+        end = context - length + i + 1
+        yield int(batch.query_start[row]) + i, 0 if window is None else max(0, end - window), end
+
+
+def _cached(blocks: np.ndarray, batch: AttentionBatch, row: int, plane: int) -> np.ndarray:
+    """The row's vectors of one plane, in token order: [context, kv_heads, D]."""
+    context, block_size = int(batch.context_lens[row]), blocks.shape[2]
+    slots = [_slot(p, int(batch.direction[row]), block_size) for p in range(context)]
+    ids = np.asarray(batch.tables)[row, plane, np.arange(context) // block_size]
+    return blocks[ids, :, slots]
+
+
+def _rows_of(batch: AttentionBatch, kind: int, rows: int) -> list[int]:
+    return [row for row in range(rows) if int(batch.kind[row]) == kind]
+
+
 def paged_attention(
-    q: np.ndarray | jax.Array,
-    pool: np.ndarray | jax.Array,
+    q: Array,
+    pool: Array,
     layer: int,
     batch: AttentionBatch,
     *,
@@ -66,17 +94,118 @@ def paged_attention(
     soft_cap: float | None = None,
     dtype: DTypeLike = np.float64,
 ) -> np.ndarray:
-    """Attention of q [T, H, D] over the pool -> [T, H, D] in dtype; padding tokens give zeros."""
+    """Attention of q [T, H, D] over the pool -> [T, H, D] in dtype; zeros for padding tokens and
+    those of hidden rows."""
     queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool[layer]).astype(dtype)
-    tables, block_size = np.asarray(batch.tables), blocks.shape[2]
     out = np.zeros(queries.shape, dtype)
-    for row in range(int(batch.num_rows)):
-        length, context = int(batch.query_lens[row]), int(batch.context_lens[row])
-        slots = [_slot(p, int(batch.direction[row]), block_size) for p in range(context)]
-        ids = tables[row][:, np.arange(context) // block_size]
-        k, v = blocks[ids[0], :, slots], blocks[ids[1], :, slots]
-        for i in range(length):
-            token, end = int(batch.query_start[row]) + i, context - length + i + 1
-            start = 0 if sliding_window is None else max(0, end - sliding_window)
+    for row in _rows_of(batch, KV, int(batch.num_rows)):
+        k, v = (_cached(blocks, batch, row, plane) for plane in (0, 1))
+        for token, start, end in _seen(batch, row, sliding_window):
             out[token] = _one_token(queries[token], k[start:end], v[start:end], scale, soft_cap)
+    return out
+
+
+def absorbed_attention(
+    qx: Array,
+    pool: Array,
+    layer: int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> np.ndarray:
+    """Attention of qx [T, H, E] over raw hidden vectors, one x for all heads -> [T, H, E] in dtype;
+    zeros for all tokens but those of hidden decodes."""
+    queries, blocks = np.asarray(qx).astype(dtype), np.asarray(pool[layer]).astype(dtype)
+    out = np.zeros(queries.shape, dtype)
+    for row in _rows_of(batch, HIDDEN, int(batch.num_decodes)):
+        x = _cached(blocks, batch, row, 0)
+        x = x.reshape(len(x), 1, -1)
+        for token, start, end in _seen(batch, row, sliding_window):
+            out[token] = _one_token(queries[token], x[start:end], x[start:end], scale, soft_cap)
+    return out
+
+
+def project(
+    x: np.ndarray, projection: HiddenProjection, head_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """K and V [S, heads, head_dim] of hidden vectors x [S, E] at positions 0 to S - 1."""
+
+    # Where a window hides the first positions, nobody looks at what becomes of them.
+    with np.errstate(invalid="ignore"):
+        return _project(x, projection, head_dim)
+
+
+def _project(
+    x: np.ndarray, projection: HiddenProjection, head_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
+    def heads(weights: jax.Array, bias: jax.Array | None) -> np.ndarray:
+        y = x @ np.asarray(weights).astype(x.dtype)
+        y = y if bias is None else y + np.asarray(bias).astype(x.dtype)
+        return y.reshape(len(x), -1, head_dim)
+
+    k, v = heads(projection.wk, projection.bk), heads(projection.wv, projection.bv)
+    if projection.k_norm is not None:
+        mean_square = (k * k).mean(axis=-1, keepdims=True)
+        k = k / np.sqrt(mean_square + projection.norm_eps) * np.asarray(projection.k_norm)
+    if projection.rotation is not None:
+        cos, sin = np.asarray(projection.rotation).astype(x.dtype)[:, : len(x), None]
+        first, second = np.split(k, 2, axis=-1)
+        k = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return k, v
+
+
+def projected_attention(
+    q: Array,
+    pool: Array,
+    layer: int,
+    batch: AttentionBatch,
+    projection: HiddenProjection,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> np.ndarray:
+    """Attention of q [T, H, D] over the K and V that hidden rows' cached vectors project to ->
+    [T, H, D] in dtype; zeros for padding tokens and those of KV rows."""
+    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool[layer]).astype(dtype)
+    out = np.zeros(queries.shape, dtype)
+    for row in _rows_of(batch, HIDDEN, int(batch.num_rows)):
+        x = _cached(blocks, batch, row, 0)
+        k, v = project(x.reshape(len(x), -1), projection, queries.shape[2])
+        for token, start, end in _seen(batch, row, sliding_window):
+            out[token] = _one_token(queries[token], k[start:end], v[start:end], scale, soft_cap)
+    return out
+
+
+def move(pool: Array, moves: Array, count: int) -> np.ndarray:
+    """A copy of the pool with the first `count` of moves [M, 4] made, in all layers: (block, slot)
+    to (block, slot)."""
+    out, old = np.array(pool), np.asarray(pool)
+    for source, from_slot, target, to_slot in np.asarray(moves)[:count]:
+        out[:, target, :, to_slot] = old[:, source, :, from_slot]
+    return out
+
+
+def stage_out(pool: Array, slots: Array, count: int) -> np.ndarray:
+    """The vectors of the first `count` of slots [M, 2], (block, slot) each, in all layers: [M,
+    layers, kv_heads, head_dim], the rest zero."""
+    old = np.asarray(pool)
+    out = np.zeros((len(slots), old.shape[0], old.shape[2], old.shape[4]), old.dtype)
+    for i, (block, slot) in enumerate(np.asarray(slots)[:count]):
+        out[i] = old[:, block, :, slot]
+    return out
+
+
+def stage_in(pool: Array, staging: Array, slots: Array, count: int) -> np.ndarray:
+    """A copy of the pool with the first `count` of staging [M, layers, kv_heads, head_dim] in
+    their slots [M, 2]."""
+    out = np.array(pool)
+    for value, (block, slot) in list(zip(np.asarray(staging), np.asarray(slots), strict=True))[
+        :count
+    ]:
+        out[:, block, :, slot] = value
     return out

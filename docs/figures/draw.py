@@ -213,10 +213,46 @@ def loop() -> Drawing:
     return d
 
 
+def cache_reads() -> Drawing:
+    """The three ways in which a query meets what its request has cached."""
+    d = Drawing(860, 330, "Three reads of a cache: K and V, absorbed hidden, projected hidden")
+    lanes = (
+        (50, "K and V", "paged_attention"),
+        (146, "hidden, absorbed", "absorbed_attention"),
+        (242, "hidden, projected", "projected_attention"),
+    )
+    for y, name, function in lanes:
+        d.text(20, y + 28, name, anchor="start", bold=True)
+        d.note(20, y + 46, function)
+    for x, name in ((222, "query"), (410, "blocks"), (622, "softmax, sum"), (786, "output")):
+        d.text(x, 28, name, size=12, colour=QUIET)
+    for y, query, block, result in (
+        (50, ("q",), ("K | V", "two blocks for 16 tokens"), ("sum of a v",)),
+        (146, ("Wk q", "weights folded in"), ("x", "one block"), ("Wv (sum of a x)",)),
+        (242, ("q",), ("x", "one block"), ("sum of a v",)),
+    ):
+        d.box(158, y, 128, 60, HOST, *query)
+        d.box(330, y, 160, 60, DEVICE, *block)
+        d.box(722, y, 128, 60, HOST, *result)
+        d.arrow((286, y + 30), (328, y + 30))
+        d.arrow((682, y + 30), (720, y + 30))
+    d.box(562, 50, 120, 60, OUTSIDE, "q.k, then v")
+    d.box(562, 146, 120, 60, OUTSIDE, "x twice", "keys and values")
+    d.box(562, 242, 120, 60, OUTSIDE, "q.k, then v")
+    d.arrow((490, 80), (560, 80))
+    d.arrow((490, 176), (560, 176))
+    d.arrow((490, 272), (560, 272))
+    d.text(525, 262, "Wk, Wv", size=11.5, colour=QUIET)
+    d.text(525, 290, "rotate", size=11.5, colour=QUIET)
+    d.note(158, 322, "K and V made of x stay on the chip: they are used at once and forgotten.")
+    return d
+
+
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "request-path": request_path,
     "block-pool": block_pool,
     "loop": loop,
+    "cache-reads": cache_reads,
 }
 
 

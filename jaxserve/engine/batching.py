@@ -42,6 +42,7 @@ def build_batch(
     fields["query_start"][:n] = first
     fields["query_lens"][:n] = counts
     fields["direction"][:n] = pool.direction[rows]
+    fields["kind"][:n] = pool.kind[rows]
     fields["last"][:n] = first + counts - 1
     fields["slots"][:n] = slots
     fields["emit"][:n] = emits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -9,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
@@ -24,7 +24,7 @@ from jaxserve.engine.sizing import GIB, Demand, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.steps import StepModel
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.pallas_kernels import make_pool, resolve_backend
+from jaxserve.pallas_kernels import KV, make_pool, select_backend
 from jaxserve.sched.policy import Limits, Policy, make_policy
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import (
@@ -35,6 +35,8 @@ from jaxserve.weights import (
     load_preset,
     param_bytes,
 )
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -63,7 +65,6 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     dtype = _dtype(config.model.dtype, hf)
-    backend = resolve_backend(config.engine.attention_backend)
     max_model_len = _max_model_len(config.engine.max_model_len, model)
     policy = _policy(config.scheduler.policy)
     limits = _limits(config, policy, max_model_len)
@@ -77,6 +78,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         shards=tensor,
     )
     block_size = config.cache.block_size
+    backend = _backend(config, model, dtype, pool_heads=pool_heads, shards=tensor)
     width = -(-max_model_len // block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -117,7 +119,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         max_model_len=max_model_len,
         capacity=config.scheduler.max_queue + limits.max_rows,
     )
-    info = _info(config, family, model, dtype, mesh, scheduler, max_model_len, pool.nbytes)
+    info = _info(config, step_model, dtype, scheduler, max_model_len, pool.nbytes)
     options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)
     return Engine(
         executor, scheduler, tokenizer, info, eos_ids=model.eos_token_ids, options=options
@@ -170,6 +172,27 @@ def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
     if name not in DTYPES:
         raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
     return jnp.dtype(name)
+
+
+def _backend(
+    config: ConfigDict, model: ModelConfig, dtype: jnp.dtype, *, pool_heads: int, shards: int
+) -> str:
+    """The kernels to serve with. Says so once if the platform's own ones do not fit the model."""
+    try:
+        name, reason = select_backend(
+            config.engine.attention_backend,
+            kinds=(KV,),
+            num_heads=model.num_heads // shards,
+            kv_heads=pool_heads // shards,
+            head_dim=model.head_dim,
+            block_size=config.cache.block_size,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise ConfigError(f"engine.attention_backend: {error}") from error
+    if reason is not None:
+        log.warning("attention runs in plain XLA operations, slowly: %s", reason)
+    return name
 
 
 def _max_model_len(wanted: int, model: ModelConfig) -> int:
@@ -243,15 +266,14 @@ def _bar(progress: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
 
 def _info(
     config: ConfigDict,
-    family: Family,
-    model: ModelConfig,
+    step_model: StepModel,
     dtype: jnp.dtype,
-    mesh: Mesh | None,
     scheduler: Scheduler,
     max_model_len: int,
     pool_bytes: int,
 ) -> EngineInfo:
     path = str(config.model.path).rstrip("/")
+    family, model, mesh = step_model.family, step_model.config, step_model.mesh
     return EngineInfo(
         model=config.model.name or os.path.basename(path) or config.model.preset,
         family=family.name,
@@ -266,4 +288,5 @@ def _info(
         pool_bytes=pool_bytes,
         device=jax.devices()[0].device_kind,
         mesh_tensor=mesh.size if mesh else 1,
+        attention_backend=step_model.backend,
     )

@@ -38,6 +38,7 @@ class Layout:
             "query_start": r,
             "query_lens": r,
             "direction": r,
+            "kind": r,  # what the row has cached: KV or HIDDEN
             "last": r,  # flat index of the row's last token, whose logits are wanted
             "slots": r,
             "emit": r,

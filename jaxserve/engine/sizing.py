@@ -39,34 +39,36 @@ def pool_blocks(
     weights: int,
     pool_heads: int,
     shards: int,
+    device: tuple[str, int] | None = None,
 ) -> int:
-    """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool.
-    ConfigError says what would fit."""
+    """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
+    device: name and memory of each, if not those of this process. ConfigError says what would
+    fit."""
     block = block_bytes(
         config.num_layers, pool_heads // shards, demand.block_size, config.head_dim, dtype
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
-    device, total = _device_memory()
+    name, total = device or _device_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
     if demand.memory_bytes > left > 0:
         raise ConfigError(
             f"cache.memory_gib: {_gib(demand.memory_bytes)} asked for, but weights and workspace "
-            f"leave {_gib(left)} on {device}"
+            f"leave {_gib(left)} on {name}"
         )
     planes = CacheKind.KV.planes
     fits = max(budget, 0) // block
     if fits < planes:
         raise ConfigError(
             f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
-            f"nothing of {_gib(total)} x cache.memory_fraction={demand.memory_fraction} on {device}"
+            f"nothing of {_gib(total)} x cache.memory_fraction={demand.memory_fraction} on {name}"
             if left <= 0
             else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(planes * block)}"
         )
     if demand.num_blocks > fits:
         raise ConfigError(
             f"cache.num_blocks={demand.num_blocks} needs {_gib(demand.num_blocks * block)}, but "
-            f"{_gib(budget)} are left on {device}; at most {fits} blocks of {demand.block_size} "
+            f"{_gib(budget)} are left on {name}; at most {fits} blocks of {demand.block_size} "
             "tokens fit"
         )
     if demand.num_blocks:

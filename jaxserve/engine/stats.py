@@ -76,6 +76,7 @@ class EngineInfo:
     pool_bytes: int
     device: str
     mesh_tensor: int
+    attention_backend: str
 
 
 class Observer(Protocol):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
 from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
-from jaxserve.pallas_kernels import paged_attention, write_kv
+from jaxserve.pallas_kernels import paged_attention, write
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _model_step(
         k, v = inputs.k, inputs.v
         if model.kv_repeat > 1:
             k, v = (jnp.repeat(a, model.kv_repeat, axis=1) for a in (k, v))
-        pool = write_kv(pool, layer, k, v, batch, backend=model.backend, mesh=mesh)
+        pool = write(pool, layer, k, v, batch, backend=model.backend, mesh=mesh)
         out = paged_attention(
             inputs.q,
             pool,

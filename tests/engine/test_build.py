@@ -40,7 +40,14 @@ from jaxserve.engine.executor import JaxExecutor
             r"scheduler.max_batch_tokens \(32\) must be at least the longest request \(64",
         ),
         ({"engine.max_model_len": 65}, "engine.max_model_len must be 2 to the model's 64"),
-        ({"engine.attention_backend": "cuda"}, "attention_backend|backend"),
+        (
+            {"engine.attention_backend": "cuda"},
+            r"engine.attention_backend: backend: must be auto or one of .*'xla'.*, got 'cuda'",
+        ),
+        (
+            {"engine.attention_backend": "triton"},
+            "engine.attention_backend: backend: triton needs a gpu, this is a cpu",
+        ),
         ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
         ({"cache.block_size": 0}, "cache.block_size"),
         ({"cache.num_blocks": -1}, "cache.num_blocks must be at least 2"),

@@ -1,8 +1,12 @@
-"""Run by test_sharded.py in a process of its own: 4 virtual devices against one."""
+"""Run by test_sharded.py in a process of its own, with virtual devices: `run_sharded BACKEND
+SHARDS,SHARDS,... HEAD_DIM TOKENS,TOKENS,...` compares steps of that many tokens, on that many
+shards, with one of XLA's on a single device."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +14,65 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.pallas_kernels import make_pool, paged_attention, write_kv
-from tests.kernels.batches import Shape, make_batch, vectors
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    LEFT,
+    RIGHT,
+    absorbed_attention,
+    make_pool,
+    move_slots,
+    paged_attention,
+    projected_attention,
+    stage_in,
+    stage_out,
+    write,
+)
+from tests.kernels.batches import Shape, make_batch, make_projection, vectors
+
+HEADS = 8
+MOVES = [[0, 1, 2, 3], [1, 0, 3, 7], [9, 9, 9, 9]]  # the last one is not made
 
 
-def step(mesh: Mesh | None, decode_only: bool) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-    """Write and attend in two scanned layers under jit: (pool, output, the pool as it lies)."""
-    shape = Shape(num_heads=8, kv_heads=4, rows=4, tokens=4 if decode_only else 24)
+def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.ndarray], jax.Array]:
+    """Write and attend in two scanned layers under jit, then move slots: (results by name, the
+    pool as it lies)."""
     rng = np.random.default_rng(0)
-    rows = [(9, 1), (1, 1), (33, 1)] if decode_only else [(9, 1), (8, 8), (20, 13)]
-    batch = make_batch(shape, rows, [0, 1, 1], 3 if decode_only else 1, rng)
-    q, k, v = (vectors(shape, heads, rng, jnp.float32) for heads in (8, 4, 4))
+    rows = [(9, 1), (1, 1), (20, 1)] if shape.tokens == shape.rows else [(9, 1), (8, 8), (20, 13)]
+    kinds = [HIDDEN, KV, HIDDEN]
+    decodes = sum(length == 1 for _, length in rows)
+    batch = make_batch(shape, rows, [LEFT, RIGHT, RIGHT], decodes, rng, kinds=kinds)
+    if decodes < len(rows):
+        # More table entries than the pool has blocks: then a whole layer is gathered, else blocks.
+        tables = jnp.pad(batch.tables, ((0, 0), (0, 0), (0, 6)))
+        batch = dataclasses.replace(batch, tables=tables)
+        assert shape.rows * tables.shape[2] > shape.blocks
+    q, k, v, x = (vectors(shape, HEADS, rng, jnp.float32) for _ in range(4))
+    qx = jnp.asarray(rng.standard_normal((shape.tokens, HEADS, HEADS * shape.head_dim)) / 9)
+    projection = make_projection(shape, rng, jnp.float32, bias=True, norm=True, rotary=True)
     sharding = None if mesh is None else NamedSharding(mesh, P(None, None, "tensor"))
-    pool = make_pool(2, shape.blocks, 4, shape.block_size, shape.head_dim, q.dtype, sharding)
+    pool = make_pool(2, shape.blocks, HEADS, shape.block_size, shape.head_dim, q.dtype, sharding)
+    place = {"backend": backend, "mesh": mesh}
+    only = {"decode_only": shape.tokens == shape.rows, "scale": 0.3, **place}
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(pool: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def layer(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
-            pool, x = carry
-            pool = write_kv(pool, i, k + x[:, ::2], v, batch, mesh=mesh)
-            x = paged_attention(x, pool, i, batch, scale=0.3, decode_only=decode_only, mesh=mesh)
-            return (pool, x), None
+    def run(pool: jax.Array, q: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def layer(pool: jax.Array, i: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            pool = write(pool, i, k + i, v, batch, x=x, **place)
+            out = paged_attention(q, pool, i, batch, **only)
+            out += projected_attention(q, pool, i, batch, projection, **only)
+            mixed = absorbed_attention(qx, pool, i, batch, scale=0.1, **place)
+            return pool, {"out": out, "mixed": mixed}
 
-        return jax.lax.scan(layer, (pool, q), jnp.arange(2))[0]
+        pool, found = jax.lax.scan(layer, pool, jnp.arange(2))
+        moves = jnp.asarray(MOVES, jnp.int32)
+        pool = move_slots(pool, moves, 2, **place)
+        staged = stage_out(pool, moves[:, :2], 2, **place)
+        pool = stage_in(pool, staged * 2, moves[:, :2], 2, **place)
+        return pool, {**found, "staged": staged}
 
-    pool, out = run(pool, q)
-    return np.asarray(pool), np.asarray(out), pool
+    pool, found = run(pool, q)
+    return {name: np.asarray(a) for name, a in {**found, "pool": pool}.items()}, pool
 
 
 def refuse(mesh: Mesh) -> None:
@@ -46,8 +83,9 @@ def refuse(mesh: Mesh) -> None:
     pool = make_pool(1, shape.blocks, 4, shape.block_size, shape.head_dim, jnp.float32)
     q, k = (vectors(shape, heads, rng, jnp.float32) for heads in (8, 4))
     for call in (
-        lambda: write_kv(pool, 0, k, k, batch, mesh=mesh),
+        lambda: write(pool, 0, k, k, batch, mesh=mesh),
         lambda: paged_attention(q, pool, 0, batch, scale=1.0, decode_only=True, mesh=mesh),
+        lambda: move_slots(pool, jnp.zeros((1, 4), jnp.int32), 1, mesh=mesh),
     ):
         try:
             call()
@@ -55,17 +93,20 @@ def refuse(mesh: Mesh) -> None:
             print(error)
 
 
-def main() -> None:
-    for decode_only in (True, False):
-        pool, out, _ = step(None, decode_only)
-        for shards in (1, 2, 4):
-            mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
-            sharded_pool, sharded_out, placed = step(mesh, decode_only)
-            np.testing.assert_allclose(sharded_pool, pool, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(sharded_out, out, rtol=1e-5, atol=1e-6)
-            assert placed.addressable_shards[0].data.shape[2] == 4 // shards
+def main(backend: str, shards: list[int], head_dim: int, sizes: list[int]) -> None:
+    for tokens in sizes:
+        shape = Shape(HEADS, HEADS, head_dim=head_dim, rows=4, width=3, tokens=tokens)
+        want, _ = step(shape, None, "xla")
+        for count in shards:
+            mesh = Mesh(np.array(jax.devices()[:count]), ("tensor",))
+            found, pool = step(shape, mesh, backend)
+            for name, value in want.items():
+                scale = np.abs(value).max()
+                np.testing.assert_allclose(found[name], value, atol=1e-5 * scale, err_msg=name)
+            assert pool.addressable_shards[0].data.shape[2] == HEADS // count
     refuse(Mesh(np.array(jax.devices()[:3]), ("tensor",)))
 
 
 if __name__ == "__main__":
-    main()
+    shards, sizes = ([int(n) for n in sys.argv[i].split(",")] for i in (2, 4))
+    main(sys.argv[1], shards, int(sys.argv[3]), sizes)

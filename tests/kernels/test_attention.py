@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import LEFT, RIGHT, AttentionBatch, paged_attention, reference
-from tests.kernels.batches import Shape, make_batch, make_pool, vectors
+from tests.kernels.batches import (
+    Shape,
+    decode_batches,
+    make_batch,
+    make_pool,
+    mixed_batches,
+    vectors,
+)
 
 MHA = Shape(num_heads=3, kv_heads=3)
 GQA = Shape(num_heads=8, kv_heads=2, rows=9, tokens=9, width=7)
@@ -76,41 +83,6 @@ def check(
     got64 = np.asarray(got).astype(np.float64)
     assert np.all(got64[np.asarray(batch.token_row) == shape.rows] == 0)
     assert np.linalg.norm(got64 - want) <= limit * np.linalg.norm(want)
-
-
-def lengths(shape: Shape) -> st.SearchStrategy[int]:
-    edges = {
-        edge + d
-        for edge in (0, shape.block_size, 2 * shape.block_size, shape.longest)
-        for d in (-1, 0, 1)
-    }
-    near = sorted(edge for edge in edges if 1 <= edge <= shape.longest)
-    return st.sampled_from(near) | st.integers(1, shape.longest)
-
-
-@st.composite
-def decode_batches(draw: st.DrawFn, shape: Shape) -> tuple[AttentionBatch, int]:
-    contexts = draw(st.lists(lengths(shape), min_size=0, max_size=shape.rows))
-    directions = [draw(st.sampled_from([LEFT, RIGHT])) for _ in contexts]
-    seed = draw(st.integers(0, 2**16))
-    rows = [(context, 1) for context in contexts]
-    return make_batch(shape, rows, directions, len(rows), np.random.default_rng(seed)), seed
-
-
-@st.composite
-def mixed_batches(draw: st.DrawFn, shape: Shape) -> tuple[AttentionBatch, int]:
-    """Decodes first, then chunks with and without cached context, some rows and tokens unused."""
-    decodes = draw(st.integers(0, shape.rows))
-    rows = [(draw(lengths(shape)), 1) for _ in range(decodes)]
-    left = shape.tokens - decodes
-    for _ in range(draw(st.integers(0, shape.rows - decodes))):
-        context = draw(lengths(shape))
-        length = min(context, left, draw(lengths(shape)))
-        rows.append((context, length))
-        left -= length
-    directions = [draw(st.sampled_from([LEFT, RIGHT])) for _ in rows]
-    seed = draw(st.integers(0, 2**16))
-    return make_batch(shape, rows, directions, decodes, np.random.default_rng(seed)), seed
 
 
 @pytest.mark.parametrize("shape", DECODES, ids=str)

@@ -11,15 +11,25 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import (
+    BACKENDS,
     HIDDEN,
+    KV,
+    absorbed_attention,
+    backends,
     block_bytes,
+    get_backend,
     make_pool,
+    move_slots,
     paged_attention,
+    projected_attention,
     read_tokens,
     resolve_backend,
-    write_kv,
+    select_backend,
+    stage_in,
+    stage_out,
+    write,
 )
-from tests.kernels.batches import Shape, make_batch, vectors
+from tests.kernels.batches import Shape, make_batch, make_projection, vectors
 
 SHAPE = Shape(num_heads=4, kv_heads=2)
 RNG = np.random.default_rng(0)
@@ -27,6 +37,8 @@ BATCH = make_batch(SHAPE, [(3, 1)], [0], 1, RNG)
 POOL = make_pool(2, SHAPE.blocks, 2, SHAPE.block_size, SHAPE.head_dim, jnp.float32)
 Q = vectors(SHAPE, 4, RNG, jnp.float32)
 K = vectors(SHAPE, 2, RNG, jnp.float32)
+QX = jnp.zeros((5, 4, 32))
+PROJECTION = make_projection(SHAPE, RNG, jnp.float32)
 
 
 def attend(**changes: Any) -> jax.Array:
@@ -50,11 +62,11 @@ def changed(**fields: jax.Array) -> dict[str, Any]:
         ({"layer": 0.0}, "layer: want an integer"),
         ({"sliding_window": 0}, "sliding_window: must be at least 1"),
         ({"soft_cap": 0.0}, "soft_cap: must be positive"),
-        ({"kind": 7}, "kind: must be KV"),
         ({"backend": "cuda"}, "backend: must be auto or one of .*xla"),
         ({"mesh": jax.make_mesh((1,), ("data",))}, "mesh: needs an axis 'tensor'"),
         (changed(tables=BATCH.tables[:, 0]), "batch.tables: want"),
         (changed(direction=BATCH.direction[:3]), r"batch.direction: want \[5\]"),
+        (changed(kind=BATCH.direction[:3]), r"batch.kind: want \[5\]"),
         (changed(num_rows=BATCH.direction), "batch.num_rows: want a scalar"),
         (changed(token_row=BATCH.token_row.astype(jnp.uint8)), "batch.token_row: want int32"),
     ],
@@ -62,11 +74,6 @@ def changed(**fields: jax.Array) -> dict[str, Any]:
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attend(**changes)
-
-
-def test_hidden_blocks_are_not_readable_yet() -> None:
-    with pytest.raises(NotImplementedError, match="kind: hidden"):
-        attend(kind=HIDDEN)
 
 
 def test_decode_only_needs_a_token_a_row() -> None:
@@ -78,9 +85,11 @@ def test_decode_only_needs_a_token_a_row() -> None:
 
 def test_write_refuses_a_wrong_shape() -> None:
     with pytest.raises(ValueError, match=r"v: want .*\(5, 2, 16\), got \(5, 4, 16\)"):
-        write_kv(POOL, 0, K, Q, BATCH)
+        write(POOL, 0, K, Q, BATCH)
+    with pytest.raises(ValueError, match=r"x: want .*\(5, 2, 16\), got \(5, 4, 16\)"):
+        write(POOL, 0, K, K, BATCH, x=Q)
     with pytest.raises(ValueError, match="backend: must be"):
-        write_kv(POOL, 0, K, K, BATCH, backend="none")
+        write(POOL, 0, K, K, BATCH, backend="none")
 
 
 def test_pool() -> None:
@@ -102,3 +111,123 @@ def test_pool() -> None:
 def test_auto_is_a_backend() -> None:
     assert resolve_backend("auto") == "xla"
     np.testing.assert_array_equal(attend(backend="auto"), attend(backend="xla"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    compute_capability: str = ""
+    device_kind: str = "device"
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        (Device("gpu", "8.0"), "triton"),
+        (Device("gpu", "9.0"), "triton"),
+        (Device("gpu", "10.0"), "triton"),
+        (Device("gpu", "7.5"), "xla"),
+        (Device("tpu"), "tpu"),
+        (Device("cpu"), "xla"),
+    ],
+)
+def test_auto_goes_by_platform(
+    monkeypatch: pytest.MonkeyPatch, device: Device, backend: str
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert resolve_backend("auto") == backend
+    if device.compute_capability == "7.5":
+        with pytest.raises(ValueError, match=r"8\.0 or newer, this one has 7\.5"):
+            select_backend("triton", kinds=(KV,), **MODEL)
+
+
+MODEL: dict[str, Any] = {
+    "num_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "block_size": 16,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_are_imported_when_chosen(name: str) -> None:
+    assert get_backend(name).supports(KV, **MODEL) is None
+
+
+def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == ("xla", None)
+    with pytest.raises(ValueError, match="backend: triton needs a gpu, this is a cpu"):
+        select_backend("triton", kinds=(KV,), **MODEL)
+    with pytest.raises(ValueError, match="backend: tpu needs a tpu, this is a cpu"):
+        select_backend("tpu", kinds=(KV,), **MODEL)
+
+    def supports(kind: int, **_: Any) -> str | None:
+        return "head_dim: too odd" if kind == HIDDEN else None
+
+    odd = dataclasses.replace(get_backend("xla"), supports=supports)
+    monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", "8.0")])
+    monkeypatch.setattr(backends, "get_backend", lambda _: odd)
+    assert select_backend("auto", kinds=(KV,), **MODEL) == ("triton", None)
+    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == (
+        "xla",
+        "triton: head_dim: too odd",
+    )
+    with pytest.raises(ValueError, match="triton cannot serve this model: head_dim: too odd"):
+        select_backend("triton", kinds=(KV, HIDDEN), **MODEL)
+
+
+def absorb(**changes: Any) -> jax.Array:
+    given = {"qx": QX, "pool": POOL, "layer": 0, "batch": BATCH, "scale": 1.0}
+    return absorbed_attention(**{**given, **changes})
+
+
+def project(**changes: Any) -> jax.Array:
+    given = {"q": K, "pool": POOL, "layer": 0, "batch": BATCH, "projection": PROJECTION}
+    return projected_attention(**{**given, "scale": 1.0, "decode_only": True, **changes})
+
+
+def weights(**fields: jax.Array) -> dict[str, Any]:
+    return {"projection": dataclasses.replace(PROJECTION, **fields)}
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "message"),
+    [
+        (absorb, {"qx": Q}, r"qx: want .*\(5, \*, 32\)"),
+        (absorb, {"soft_cap": -1.0}, "soft_cap: must be positive"),
+        (absorb, {"layer": 9}, r"layer: must be in \[0, 2\)"),
+        (project, {"q": Q}, "q: 4 heads, but hidden blocks of 2 want as many"),
+        (project, {"sliding_window": 0}, "sliding_window: must be at least 1"),
+        (project, weights(wk=jnp.zeros((16, 32))), r"projection.wk: want \[32, 32\]"),
+        (project, weights(bv=jnp.zeros(16)), r"projection.bv: want \[32\]"),
+        (project, weights(k_norm=jnp.zeros(32)), r"projection.k_norm: want \[16\]"),
+        (
+            project,
+            weights(rotation=jnp.zeros((2, 48, 16))),
+            r"projection.rotation: want \[2, max_len, 8\]",
+        ),
+        (
+            project,
+            weights(rotation=jnp.zeros((2, 48, 8), jnp.bfloat16)),
+            "projection.rotation: want float32",
+        ),
+    ],
+)
+def test_hidden_attention_refuses(call: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_moves_refuse() -> None:
+    moves, slots = jnp.zeros((3, 4), jnp.int32), jnp.zeros((3, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"moves: want int32 \[M, 4\], got int32 \[3, 2\]"):
+        move_slots(POOL, slots, 1)
+    with pytest.raises(ValueError, match=r"moves: want int32 \[M, 4\], got int16"):
+        move_slots(POOL, moves.astype(jnp.int16), 1)
+    with pytest.raises(ValueError, match="count: want an integer scalar"):
+        stage_out(POOL, slots, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pool: want"):
+        stage_out(POOL[0], slots, 1)
+    with pytest.raises(ValueError, match=r"staging: want float32 .* = \(3, 2, 2, 16\)"):
+        stage_in(POOL, jnp.zeros((2, 2, 2, 16)), slots, 1)

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
     LEFT,
     RIGHT,
     AttentionBatch,
@@ -20,14 +22,14 @@ from jaxserve.pallas_kernels import (
     paged_attention,
     read_tokens,
     reference,
-    write_kv,
+    write,
 )
 from tests.kernels import batches
-from tests.kernels.batches import Shape, make_batch, vectors
-from tests.kernels.test_attention import DECODES, GQA, MIXED, decode_batches, mixed_batches
+from tests.kernels.batches import Shape, make_batch, mixed_batches, vectors
+from tests.kernels.test_attention import DECODES, GQA, MIXED
 
-write = jax.jit(write_kv)
-write_donated = jax.jit(write_kv, donate_argnums=0)
+write_jitted = jax.jit(write)
+write_donated = jax.jit(write, donate_argnums=0)
 
 
 def check(shape: Shape, batch: AttentionBatch, seed: int, dtype: jnp.dtype) -> None:
@@ -39,8 +41,10 @@ def check(shape: Shape, batch: AttentionBatch, seed: int, dtype: jnp.dtype) -> N
         for _ in range(2)
     )
     layer = seed % shape.layers
-    want = reference.write_kv(pool, layer, k, v, batch)
-    got = write_donated(pool, jnp.int32(layer), k, v, batch)
+    x = jnp.where(padding, jnp.nan, vectors(shape, shape.kv_heads, rng, jnp.float32))
+    want = reference.write(pool, layer, k, v, x, batch)
+    given = {"x": x} if batch.kind.any() else {}
+    got = write_donated(pool, jnp.int32(layer), k, v, batch, **given)
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want.astype(np.float32))
 
@@ -50,9 +54,19 @@ def check(shape: Shape, batch: AttentionBatch, seed: int, dtype: jnp.dtype) -> N
 @given(data=st.data())
 def test_write(dtype: jnp.dtype, data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([DECODES[0], GQA, DECODES[3], *MIXED[:2]]))
-    drawn = decode_batches(shape) if shape.tokens == shape.rows else mixed_batches(shape)
-    batch, seed = data.draw(drawn)
+    kinds = data.draw(st.sampled_from([[KV], [KV, HIDDEN]]))
+    batch, seed = data.draw(mixed_batches(shape, kinds))
     check(shape, batch, seed, dtype)
+
+
+def test_two_owners_of_one_block() -> None:
+    """A KV row fills its K block from the left, a hidden row the same block from the right: both
+    write in one step, and nothing else changes."""
+    shape = Shape(num_heads=2, kv_heads=2, rows=2, tokens=8, width=1)
+    rng = np.random.default_rng(6)
+    batch = make_batch(shape, [(5, 5), (3, 3)], [LEFT, RIGHT], 0, rng, kinds=[KV, HIDDEN])
+    tables = batch.tables.at[1, 0].set(batch.tables[0, 0])
+    check(shape, dataclasses.replace(batch, tables=tables), 0, jnp.float32)
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -61,7 +75,7 @@ def test_what_is_written_is_read_back() -> None:
     batch = make_batch(shape, [(17, 17), (13, 13)], [LEFT, RIGHT], 0, rng)
     pool = make_pool(2, shape.blocks, 2, shape.block_size, shape.head_dim, jnp.float32)
     k, v = vectors(shape, 2, rng, jnp.float32), vectors(shape, 2, rng, jnp.float32)
-    pool = write(pool, 1, k, v, batch)
+    pool = write_jitted(pool, 1, k, v, batch)
     for row, start, end in ((0, 0, 17), (1, 17, 30)):
         for kind, value in ((0, k), (1, v)):
             table = np.asarray(batch.tables[row, kind])
@@ -97,7 +111,7 @@ def test_chunks_then_decodes_equal_one_dense_attention() -> None:
             joined = np.concatenate(parts)
             return jnp.asarray(np.pad(joined, ((0, 20 - len(joined)), (0, 0), (0, 0))))
 
-        pool = write(pool, 0, flat(k), flat(v), batch)
+        pool = write_jitted(pool, 0, flat(k), flat(v), batch)
         got = np.asarray(attend(flat(q), pool, 0, batch))
         start = 0
         for row, (context, length) in enumerate(rows):
@@ -123,7 +137,7 @@ def test_writes_in_a_scan_are_in_place() -> None:
             carry: tuple[jax.Array, jax.Array], i: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
             pool, x = carry
-            pool = write_kv(pool, i, x, x, batch)
+            pool = write(pool, i, x, x, batch)
             return (pool, paged_attention(x, pool, i, batch, scale=1.0, decode_only=True)), None
 
         (pool, x), _ = jax.lax.scan(layer, (pool, x), jnp.arange(3))

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
-from jaxserve.pallas_kernels.attention import paged_attention, write_kv
+from jaxserve.pallas_kernels.attention import paged_attention, write
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.pool import make_pool
 from jaxserve.sharding import named, pool_kv_heads
@@ -90,6 +90,7 @@ class PagedRun:
             query_start=start,
             query_lens=counts,
             direction=direction,
+            kind=np.zeros(rows, np.int32),
             token_row=token_row,
             num_decodes=np.int32((counts == 1).sum()),
             num_rows=np.int32(len(chunks)),
@@ -112,7 +113,7 @@ class PagedRun:
         ) -> tuple[jax.Array, jax.Array]:
             repeats = pool.shape[2] // config.num_kv_heads
             k, v = (jnp.repeat(x, repeats, axis=1) for x in (inputs.k, inputs.v))
-            pool = write_kv(pool, layer, k, v, batch, mesh=mesh)
+            pool = write(pool, layer, k, v, batch, mesh=mesh)
             mixed = paged_attention(
                 inputs.q,
                 pool,

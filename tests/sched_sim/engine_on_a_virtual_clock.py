@@ -163,6 +163,7 @@ def serve(
         pool_bytes=0,
         device="virtual",
         mesh_tensor=1,
+        attention_backend="none",
     )
     engine = VirtualEngine(
         cast(JaxExecutor, Device(clock, cost_model, buckets, scheduler)),

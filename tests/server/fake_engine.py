@@ -33,6 +33,7 @@ INFO = EngineInfo(
     pool_bytes=2**20,
     device="cpu",
     mesh_tensor=1,
+    attention_backend="xla",
 )
 
 

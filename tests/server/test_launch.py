@@ -170,7 +170,7 @@ def test_what_is_printed_when_the_server_is_ready() -> None:
         text = launch.ready_text(INFO, server, 1.25)
         for words in (
             "ready after 1.2 s",
-            "fake (none, 1.0M parameters, float32 on cpu)",
+            "fake (none, 1.0M parameters, float32 on cpu, xla attention)",
             "1,024 blocks of 16: 8,192 tokens, 1 MiB",
             "fcfs",
             f"address  {server.address}\n",

@@ -1,0 +1,128 @@
+"""What a backend of kernels offers, the registry of them, and which one a name means."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+
+import jax
+from jax.typing import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The kernels of one backend. All see one shard's heads; see the functions of the same purpose
+    in `attention` and `move` for shapes and meaning. `layer` is a traced index into the whole pool.
+
+    write(pool, layer, k, v, x, batch) -> pool. x None: no row can be hidden.
+    attend(q, pool, layer, batch, *, scale, sliding_window, soft_cap, decode_only) -> [T, H, D]:
+        rows of kind KV; zeros for the tokens of others and for padding.
+    absorbed(qx, pool, layer, batch, *, scale, sliding_window, soft_cap, axis_name) -> [T, H, E]:
+        hidden decodes; zeros elsewhere. axis_name: mesh axis over which qx, x and the result are
+        cut along E and the scores want a sum; None for no cut.
+    projected(q, pool, layer, batch, projection, *, scale, sliding_window, soft_cap, decode_only)
+        -> [T, H, D]: hidden rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole
+        (all of x) even where q and projection have a shard's heads only.
+    move(pool, moves, count) -> pool
+    stage_out(pool, slots, count) -> staging
+    stage_in(pool, staging, slots, count) -> pool
+    supports(kind, *, num_heads, kv_heads, head_dim, block_size, dtype) -> None, or why the kernels
+        of this cache kind cannot run such a shape. Heads are a shard's.
+    """
+
+    write: Callable[..., jax.Array]
+    attend: Callable[..., jax.Array]
+    absorbed: Callable[..., jax.Array]
+    projected: Callable[..., jax.Array]
+    move: Callable[..., jax.Array]
+    stage_out: Callable[..., jax.Array]
+    stage_in: Callable[..., jax.Array]
+    supports: Callable[..., str | None]
+
+
+# Name -> module here and its attribute, imported when it is first chosen: a machine without a GPU
+# need not have what the GPU's kernels import. The -interpret ones run anywhere, slowly: for tests.
+BACKENDS: dict[str, tuple[str, str]] = {
+    "xla": ("xla_backend", "BACKEND"),
+    "triton": ("triton_backend", "BACKEND"),
+    "tpu": ("tpu_backend", "BACKEND"),
+    "triton-interpret": ("triton_backend", "INTERPRET_BACKEND"),
+    "tpu-interpret": ("tpu_backend", "INTERPRET_BACKEND"),
+}
+PLATFORMS = {"triton": "gpu", "tpu": "tpu"}  # of those that do not run everywhere
+OLDEST_GPU = 8.0  # compute capability that the Triton kernels want: Ampere
+
+
+def resolve_backend(name: str) -> str:
+    """The backend that a configured name means; "auto": triton on GPUs from sm_80 up, tpu on TPUs,
+    xla elsewhere. ValueError for an unknown name."""
+    if name == "auto":
+        return _by_platform()
+    if name not in BACKENDS:
+        raise ValueError(f"backend: must be auto or one of {sorted(BACKENDS)}, got {name!r}")
+    return name
+
+
+def _by_platform() -> str:
+    return next((name for name in PLATFORMS if _misplaced(name) is None), "xla")
+
+
+def _misplaced(name: str) -> str | None:
+    """Why a backend cannot run on the first device, or None."""
+    device, wanted = jax.devices()[0], PLATFORMS.get(name)
+    if wanted not in (None, device.platform):
+        return f"{name} needs a {wanted}, this is a {device.platform}"
+    if wanted == "gpu" and float(device.compute_capability) < OLDEST_GPU:
+        return (
+            f"{name} needs a gpu of compute capability {OLDEST_GPU} or newer, this one has "
+            f"{device.compute_capability}"
+        )
+    return None
+
+
+@functools.cache
+def get_backend(name: str) -> Backend:
+    """The backend of a name that `resolve_backend` takes."""
+    module, attribute = BACKENDS[resolve_backend(name)]
+    found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+    assert isinstance(found, Backend)
+    return found
+
+
+def select_backend(
+    name: str,
+    *,
+    kinds: tuple[int, ...],
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: DTypeLike,
+) -> tuple[str, str | None]:
+    """The backend for a model's shape: (its name, None), or for "auto" on a shape that the
+    platform's own kernels do not take, ("xla", the reason).
+
+    kinds: cache kinds to be served. Heads are a shard's. ValueError for an unknown name, and for
+    one asked for by name that the first device does not run or that does not take the shape.
+    """
+    chosen = resolve_backend(name)
+    misplaced = _misplaced(chosen)
+    if misplaced is not None:
+        raise ValueError(f"backend: {misplaced}")
+    for kind in kinds:
+        reason = get_backend(chosen).supports(
+            kind,
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        if reason is None:
+            continue
+        if name == "auto":
+            return "xla", f"{chosen}: {reason}"
+        raise ValueError(f"backend: {chosen} cannot serve this model: {reason}")
+    return chosen, None

@@ -1,0 +1,89 @@
+"""Static validation: shapes, dtypes and options, at trace time. Costs nothing at run time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.pallas_kernels.batch import AttentionBatch
+
+HEAD_AXIS = "tensor"
+
+
+def check_pool(pool: jax.Array) -> None:
+    """ValueError unless this can be a pool."""
+    if pool.ndim != 5:
+        raise ValueError(
+            f"pool: want [layers, blocks, kv_heads, block_size, head_dim], got {pool.shape}"
+        )
+    if not jnp.issubdtype(pool.dtype, jnp.floating):
+        raise ValueError(f"pool: want a floating dtype, got {pool.dtype}")
+
+
+def check_layer(pool: jax.Array, layer: jax.Array | int) -> None:
+    """ValueError unless this can be a layer of the pool."""
+    if jnp.shape(layer) != () or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"layer: want an integer scalar, got shape {jnp.shape(layer)}")
+    if isinstance(layer, int) and not 0 <= layer < pool.shape[0]:
+        raise ValueError(f"layer: must be in [0, {pool.shape[0]}), got {layer}")
+
+
+def check_step(pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch) -> None:
+    """What all functions of a step have in common."""
+    batch.validate()
+    check_pool(pool)
+    check_layer(pool, layer)
+
+
+def check_tokens(name: str, value: jax.Array, want: tuple[int, int, int], axes: str) -> None:
+    """ValueError unless value has the wanted shape of a step's tokens."""
+    if value.shape != want:
+        raise ValueError(f"{name}: want [{axes}] = {want}, got {value.shape}")
+
+
+def check_queries(q: jax.Array, batch: AttentionBatch, width: int, name: str = "q") -> None:
+    """ValueError unless q is [tokens, any number of heads, width]."""
+    if q.ndim != 3 or q.shape[0] != batch.max_tokens or q.shape[2] != width:
+        raise ValueError(
+            f"{name}: want [tokens, num_heads, width] = ({batch.max_tokens}, *, {width}), "
+            f"got {q.shape}"
+        )
+
+
+def check_decode_only(batch: AttentionBatch, decode_only: bool) -> None:
+    """ValueError if decode_only is claimed of a batch that cannot be so."""
+    if decode_only and batch.max_tokens != batch.max_rows:
+        raise ValueError(
+            f"decode_only: needs as many tokens as rows, got {batch.max_tokens} and "
+            f"{batch.max_rows}"
+        )
+
+
+def check_options(sliding_window: int | None, soft_cap: float | None) -> None:
+    """ValueError for a window or a cap that makes no sense."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: must be at least 1, got {sliding_window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: must be positive, got {soft_cap}")
+
+
+def check_shards(mesh: Mesh, **heads: int) -> None:
+    """ValueError unless each of these numbers of heads divides over the mesh."""
+    if HEAD_AXIS not in mesh.shape:
+        raise ValueError(f"mesh: needs an axis {HEAD_AXIS!r}, has {tuple(mesh.axis_names)}")
+    for name, count in heads.items():
+        if count % mesh.shape[HEAD_AXIS]:
+            raise ValueError(
+                f"{name}: {count} heads do not divide over {mesh.shape[HEAD_AXIS]} shards"
+            )
+
+
+def check_places(name: str, places: jax.Array, columns: int, count: jax.Array | int) -> None:
+    """ValueError unless places is int32 [M, columns] and count a scalar."""
+    if places.ndim != 2 or places.shape[1] != columns or places.dtype != jnp.int32:
+        raise ValueError(
+            f"{name}: want int32 [M, {columns}], got {places.dtype} {list(places.shape)}"
+        )
+    if jnp.shape(count) != () or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
+        raise ValueError(f"count: want an integer scalar, got shape {jnp.shape(count)}")

@@ -1,0 +1,66 @@
+"""The running softmax of flash attention, whatever memory and backend it runs on.
+
+Scores are in units of log 2 (`prepare` folds log2(e) into the scale), so that weights are exp2, the
+one exponential that GPUs have in hardware (Milakov and Gimelshein 2018, section 3; Dao 2023,
+section 3.1). Plain jnp on [M, N] score tiles: kernels and tests alike can call it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LOG2_E = math.log2(math.e)
+# Finite, so that the peak of a row that has seen nothing gives weights of 0, not NaN.
+NOTHING_SEEN = -1e30
+
+
+class Softmax(NamedTuple):
+    """peak: float32 [M], highest score so far; total: float32 [M], sum of weights relative to it;
+    acc: float32 [M, D], weighted sum of values."""
+
+    peak: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+
+def start(rows: int, width: int) -> Softmax:
+    """Nothing seen yet, for `rows` queries of values `width` wide."""
+    return Softmax(
+        jnp.full((rows,), NOTHING_SEEN, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
+    )
+
+
+def prepare(products: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """Scores in units of log 2 from raw products q . k, float32 of any shape."""
+    if soft_cap is None:
+        return products * (scale * LOG2_E)
+    return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
+
+
+def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """a [M, K] @ b [K, N] (or b [N, K] transposed) -> float32 [M, N]; no TF32 for float32."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    numbers = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(a, b, numbers, precision=exact, preferred_element_type=jnp.float32)
+
+
+def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
+    """One tile more: scores float32 [M, N] (-inf: not seen), values [N, D], finite throughout."""
+    peak = jnp.maximum(state.peak, scores.max(axis=1))
+    fade = jnp.exp2(state.peak - peak)
+    weights = jnp.exp2(scores - peak[:, None])
+    total = state.total * fade + weights.sum(axis=1)
+    acc = state.acc * fade[:, None] + dot(weights.astype(values.dtype), values)
+    return Softmax(peak, total, acc)
+
+
+def finish(state: Softmax) -> jax.Array:
+    """The output [M, D]; zeros where nothing was seen."""
+    return state.acc / jnp.where(state.total == 0, 1.0, state.total)[:, None]

@@ -1,0 +1,184 @@
+"""What the Pallas-TPU kernels share: options, work items, the shape of a chunk of context.
+
+A kernel's grid is (groups of heads, items). An item is one row's tokens, or a tile of them, with
+the chunks of context that they see; items without any are left out beforehand, so that the grid,
+whose length is known at run time only, has none that does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.tuned_tpu import Sizes
+
+LANES = 128
+# Rows of the layout's tile in the pool, whatever the dtype: transfers begin and end at multiples.
+GRANULE = 8
+# SMEM for tables and items; the smallest chip has 1 MiB, of which the compiler wants some.
+SMEM_LIMIT = 900 << 10
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+
+# Fields of an item: its row, position of its first query, number of queries, first chunk and end
+# of those it sees, the row's direction, and where its queries lie (in units of the kernel's own).
+ROW, FIRST, COUNT, BEGIN, END, SIDE, AT = range(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a score goes through, and how to run."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Static shape of a chunk of context in VMEM: [heads, blocks * block_size, head_dim].
+
+    heads: pool heads of one program. width: entries of a table row.
+    """
+
+    heads: int
+    blocks: int
+    block_size: int
+    head_dim: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.heads, self.tokens, self.head_dim
+
+    def positions(self, j: jax.Array, side: jax.Array, axis: int) -> jax.Array:
+        """Positions of chunk j's slots, int32 [1, tokens] (axis 1) or [tokens, 1] (axis 0); a row
+        of direction RIGHT has its blocks mirrored."""
+        shape = (1, self.tokens) if axis else (self.tokens, 1)
+        slot = lax.broadcasted_iota(jnp.int32, shape, axis)
+        if self.block_size & (self.block_size - 1):
+            offset = slot % self.block_size
+        else:
+            offset = slot & (self.block_size - 1)
+        mirrored = slot + self.block_size - 1 - 2 * offset
+        return j * self.tokens + jnp.where(side == RIGHT, mirrored, slot)
+
+
+def make_chunk(pool: jax.Array, batch: AttentionBatch, heads: int, sizes: Sizes) -> Chunk:
+    """As many blocks as the sizes allow, at least one."""
+    _, _, _, block_size, head_dim = pool.shape
+    token_bytes = heads * max(head_dim, LANES) * pool.dtype.itemsize
+    tokens = min(sizes.chunk_bytes // token_bytes, sizes.chunk_tokens)
+    if tokens > LANES:
+        tokens -= tokens % LANES
+    blocks = max(1, min(tokens // block_size, batch.table_width))
+    return Chunk(heads, blocks, block_size, head_dim, batch.table_width)
+
+
+def heads_a_program(heads: int, most: int, groups: int, multiple: int = 1) -> int:
+    """The largest divisor of `heads` up to `most` whose programs divide over so many groups, if
+    there is one; of a whole `multiple`, or all of the heads."""
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    allowed = [n for n in divisors if n % multiple == 0] or [heads]
+    fitting = [n for n in allowed if n <= most] or allowed[:1]
+    spread = [n for n in fitting if (heads // n) % groups == 0]
+    return max(spread or fitting)
+
+
+def make_items(
+    rows: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    at: jax.Array,
+    batch: AttentionBatch,
+    chunk: Chunk,
+    sliding_window: int | None,
+) -> jax.Array:
+    """int32 [7, N] from the rows, first positions, numbers of queries and places of N items."""
+    low = jnp.zeros_like(first)
+    if sliding_window is not None:
+        low = jnp.maximum(first - sliding_window + 1, 0)
+    end = -(-(first + count) // chunk.tokens)
+    side = batch.direction[rows]
+    fields = (rows, first, count, low // chunk.tokens, end, side, at)
+    return jnp.stack([field.astype(jnp.int32) for field in fields])
+
+
+def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """bool [N] -> the indices of the true ones in order, then of the others, and their number."""
+    return jnp.argsort(~live, stable=True).astype(jnp.int32), live.sum(dtype=jnp.int32)
+
+
+def decode_items(
+    live: jax.Array, batch: AttentionBatch, chunk: Chunk, sliding_window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Items of the rows [R] that are live, one token each at the context's end: (items, number)."""
+    rows, number = live_first(live)
+    first = batch.context_lens[rows] - 1
+    items = make_items(rows, first, jnp.ones_like(rows), rows, batch, chunk, sliding_window)
+    return items, number
+
+
+def scalars(items: jax.Array, batch: AttentionBatch, layer: jax.Array | int) -> tuple[Any, ...]:
+    """The scalar-prefetch operands (items, tables, layer), flat where SMEM would pad them.
+    ValueError if they are more than SMEM has."""
+    size = 4 * (items.size + batch.tables.size)
+    if size > SMEM_LIMIT:
+        raise ValueError(
+            f"batch.tables: {list(batch.tables.shape)} and the items take {size} bytes of a TPU's "
+            f"scalar memory, more than {SMEM_LIMIT}: use a larger block_size or fewer rows"
+        )
+    return items, batch.tables.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Array, jax.Array]:
+    """Positions [low, high) that item i's queries see between them."""
+    high = items[FIRST, i] + items[COUNT, i]
+    if sliding_window is None:
+        return jnp.zeros_like(high), high
+    return jnp.maximum(items[FIRST, i] - sliding_window + 1, 0), high
+
+
+def compiler(sizes: Sizes, parallel: int, sequential: int = 1) -> pltpu.CompilerParams:
+    """Compiler parameters: so many grid axes that cores may share, then those that they may not."""
+    semantics = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * sequential
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem)
+
+
+def interpreted(interpret: bool) -> Any:
+    """pallas_call's `interpret`: the TPU interpreter, which knows DMA and semaphores."""
+    return pltpu.InterpretParams() if interpret else False
+
+
+def supports(
+    kind: int,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,
+) -> str | None:
+    """None, or why the kernels cannot run such a shape (of one shard)."""
+    name = jnp.dtype(dtype).name
+    if name not in ("float32", "bfloat16"):
+        return f"dtype {name}: TPUs compute in float32 and bfloat16"
+    if head_dim != LANES // 2 and head_dim % LANES:
+        return f"head_dim {head_dim}: must be {LANES // 2} or a multiple of {LANES}"
+    if block_size % GRANULE:
+        return f"block_size {block_size}: must be a multiple of {GRANULE}"
+    if math.gcd(num_heads, kv_heads) != kv_heads:
+        return f"num_heads {num_heads}: must be a multiple of kv_heads {kv_heads}"
+    return None

@@ -1,0 +1,129 @@
+"""Paged decode attention on TPU: one token a row over its cached context (Mosaic).
+
+A row's context streams through VMEM in chunks of whole blocks, all heads of a program at once:
+memory-bound, so the MXU's rows being mostly idle costs nothing. On two-core chips the heads are
+split, which balances whatever the number and lengths of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.tpu_common import (
+    ANY,
+    FIRST,
+    ROW,
+    SIDE,
+    Chunk,
+    Options,
+    bounds,
+    compiler,
+    decode_items,
+    heads_a_program,
+    interpreted,
+    make_chunk,
+    scalars,
+)
+from jaxserve.pallas_kernels.tpu_stream import Stream, clean
+
+
+def _kernel(
+    items: Any,  # SMEM int32 [7, R]
+    tables: Any,  # SMEM int32 [R * 2 * W]
+    layer: Any,  # SMEM int32 [1]
+    q: Any,  # VMEM [1, heads, group, head_dim], the item's row
+    pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    out: Any,  # VMEM like q
+    k: Any,  # VMEM [2, heads, tokens, head_dim]
+    v: Any,  # like k
+    peak: Any,  # VMEM float32 [heads, group, 128]
+    total: Any,  # like peak
+    acc: Any,  # VMEM float32 [heads, group, head_dim]
+    arrived: Any,  # DMA semaphores [2]
+    turn: Any,  # SMEM int32 [1]
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    i, state = pl.program_id(1), (peak, total, acc)
+    prefetched = items, tables, layer
+    stream = Stream(
+        chunk,
+        options.sliding_window,
+        prefetched,
+        pool,
+        (k, v),
+        (arrived, turn),
+        pl.program_id(0) * chunk.heads,
+        pl.num_programs(1),
+    )
+    low, high = bounds(items, i, options.sliding_window)
+    tpu_softmax.reset(state)
+
+    def use(j: jax.Array, half: jax.Array) -> None:
+        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
+        def _() -> None:
+            at = chunk.positions(j, items[SIDE, i], 0)
+            clean(v, half, (at >= low) & (at < high))
+
+        at = chunk.positions(j, items[SIDE, i], 1)
+        seen = ((at >= low) & (at <= items[FIRST, i]))[None]
+        tpu_softmax.update(state, ..., q[0], k[half], v[half], seen, options)
+
+    stream.walk(i, use)
+    out[0] = tpu_softmax.finished(state).astype(out.dtype)
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    live: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """q [R, H, D], one token for each row that is live, bool [R] -> [R, H, D] in q's dtype, zeros
+    for the others."""
+    rows, num_heads, head_dim = q.shape
+    kv_heads = pool.shape[2]
+    group = num_heads // kv_heads
+    sizes = tuned_tpu.sizes(pool.dtype, options.interpret)
+    heads = heads_a_program(kv_heads, kv_heads, sizes.cores)
+    chunk = make_chunk(pool, batch, heads, sizes)
+    items, number = decode_items(live, batch, chunk, options.sliding_window)
+    row = pl.BlockSpec(
+        (1, heads, group, head_dim), lambda h, i, items, *_: (items[ROW, i], h, 0, 0)
+    )
+    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
+    call = pl.pallas_call(
+        functools.partial(_kernel, chunk=chunk, options=options),
+        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(kv_heads // heads, number),
+            in_specs=[row, ANY],
+            out_specs=row,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                *tpu_softmax.scratch(heads, group, head_dim),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        compiler_params=compiler(sizes, 1),
+        interpret=interpreted(options.interpret),
+        name="paged_decode",
+    )
+    queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)
+    out = call(*scalars(items, batch, layer), queries, pool)
+    # Rows without an item were never written.
+    return jnp.where(live[:, None, None], out.reshape(q.shape), 0)

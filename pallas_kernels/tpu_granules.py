@@ -1,0 +1,156 @@
+"""Putting vectors into slots of the pool on TPU, in place (Mosaic), by granules.
+
+The pool's layout is tiled by 8 slots, so that one slot of a 16-bit pool cannot be written alone: a
+granule of 8 slots of a block is read, changed and written back. Work items are distinct granules,
+with all the vectors that go there whosever they are, so that two rows that fill one block from both
+ends are one item, and no transfer can undo another's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels import tuned_tpu
+from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted, live_first
+
+NOBODY = -1  # nothing goes to this slot
+Puts = tuple[jax.Array, jax.Array, jax.Array]
+PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
+
+
+def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
+    """Gather what goes into the same granule.
+
+    target: int32 [N], the granule of each of N candidates (any negative number: none).
+    slot, source: int32 [N, any], which slots of its granule each candidate brings something to, and
+    what; NOBODY: nothing. Returns (target [N], source [N, 8], number): distinct granules first.
+    """
+    same = target[:, None] == target[None, :]
+    leader = jnp.argmax(same, axis=1)
+    merged = jnp.full((len(target), GRANULE), NOBODY, jnp.int32)
+    merged = merged.at[leader[:, None], slot].max(source, mode="drop")
+    live = (leader == jnp.arange(len(target))) & (target >= 0)
+    order, number = live_first(live)
+    return target[order], merged[order], number
+
+
+def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array:
+    """old [heads, 8, head_dim] with rows[s] [heads, head_dim] in each slot s of wanted, bool
+    [8, 1]. Turned round in float32, which takes any value of a narrower dtype and back exactly."""
+    new = jnp.swapaxes(jnp.stack([row.astype(jnp.float32) for row in rows]), 0, 1)
+    return jnp.where(wanted[None], new, old.astype(jnp.float32)).astype(old.dtype)
+
+
+def slots_wanted(source: Any, i: jax.Array) -> jax.Array:
+    """bool [8, 1]: the slots of item i that something goes to; source: SMEM int32 [N * 8]."""
+    slot = lax.broadcasted_iota(jnp.int32, (GRANULE, 1), 0)
+    wanted = jnp.zeros((GRANULE, 1), jnp.int32)
+    for s in range(GRANULE):
+        wanted = jnp.where((slot == s) & (source[i * GRANULE + s] >= 0), 1, wanted)
+    return wanted > 0
+
+
+def _put_kernel(
+    places: Any,  # SMEM int32 [2, N]: block, granule
+    source: Any,  # SMEM int32 [N * 8]
+    layer: Any,  # SMEM int32 [1]
+    old: Any,  # VMEM [deep, 1, heads, 8, head_dim], the item's granule in some layers
+    *refs: Any,  # values, HBM [M, layers, heads, head_dim] each; new, VMEM like old; found, VMEM
+    # [2, 8, deep, heads, head_dim]; arrived, DMA semaphores [2]
+) -> None:
+    *values, new, found, arrived = refs
+    i, half, deep = pl.program_id(1), pl.program_id(1) % 2, found.shape[2]
+    layers = pl.ds(pl.program_id(0) * deep, deep)
+
+    def fetch(item: jax.Array, half: jax.Array) -> None:
+        @pl.loop(0, GRANULE)
+        def _(s: jax.Array) -> None:
+            wanted = source[item * GRANULE + s]
+            for which, value in enumerate(values):
+
+                @pl.when((wanted >= 0) & (wanted % PLANES == which))
+                def _(value: Any = value) -> None:
+                    vector = value.at[wanted // PLANES, layers]
+                    pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).start()
+
+    @pl.when(i == 0)
+    def _() -> None:
+        fetch(i, half)
+
+    @pl.when(i + 1 < pl.num_programs(1))
+    def _() -> None:
+        fetch(i + 1, 1 - half)
+
+    @pl.loop(0, GRANULE)
+    def _(s: jax.Array) -> None:
+        @pl.when(source[i * GRANULE + s] >= 0)
+        def _() -> None:
+            vector = values[0].at[0, layers]
+            pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).wait()
+
+    wanted = slots_wanted(source, i)
+
+    @pl.loop(0, deep)
+    def _(n: jax.Array) -> None:
+        rows = [found[half, s, n] for s in range(GRANULE)]
+        new[n, 0] = merge(rows, wanted, old[n, 0])
+
+
+def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
+    """How many layers of a granule to move at once: a divisor of `layers`."""
+    _, _, heads, _, head_dim = pool.shape
+    granule = heads * GRANULE * head_dim * pool.dtype.itemsize
+    most = max(1, tuned_tpu.sizes(pool.dtype, interpret).stage_bytes // granule)
+    return max(n for n in range(1, min(most, layers) + 1) if layers % n == 0)
+
+
+def put(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    values: list[jax.Array],
+    target: jax.Array,
+    source: jax.Array,
+    number: jax.Array,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Vectors into slots, of layers [layer, layer + values' number of them).
+
+    values: up to PLANES of [M, layers, heads, head_dim] in the pool's dtype. target: int32 [N],
+    distinct granules (block * granules of a block + granule), of which the first `number` count;
+    source: int32 [N, 8], what goes to each of their slots.
+    """
+    heads, block_size, head_dim = pool.shape[2:]
+    layers, parts = values[0].shape[1], block_size // GRANULE
+    deep = layers_at_once(pool, layers, interpret)
+    granule = pl.BlockSpec(
+        (deep, 1, heads, GRANULE, head_dim),
+        lambda n, i, places, _, layer: (layer[0] + n, places[0, i], 0, places[1, i], 0),
+    )
+    call = pl.pallas_call(
+        _put_kernel,
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(layers // deep, number),
+            in_specs=[granule, *[ANY] * len(values)],
+            out_specs=granule,
+            scratch_shapes=[
+                pltpu.VMEM((2, GRANULE, deep, heads, head_dim), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        input_output_aliases={3: 0},
+        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 0, 2),
+        interpret=interpreted(interpret),
+        name="paged_put",
+    )
+    places = jnp.stack([target // parts, target % parts])
+    scalars = places, source.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
+    return call(*scalars, pool, *values)

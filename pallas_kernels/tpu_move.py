@@ -1,0 +1,199 @@
+"""Slots between blocks, and to and from a staging buffer, on TPU (Mosaic): see `move`.
+
+Everything goes by granules of 8 slots, as `tpu_granules` says why, some layers at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels import tuned_tpu
+from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted
+from jaxserve.pallas_kernels.tpu_granules import (
+    NOBODY,
+    PLANES,
+    Puts,
+    granules,
+    layers_at_once,
+    put,
+)
+
+
+def _by_target(
+    block: jax.Array, slot: jax.Array, source: jax.Array, count: jax.Array, block_size: int
+) -> Puts:
+    """Group sources int32 [M] by the granule they go to: see `granules`."""
+    used = jnp.arange(len(block), dtype=jnp.int32) < count
+    target = block * (block_size // GRANULE) + slot // GRANULE
+    place = jnp.where(used, slot % GRANULE, 0)[:, None]
+    source = jnp.where(used, source, NOBODY)[:, None]
+    return granules(jnp.where(used, target, NOBODY), place, source)
+
+
+def stage_in(
+    pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """See `move.stage_in`."""
+    source = jnp.arange(len(slots), dtype=jnp.int32) * PLANES
+    plan = _by_target(slots[:, 0], slots[:, 1], source, count, pool.shape[3])
+    return put(pool, 0, [staging], *plan, interpret=interpret)
+
+
+def _out_kernel(
+    slots: Any,  # SMEM int32 [2 * M]
+    count: Any,  # SMEM int32 [1]
+    old: Any,  # VMEM [deep, 1, heads, 8, head_dim], the granule of the slot
+    out: Any,  # VMEM [1, deep, heads, head_dim]
+    turned: Any,  # VMEM float32 [8, heads, head_dim]
+) -> None:
+    m = pl.program_id(0)
+
+    @pl.when(m < count[0])
+    def _() -> None:
+        @pl.loop(0, out.shape[1])
+        def _(n: jax.Array) -> None:
+            # A slot is a row inside layout tiles; turned round it can be indexed.
+            turned[...] = jnp.swapaxes(old[n, 0].astype(jnp.float32), 0, 1)
+            out[0, n] = turned[slots[2 * m + 1] % GRANULE].astype(out.dtype)
+
+    @pl.when(m >= count[0])
+    def _() -> None:
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+
+def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
+    """See `move.stage_out`."""
+    layers, _, heads, _, head_dim = pool.shape
+    deep = layers_at_once(pool, layers, interpret)
+
+    def granule(m: jax.Array, n: jax.Array, slots: Any, count: Any) -> tuple[Any, ...]:
+        used = m < count[0]
+        block = jnp.where(used, slots[2 * m], 0)
+        part = jnp.where(used, slots[2 * m + 1] // GRANULE, 0)
+        return jnp.where(used, n, 0), block, 0, part, 0
+
+    call = pl.pallas_call(
+        _out_kernel,
+        out_shape=jax.ShapeDtypeStruct((len(slots), layers, heads, head_dim), pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(len(slots), layers // deep),
+            in_specs=[pl.BlockSpec((deep, 1, heads, GRANULE, head_dim), granule)],
+            out_specs=pl.BlockSpec((1, deep, heads, head_dim), lambda m, n, *_: (m, n, 0, 0)),
+            scratch_shapes=[pltpu.VMEM((GRANULE, heads, head_dim), jnp.float32)],
+        ),
+        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 1),
+        interpret=interpreted(interpret),
+        name="stage_out",
+    )
+    return call(slots.reshape(-1), count.reshape(1), pool)
+
+
+def _move_kernel(
+    target: Any,  # SMEM int32 [N]: granules
+    source: Any,  # SMEM int32 [N * 8]: slots, counted through all blocks
+    lead: Any,  # SMEM int32 [N * 8]: the first slot of the item whose source is in that granule
+    before: Any,  # the pool, which is out's memory too
+    pool: Any,  # HBM [layers, blocks, heads, block_size, head_dim]
+    held: Any,  # VMEM [2, deep, heads, 8, head_dim], the granule that is changed
+    found: Any,  # VMEM [2, 8, deep, heads, 8, head_dim], granules that its slots come from
+    arrived: Any,  # DMA semaphores [2]
+    left: Any,  # DMA semaphores [2]
+) -> None:
+    i, count, deep = pl.program_id(1), pl.num_programs(1), held.shape[1]
+    layers, parts, half = pl.ds(pl.program_id(0) * deep, deep), pool.shape[3] // GRANULE, i % 2
+
+    def at(granule: jax.Array) -> Any:
+        slots = pl.ds(pl.multiple_of(granule % parts * GRANULE, GRANULE), GRANULE)
+        return pool.at[layers, granule // parts, :, slots]
+
+    def back(item: jax.Array, half: jax.Array) -> Any:
+        return pltpu.make_async_copy(held.at[half], at(target[item]), left.at[half])
+
+    def fetch(item: jax.Array, half: jax.Array, act: Any) -> None:
+        act(pltpu.make_async_copy(at(target[item]), held.at[half], arrived.at[half]))
+
+        @pl.loop(0, GRANULE)
+        def _(s: jax.Array) -> None:
+            wanted = source[item * GRANULE + s]
+
+            @pl.when((wanted >= 0) & (lead[item * GRANULE + s] == s))
+            def _() -> None:
+                granule = at(wanted // GRANULE)
+                act(pltpu.make_async_copy(granule, found.at[half, s], arrived.at[half]))
+
+    @pl.when(i == 0)
+    def _() -> None:
+        fetch(i, half, lambda copy: copy.start())
+
+    @pl.when(i > 0)
+    def _() -> None:
+        back(i - 1, 1 - half).wait()
+
+    @pl.when(i + 1 < count)
+    def _() -> None:
+        fetch(i + 1, 1 - half, lambda copy: copy.start())
+
+    fetch(i, half, lambda copy: copy.wait())
+    _exchange(i, source, lead, held.at[half], found.at[half])
+    back(i, half).start()
+
+    @pl.when(i + 1 == count)
+    def _() -> None:
+        back(i, half).wait()
+
+
+def _exchange(i: jax.Array, source: Any, lead: Any, held: Any, found: Any) -> None:
+    """Take the wanted slots of found [8, deep, heads, 8, head_dim] into held [deep, heads, 8,
+    head_dim]: item i's."""
+    slot = lax.broadcasted_iota(jnp.int32, (1, GRANULE, 1), 1)
+
+    @pl.loop(0, held.shape[0])
+    def _(n: jax.Array) -> None:
+        new = held[n].astype(jnp.float32)
+        for s in range(GRANULE):
+            wanted = source[i * GRANULE + s]
+            old = found[jnp.maximum(lead[i * GRANULE + s], 0), n].astype(jnp.float32)
+            moved = pltpu.roll(old, (s + GRANULE - jnp.maximum(wanted, 0) % GRANULE) % GRANULE, 1)
+            new = jnp.where((slot == s) & (wanted >= 0), moved, new)
+        held[n] = new.astype(held.dtype)
+
+
+def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
+    """See `move.move_slots`. A granule may be read while it is written for another move: the slots
+    that are read stay the same bytes, since no target is a source."""
+    layers, _, heads, block_size, head_dim = pool.shape
+    deep = layers_at_once(pool, layers, interpret)
+    from_block, from_slot, to_block, to_slot = moves.T
+    target, source, number = _by_target(
+        to_block, to_slot, from_block * block_size + from_slot, count, block_size
+    )
+    granule = jnp.where(source >= 0, source // GRANULE, NOBODY)
+    lead = jnp.argmax(granule[:, :, None] == granule[:, None, :], axis=2).astype(jnp.int32)
+    call = pl.pallas_call(
+        _move_kernel,
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(layers // deep, number),
+            in_specs=[ANY],
+            out_specs=ANY,
+            scratch_shapes=[
+                pltpu.VMEM((2, deep, heads, GRANULE, head_dim), pool.dtype),
+                pltpu.VMEM((2, GRANULE, deep, heads, GRANULE, head_dim), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        input_output_aliases={3: 0},
+        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 0, 2),
+        interpret=interpreted(interpret),
+        name="move_slots",
+    )
+    return call(target, source.reshape(-1), lead.reshape(-1), pool)

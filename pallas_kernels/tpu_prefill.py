@@ -1,0 +1,149 @@
+"""Paged attention of ragged prefill chunks on TPU (Mosaic).
+
+A program takes a tile of one row's queries, for a few kv heads, over the row's context: cached
+tokens and the chunk itself alike come from the pool, in the manner of flash attention (Dao et al.
+2022, section 3.1). No contiguous K or V is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.tpu_common import (
+    ANY,
+    SIDE,
+    Chunk,
+    Options,
+    bounds,
+    compiler,
+    heads_a_program,
+    interpreted,
+    make_chunk,
+    scalars,
+)
+from jaxserve.pallas_kernels.tpu_stream import Stream, clean
+from jaxserve.pallas_kernels.tpu_tiles import (
+    ALIGNED,
+    Outputs,
+    lay_out,
+    query_spec,
+    seen_by,
+    tile_items,
+)
+
+
+def _kernel(
+    items: Any,  # SMEM int32 [7, N]
+    tables: Any,  # SMEM int32 [R * 2 * W]
+    layer: Any,  # SMEM int32 [1]
+    q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
+    pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    out: Any,  # HBM [kv_heads, group, units, 16, head_dim]
+    k: Any,  # VMEM [2, heads, tokens, head_dim]
+    v: Any,  # like k
+    peak: Any,  # VMEM float32 [heads, group * tile, 128]
+    total: Any,  # like peak
+    acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
+    done: Any,  # VMEM [heads, group, tile, head_dim]
+    arrived: Any,  # DMA semaphores [2]
+    turn: Any,  # SMEM int32 [1]
+    sent: Any,  # DMA semaphore
+    pending: Any,  # SMEM int32 [1]
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
+    state = peak, total, acc
+    group, tile = done.shape[1:3]
+    prefetched = items, tables, layer
+    stream = Stream(
+        chunk,
+        window,
+        prefetched,
+        pool,
+        (k, v),
+        (arrived, turn),
+        h * chunk.heads,
+        pl.num_programs(1),
+    )
+    outputs = Outputs(items, done, out, sent, pending, chunk.heads)
+    low, high = bounds(items, i, window)
+    tpu_softmax.reset(state)
+
+    def use(j: jax.Array, half: jax.Array) -> None:
+        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
+        def _() -> None:
+            at = chunk.positions(j, items[SIDE, i], 0)
+            clean(v, half, (at >= low) & (at < high))
+
+        at = chunk.positions(j, items[SIDE, i], 1)
+        seen = seen_by(items, i, at, group, tile, window)[None]
+
+        @pl.loop(0, chunk.heads)
+        def _(n: jax.Array) -> None:
+            one = pl.ds(n, 1)
+            queries = q[one].reshape(1, group * tile, chunk.head_dim)
+            tpu_softmax.update(state, one, queries, k[half, one], v[half, one], seen, options)
+
+    stream.walk(i, use)
+
+    outputs.wait_for_previous(i)
+    done[...] = tpu_softmax.finished(state).astype(done.dtype).reshape(done.shape)
+    outputs.start(h, i)
+    outputs.wait_if_last(i)
+
+
+def prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    live: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """q [T, H, D] -> [T, H, D] in q's dtype for the tokens of rows that are live, bool [R]; zeros
+    for the others."""
+    num_heads, head_dim = q.shape[1:]
+    kv_heads = pool.shape[2]
+    group = num_heads // kv_heads
+    sizes = tuned_tpu.sizes(pool.dtype, options.interpret)
+    tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(group))
+    heads = heads_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
+    chunk = make_chunk(pool, batch, heads, sizes)
+    layout, start = lay_out(batch, live, tile)
+    items, number = tile_items(batch, live, start, tile, chunk, options.sliding_window)
+    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
+    queries = layout.gather(q.astype(pool.dtype), kv_heads)
+    call = pl.pallas_call(
+        functools.partial(_kernel, chunk=chunk, options=options),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(kv_heads // heads, number),
+            in_specs=[query_spec(heads, group, tile, head_dim), ANY],
+            out_specs=ANY,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                *tpu_softmax.scratch(heads, group * tile, head_dim),
+                pltpu.VMEM((heads, group, tile, head_dim), q.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        compiler_params=compiler(sizes, 1),
+        interpret=interpreted(options.interpret),
+        name="paged_prefill",
+    )
+    return layout.scatter(call(*scalars(items, batch, layer), queries, pool))

@@ -1,0 +1,101 @@
+"""The Pallas-Triton backend: NVIDIA GPUs of compute capability 8.0 and up."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels import triton_write
+from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
+from jaxserve.pallas_kernels.pool import POOL_DTYPES
+from jaxserve.pallas_kernels.triton_absorbed import MAX_HEADS, absorbed
+from jaxserve.pallas_kernels.triton_decode import paged_decode
+from jaxserve.pallas_kernels.triton_prefill import paged_prefill
+from jaxserve.pallas_kernels.triton_projected import projected
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matrix unit
+
+
+def attend(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
+    out = paged_decode(
+        q,
+        pool,
+        layer,
+        batch,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        decode_only=decode_only,
+        interpret=interpret,
+    )
+    if decode_only:
+        return out
+    return paged_prefill(
+        out,
+        q,
+        pool,
+        layer,
+        batch,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def supports(
+    kind: int,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: DTypeLike,
+) -> str | None:
+    """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
+    name = jnp.dtype(dtype).name
+    if name not in POOL_DTYPES:
+        return f"dtype: must be one of {POOL_DTYPES}, got {name}"
+    if not 1 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        return f"head_dim: must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
+    if block_size < 1:
+        return f"block_size: must be at least 1, got {block_size}"
+    if kind == HIDDEN and num_heads > MAX_HEADS:
+        return f"num_heads: must be at most {MAX_HEADS} for hidden caches, got {num_heads}"
+    if num_heads // kv_heads > MAX_GROUP:
+        return f"num_heads: must be at most {MAX_GROUP} a kv head, got {num_heads // kv_heads}"
+    return None
+
+
+def _backend(interpret: bool) -> Backend:
+    return Backend(
+        write=functools.partial(triton_write.write, interpret=interpret),
+        attend=functools.partial(attend, interpret=interpret),
+        absorbed=functools.partial(absorbed, interpret=interpret),
+        projected=functools.partial(projected, interpret=interpret),
+        move=functools.partial(triton_write.move, interpret=interpret),
+        stage_out=functools.partial(triton_write.stage_out, interpret=interpret),
+        stage_in=functools.partial(triton_write.stage_in, interpret=interpret),
+        supports=supports,
+    )
+
+
+BACKEND = _backend(interpret=False)
+INTERPRET_BACKEND = _backend(interpret=True)

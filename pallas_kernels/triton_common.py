@@ -1,0 +1,161 @@
+"""What the Pallas-Triton kernels share: the batch as refs, the pool as rows, ragged contexts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+
+Ref = Any  # pallas has no public type for the refs that kernels get
+
+
+class BatchRefs(NamedTuple):
+    """One layer's index and a batch's fields as int32 refs, in the order of `batch_arguments`."""
+
+    layer: Ref  # [1]
+    tables: Ref  # [R, 2, W]
+    context_lens: Ref  # [R]
+    query_start: Ref  # [R]
+    query_lens: Ref  # [R]
+    direction: Ref  # [R]
+    kind: Ref  # [R]
+    token_row: Ref  # [T]
+    num_decodes: Ref  # [1]
+    num_rows: Ref  # [1]
+
+
+def batch_arguments(layer: jax.Array | int, batch: AttentionBatch) -> tuple[jax.Array, ...]:
+    """The arrays that a kernel sees as `BatchRefs`."""
+    return BatchRefs(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        batch.tables,
+        batch.context_lens,
+        batch.query_start,
+        batch.query_lens,
+        batch.direction,
+        batch.kind,
+        batch.token_row,
+        batch.num_decodes.reshape(1),
+        batch.num_rows.reshape(1),
+    )
+
+
+class Geometry(NamedTuple):
+    """The static shape of a pool, seen as rows [layers * blocks * kv_heads * block_size, head_dim].
+
+    Row numbers fit int32 where byte offsets do not; the view costs nothing.
+    """
+
+    layers: int
+    blocks: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def padded_dim(self) -> int:
+        """head_dim as Triton wants it: a power of two, at least 16."""
+        return max(16, power_of_two(self.head_dim))
+
+    def row(
+        self, layer: jax.Array, block: jax.Array, head: jax.Array | int, slot: jax.Array
+    ) -> jax.Array:
+        """The row of one slot's head, int32; arguments broadcast."""
+        head_row = (layer * self.blocks + block) * self.kv_heads + head
+        return head_row * self.block_size + slot
+
+
+def geometry_of(pool: jax.Array) -> Geometry:
+    return Geometry(*pool.shape)
+
+
+def as_rows(pool: jax.Array) -> jax.Array:
+    """The pool as [rows, head_dim]: a view of the same memory."""
+    return pool.reshape(-1, pool.shape[-1])
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below number."""
+    return 1 << (number - 1).bit_length()
+
+
+def cdiv(a: Any, b: int) -> Any:
+    """a / b rounded up, for a >= 0, traced or not (no sign fix-ups in the kernel)."""
+    return (a + b - 1) // b if isinstance(a, int) else lax.div(a + (b - 1), jnp.int32(b))
+
+
+class Context(NamedTuple):
+    """One row's cached tokens: where position p lies."""
+
+    refs: BatchRefs
+    geometry: Geometry
+    row: jax.Array  # int32 []
+    direction: jax.Array  # int32 []
+    layer: jax.Array  # int32 []
+
+    def pool_rows(
+        self, plane: int, head: jax.Array | int, position: jax.Array, inside: jax.Array | None
+    ) -> jax.Array:
+        """Pool rows int32 [N] of positions [N] (or one head's or many heads' of one position) in
+        tables[:, plane]; where not `inside` (None: all are), any."""
+        size = jnp.int32(self.geometry.block_size)
+        entry, offset = lax.div(position, size), lax.rem(position, size)
+        slot = jnp.where(self.direction == RIGHT, size - 1 - offset, offset)
+        at = self.refs.tables.at[self.row, jnp.int32(plane), entry]
+        block = plgpu.load(at) if inside is None else plgpu.load(at, mask=inside, other=0)
+        return self.geometry.row(self.layer, block, head, slot)
+
+
+def context_of(refs: BatchRefs, geometry: Geometry, row: jax.Array) -> Context:
+    return Context(refs, geometry, row, refs.direction[row], refs.layer[0])
+
+
+def load_rows(
+    ref: Ref, rows: jax.Array, inside: jax.Array | None, width: int, padded: int
+) -> jax.Array:
+    """ref [X, width] at rows [N] -> [N, padded]; zeros where not `inside` (bool [N]; None: all are)
+    and past width."""
+    column = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
+    mask = None if inside is None else inside[:, None]
+    if padded != width:
+        mask = column < width if mask is None else mask & (column < width)
+    at = ref.at[rows[:, None], column]
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+
+
+def decode_row(
+    refs: BatchRefs, row: jax.Array, kind: int, *, decode_only: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """(cached tokens, token of this step) of a decode row, int32 []; 0 cached tokens for rows that
+    are not decodes of this kind. decode_only: every row with a token is a decode, and token i is
+    row i's, padding included."""
+    active = (refs.kind[row] == kind) & (refs.query_lens[row] > 0)
+    if decode_only:
+        return jnp.where(active, refs.context_lens[row], 0), row
+    active &= row < refs.num_decodes[0]
+    return jnp.where(active, refs.context_lens[row], 0), refs.query_start[row]
+
+
+def store_rows(ref: Ref, rows: jax.Array, values: jax.Array, inside: jax.Array) -> None:
+    """values [N, padded] into ref [X, width] at rows [N], where `inside` (bool [N])."""
+    width, padded = ref.shape[1], values.shape[1]
+    column = lax.broadcasted_iota(jnp.int32, (1, padded), 1)
+    mask = inside[:, None] if padded == width else inside[:, None] & (column < width)
+    mask = jnp.broadcast_to(mask, values.shape)
+    plgpu.store(ref.at[rows[:, None], column], values.astype(ref.dtype), mask=mask)
+
+
+def split_bounds(
+    length: jax.Array, lower: jax.Array, split: jax.Array, splits: int, tile: int
+) -> tuple[jax.Array, jax.Array]:
+    """Tiles [first, last) of part `split` of positions [lower, length); empty where nothing is
+    left for it."""
+    first, end = lax.div(lower, jnp.int32(tile)), cdiv(length, tile)
+    share = cdiv(end - first, splits)
+    begin = first + split * share
+    return begin, jnp.minimum(begin + share, end)

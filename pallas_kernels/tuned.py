@@ -1,0 +1,167 @@
+"""Sizes of the Pallas-Triton kernels by GPU generation: tiles, warps, pipeline stages.
+
+A table, not an algorithm: change a number here after measuring it. Chosen without a GPU, by what
+the compiler says of registers, spills and shared memory. Tiles are in tokens and powers of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What the sizes depend on. capability: 80 for sm_80; processors: streaming multiprocessors."""
+
+    capability: int
+    processors: int
+
+
+A100 = Gpu(80, 108)
+H100 = Gpu(90, 132)
+# A block of threads gets 99 KiB of shared memory at most, where sm_80 has 163 and sm_90 227.
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
+NAMED = {"a100": A100, "h100": H100, "h200": H100}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Compiler parameters of one kernel, with the tile it works on.
+
+    tile: tokens of context an iteration.
+    queries: rows of a query tile (query tokens times the heads of a group).
+    warps, stages: num_warps and num_stages. Loads that wait for a block id take two stages, so
+        that 3 buffer one tile, 5 two and so on.
+    chunk: elements of a hidden vector that one step of its projection takes.
+    """
+
+    tile: int
+    queries: int = 16
+    warps: int = 4
+    stages: int = 3
+    chunk: int = 64
+
+
+# kernel -> {(capability, element bytes, padded head_dim): Launch}. 0 bytes or head_dim: any. Of the
+# entries not above the device's capability an exact element size counts first, then an exact
+# head_dim, then the highest capability.
+_TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
+    "decode": {
+        (80, 2, 0): Launch(64, warps=4, stages=3),
+        (80, 2, 256): Launch(32, warps=4, stages=3),
+        (80, 4, 0): Launch(32, warps=8, stages=2),
+        (80, 4, 256): Launch(16, warps=8, stages=2),
+        (90, 2, 0): Launch(64, warps=4, stages=5),
+        (90, 2, 256): Launch(32, warps=4, stages=4),
+    },
+    "prefill": {
+        (80, 2, 0): Launch(64, queries=128, warps=8, stages=5),
+        (80, 2, 256): Launch(32, queries=64, warps=8, stages=5),
+        (80, 4, 0): Launch(16, queries=32, warps=4, stages=2),
+        (80, 4, 256): Launch(16, queries=16, warps=8, stages=2),
+        (90, 2, 0): Launch(128, queries=128, warps=8, stages=3),
+        (90, 2, 256): Launch(64, queries=128, warps=8, stages=3),
+    },
+    "absorbed_scores": {
+        (80, 2, 0): Launch(128, warps=4, stages=3),
+        (80, 2, 256): Launch(64, warps=4, stages=3),
+        (80, 4, 0): Launch(16, warps=8, stages=2),
+        (90, 2, 0): Launch(128, warps=4, stages=4),
+    },
+    "absorbed_weights": {(80, 0, 0): Launch(512, warps=4, stages=1)},
+    "absorbed_sums": {
+        (80, 2, 0): Launch(64, warps=4, stages=3),
+        (80, 4, 0): Launch(32, warps=4, stages=2),
+        (90, 2, 0): Launch(64, warps=4, stages=5),
+    },
+    "projected": {
+        (80, 2, 0): Launch(64, queries=64, warps=8, stages=3),
+        (80, 2, 256): Launch(32, queries=32, warps=8, stages=2),
+        (80, 4, 0): Launch(16, queries=16, warps=8, stages=2, chunk=32),
+        (90, 2, 0): Launch(64, queries=128, warps=8, stages=3),
+    },
+    "projected_decode": {
+        (80, 2, 0): Launch(64, warps=8, stages=4),
+        (80, 2, 256): Launch(32, warps=8, stages=3),
+        (80, 4, 0): Launch(16, warps=8, stages=2, chunk=32),
+    },
+    # One program copies `tile` elements of a slot.
+    "copy": {(80, 0, 0): Launch(2048, warps=4, stages=1)},
+}
+
+
+_target: list[Gpu] = []
+
+
+@contextlib.contextmanager
+def compiling_for(gpu: Gpu) -> Iterator[None]:
+    """Inside, kernels are traced with this GPU's sizes: for compiling without the hardware."""
+    _target.append(gpu)
+    try:
+        yield
+    finally:
+        _target.pop()
+
+
+def target() -> Gpu:
+    """The GPU that kernels are sized for: the named one, else the first local one, else an A100."""
+    if _target:
+        return _target[-1]
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return A100
+    capability = int(str(device.compute_capability).replace(".", ""))
+    known = H100 if capability >= H100.capability else A100
+    return Gpu(capability, getattr(device, "core_count", known.processors))
+
+
+def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
+    """The sizes of a kernel for elements of `itemsize` bytes and a padded head_dim."""
+    table, gpu = _TABLE[kernel], target()
+    fits = [
+        key
+        for key in table
+        if key[0] <= gpu.capability and key[1] in (0, itemsize) and key[2] in (0, head_dim)
+    ]
+    found = table[max(fits, key=lambda key: (key[1] != 0, key[2] != 0, key[0]))]
+    if gpu.capability not in SMALL_SHARED_MEMORY:
+        return found
+    return dataclasses.replace(
+        found,
+        tile=max(16, found.tile // 2),
+        queries=max(16, found.queries // 2),
+        stages=min(found.stages, 2),
+        chunk=max(16, found.chunk // 2),
+    )
+
+
+def context_splits(programs: int, tiles: int) -> int:
+    """Into how many parts a context of at most `tiles` tiles is split, so that `programs` times
+    that many keep the GPU busy, rows of uneven length too: a power of two, at least two tiles
+    each. No more than needed: parts are merged by a second launch."""
+    wanted = 3 * target().processors
+    splits = 1
+    while splits * programs < wanted and splits * 4 <= tiles and splits < 64:
+        splits *= 2
+    return splits
+
+
+def absorbed_tile(rows: int, context: int, tile: int) -> int:
+    """Tokens that one program of the absorbed scores takes, `tile` unless rows of `context` tokens
+    then do not fill the GPU. Each program reads a row's queries once more."""
+    while tile > 16 and rows * (context // tile) < target().processors:
+        tile //= 2
+    return tile
+
+
+def absorbed_slice(programs: int, head_dim: int) -> int:
+    """Elements of x that one program of the absorbed weighted sums takes, when `programs` would
+    take a padded head_dim each: fewer where those do not fill the GPU, but whole sectors."""
+    size = min(head_dim, 128)
+    while size > 32 and programs * (head_dim // size) < 2 * target().processors:
+        size //= 2
+    return size

@@ -1,0 +1,79 @@
+"""A running softmax over chunks of context, in float32 (Milakov & Gimelshein 2018)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Finite, so that the running maximum of a row that has seen nothing yet gives no NaN.
+NOTHING_SEEN = -1e30
+BATCH_AND_HEAD = ((0, 1), (0, 1))
+
+
+class Softmax(NamedTuple):
+    """What N rows have seen. Their M queries a head are attended together. With absorbed queries
+    the heads are parts of one hidden vector and share their weights: then they are one in peak and
+    total."""
+
+    peak: jax.Array  # [N, kv_heads or 1, M, 1], the highest score so far
+    total: jax.Array  # [N, kv_heads or 1, M, 1], sum of weights
+    acc: jax.Array  # [N, kv_heads, M, D], weighted sum of values
+
+
+class Step(Protocol):
+    """Adds one chunk of context: q [N, kv_heads, M, D] (scaled), k, v [N, kv_heads, S, D]; seen,
+    bool, broadcasts to [N, kv_heads, M, S]. v is finite where a row with anything seen does not
+    look."""
+
+    def __call__(
+        self, state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+    ) -> Softmax: ...
+
+
+def start(shape: tuple[int, int, int], head_dim: int, *, shared: bool = False) -> Softmax:
+    """Nothing seen, for shape [N, kv_heads, M]."""
+    one = (shape[0], 1 if shared else shape[1], shape[2], 1)
+    return Softmax(
+        jnp.full(one, NOTHING_SEEN, jnp.float32),
+        jnp.zeros(one, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+
+
+def finish(state: Softmax) -> jax.Array:
+    """The attention output [N, kv_heads, M, D]; zeros where nothing was seen. A row's own NaN
+    stays NaN."""
+    return jnp.where(state.total == 0, 0, state.acc / state.total)
+
+
+def step(soft_cap: float | None, *, shared: bool = False, axis_name: str | None = None) -> Step:
+    """The step with these options. shared: the heads are parts of one vector, whose scores add up
+    (over the mesh axis too, if named)."""
+
+    def add(state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> Softmax:
+        scores = lax.dot_general(
+            q, k, (((3,), (3,)), BATCH_AND_HEAD), preferred_element_type=jnp.float32
+        )
+        if shared:
+            scores = scores.sum(axis=1, keepdims=True)
+        if axis_name is not None:
+            scores = lax.psum(scores, axis_name)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        peak = jnp.maximum(state.peak, scores.max(axis=-1, keepdims=True))
+        weights = jnp.exp(scores - peak)
+        fade = jnp.exp(state.peak - peak)
+        total = state.total * fade + weights.sum(axis=-1, keepdims=True)
+        weights = weights.astype(v.dtype)
+        if shared:
+            weights = jnp.broadcast_to(weights, (*v.shape[:2], *weights.shape[2:]))
+        out = lax.dot_general(
+            weights, v, (((3,), (2,)), BATCH_AND_HEAD), preferred_element_type=jnp.float32
+        )
+        return Softmax(peak, total, state.acc * fade + out)
+
+    return add
