@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REFERENCE := .venv-reference
+COMPILE := .venv-compile
 ARGS ?=
 
-.PHONY: help serve test lint reference format proto bench-vllm clean
+.PHONY: help serve test lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,6 +24,10 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+compile-check: ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
+	@$(PYTHON) tools/compile_check/install.py
+	$(COMPILE)/bin/python -m jaxserve.compile_check $(ARGS)
 
 reference: $(REFERENCE)/.ready ## regenerate the reference logits with transformers and compare
 	$(REFERENCE)/bin/python tools/reference/make_reference.py --check
@@ -51,4 +56,4 @@ bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its 
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(REFERENCE) .venv-vllm .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) $(COMPILE) .venv-vllm .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,16 +6,20 @@
     python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     python -m jaxserve.bench plan
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py
+    python -m jaxserve.bench kernels
+    python -m jaxserve.bench gpu
 
-`plan` has no engine: it times the policies, see plan.py. For the others the engine runs in this
-process, with the presets and flags of serve.py (--config, --model, --load_format, --policy,
---config.x.y=); `load --address` goes to a running server instead. Prompts are random token ids, and
-the end-of-sequence token is ignored.
+`plan` has no engine: it times the policies, see plan.py. `kernels` times the attention kernels,
+and `gpu` is everything there is to measure on a GPU; see kernels.py and gpu.py. For the others the
+engine runs in this process, with the presets and flags of serve.py (--config, --model,
+--load_format, --policy, --config.x.y=); `load --address` goes to a running server instead. Prompts
+are random token ids, and the end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -27,7 +31,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from jaxserve.bench import fidelity, plan, runs
+from jaxserve.bench import fidelity, runs
 from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import StepRecorder, step_metrics
@@ -51,6 +55,13 @@ DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 INPUT_LEN, OUTPUT_LEN = 128, 64
 Measure = Callable[[Target], dict[str, Any]]
 
+# Commands with a parse(argv) and a show(args) of their own; imported when named (jax is slow).
+STANDALONE = {
+    "plan": "jaxserve.bench.plan",
+    "kernels": "jaxserve.bench.kernels",
+    "gpu": "jaxserve.bench.gpu",
+}
+
 
 class UsageError(ValueError):
     """The command line is wrong; one line says how."""
@@ -60,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     try:
         args, config = parse(sys.argv[1:] if argv is None else argv)
-        if args.command == "plan":
-            return plan.show(args)
+        if args.command in STANDALONE:
+            return int(importlib.import_module(STANDALONE[args.command]).show(args))
         result = _fidelity(args, config) if args.command == "fidelity" else measure(args, config)
     except (UsageError, launch.UsageError) as error:
         return _complain(error, 2)
@@ -80,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
     """The arguments, checked, and the engine's config; None for a server's load and for `plan`.
     Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
-    if argv[:1] == ["plan"]:
-        return plan.parse(argv[1:]), None
+    if argv and argv[0] in STANDALONE:
+        return importlib.import_module(STANDALONE[argv[0]]).parse(argv[1:]), None
     args, rest = _parser().parse_known_args(argv)
     for name in ("num_requests", "input_len", "output_len", "repeats"):
         value = getattr(args, name, None)
@@ -227,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
+    commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
+    commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")
     for name, help_text, count in (
         ("throughput", "tokens/s with all requests submitted at once", 32),
         ("latency", "one request at a time", 5),

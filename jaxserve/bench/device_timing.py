@@ -1,0 +1,114 @@
+"""Seconds of work on the device: many calls inside one compiled loop, so that launching costs
+nothing, and the difference of two lengths of it, so that its ends cost nothing either.
+
+On an NVIDIA GPU the clock is CUPTI's, the timestamps that the device itself takes at each kernel's
+start and end; elsewhere, and where CUPTI does not answer, the host's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+SHORT = 2  # calls in the shorter loop
+MOST = 128  # and at most that many more in the longer one
+LEAST_SEEN = 0.2  # of the host's seconds; CUPTI may miss kernels, of CUDA graphs for one
+DEVICE, HOST = "cupti", "host clock"
+_CUPTI = "jax._src.lib.mosaic_gpu"  # jax has no public door to it
+
+
+@dataclass(frozen=True)
+class Timing:
+    """seconds: of one call. clock: whose. host_seconds: by the host's clock, as a cross-check."""
+
+    seconds: float
+    clock: str
+    host_seconds: float
+
+
+@dataclass
+class Loop:
+    """A kernel to be called again and again: step(i, carry, inputs) -> carry, where i is a traced
+    int32 that counts the calls, and picks a layer or another set of inputs, so that what is read
+    is not still in a cache. The carry is donated."""
+
+    step: Callable[[jax.Array, Any, Any], Any]
+    carry: Any
+    inputs: Any
+
+    def compiled(self, calls: int) -> Callable[[], None]:
+        """Runs that many calls and waits."""
+
+        def body(carry: Any, inputs: Any) -> Any:
+            return jax.lax.fori_loop(0, calls, lambda i, c: self.step(i, c, inputs), carry)
+
+        run = jax.jit(body, donate_argnums=0)
+
+        def once() -> None:
+            self.carry = jax.block_until_ready(run(self.carry, self.inputs))
+
+        once()
+        return once
+
+
+def measure(loop: Loop, *, budget: float = 0.3, repeats: int = 5) -> Timing:
+    """The median of some repeats, each of about `budget` seconds on a fast device."""
+    short = loop.compiled(SHORT)
+    rough = max(_host_seconds(short) / SHORT, 1e-7)
+    more = int(min(max(budget / rough, SHORT), MOST))
+    long = loop.compiled(SHORT + more)
+    host = _difference(_host_seconds, short, long, more, repeats)
+    device = _difference(_device_seconds, short, long, more, repeats) if has_cupti() else 0.0
+    seen = device > LEAST_SEEN * host
+    return Timing(device if seen else host, DEVICE if seen else HOST, host)
+
+
+def has_cupti() -> bool:
+    """Whether kernels can be timed by the device itself."""
+    return jax.default_backend() == "gpu" and _cupti() is not None
+
+
+def _difference(
+    clock: Callable[[Callable[[], None]], float],
+    short: Callable[[], None],
+    long: Callable[[], None],
+    more: int,
+    repeats: int,
+) -> float:
+    pairs = [(clock(short), clock(long)) for _ in range(repeats)]
+    return max(statistics.median(b - a for a, b in pairs) / more, 0.0)
+
+
+def _host_seconds(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _device_seconds(run: Callable[[], None]) -> float:
+    """Sum of the run's kernels; 0 where CUPTI says nothing."""
+    cupti = _cupti()
+    if cupti is None:
+        return 0.0
+    cupti._cupti_init()
+    try:
+        run()
+    finally:
+        kernels = cupti._cupti_get_timings(True)
+    return sum(milliseconds for _, milliseconds in kernels or ()) / 1e3
+
+
+def _cupti() -> Any:
+    """jaxlib's extension that talks to CUPTI, or None."""
+    try:
+        found = importlib.import_module(_CUPTI)
+    except ImportError:
+        return None
+    extension = getattr(found, "_mosaic_gpu_ext", None)
+    return extension if hasattr(extension, "_cupti_get_timings") else None

@@ -1,0 +1,214 @@
+"""A whole model with random weights: a decode step against its byte floor, with each kind of cache,
+and the engine's throughput."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bench import kernel_inputs as inputs
+from jaxserve.bench import runs
+from jaxserve.bench.kernel_inputs import Heads, Row
+from jaxserve.bench.target import EngineTarget
+from jaxserve.configs import base
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.layout import PLACEHOLDER, Layout
+from jaxserve.engine.steps import StepModel, make_model_step
+from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.models.registry import get_family
+from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, absorbed_attention, write
+from jaxserve.weights import load_params
+
+Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """A decode step: rows requests of `context` cached tokens each, this step's included."""
+
+    model: str
+    rows: int = 64
+    context: int = 512
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """floor_bytes: what a step must read at least: every weight once, and the cache once.
+    floor_seconds: those at the measured copy rate."""
+
+    model: str
+    cache: str
+    rows: int
+    context: int
+    seconds: float
+    floor_bytes: int
+    floor_seconds: float
+
+    @property
+    def times_floor(self) -> float:
+        return self.seconds / self.floor_seconds
+
+
+def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
+    """With a KV cache, and where the model can have one with a hidden cache read by absorption.
+    copy_rate: bytes/s."""
+    config = inputs.model_config(size.model)
+    family = get_family(config.family)
+    heads = inputs.model_heads(size.model)
+    dtype = jnp.dtype(size.dtype)
+    params = load_params(None, family, config, dtype=dtype, load_format="random")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    vector = size.rows * size.context * heads.width * config.num_layers * dtype.itemsize
+    cases = [("KV", KV, 2 * vector)]
+    if heads.offers_hidden and not heads.rotary:
+        cases.append(("hidden, absorbed", HIDDEN, vector))
+    found = []
+    for name, kind, cached in cases:
+        floor = weights + cached
+        seconds = _step_seconds(size, kind, family, config, heads, params, backend)
+        about = (size.model, name, size.rows, size.context)
+        found.append(StepTime(*about, seconds, floor, floor / copy_rate))
+    return found
+
+
+def _step_seconds(
+    size: StepSize,
+    kind: int,
+    family: Family,
+    config: ModelConfig,
+    heads: Heads,
+    params: Params,
+    backend: str,
+) -> float:
+    width = -(-size.context // size.block_size)
+    blocks = 2 * size.rows * width
+    rows = [Row(size.context, kind=kind)] * size.rows
+    batch = inputs.make_batch(rows, size.block_size, blocks, np.random.default_rng(0))
+    dtype = jnp.dtype(size.dtype)
+    pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
+    make = _hidden_step if kind == HIDDEN else _kv_step
+    step = make(family, config, batch, backend)
+    tokens = jnp.ones(size.rows, jnp.int32)
+
+    def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
+        begin = time.perf_counter()
+        for _ in range(count):
+            pool, logits = step(params, pool, tokens)
+            tokens = _greedy(logits)
+        jax.block_until_ready((pool, tokens))
+        return pool, tokens, time.perf_counter() - begin
+
+    pool, tokens, _ = run(pool, tokens, 2)  # compiles
+    each = []
+    for _ in range(5):
+        pool, tokens, short = run(pool, tokens, 2)
+        pool, tokens, long = run(pool, tokens, 12)
+        each.append((long - short) / 10)
+    return statistics.median(each)
+
+
+@jax.jit
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
+    """The engine's own step; its tokens come from the slots' last ones."""
+    rows = batch.max_rows
+    layout = Layout(rows, rows, batch.table_width, rows, decode_only=True)
+    packed = layout.empty()
+    fields = layout.views(packed)
+    for name in AttentionBatch.__dataclass_fields__:
+        fields[name][...] = np.asarray(getattr(batch, name))
+    fields["tokens"][:] = PLACEHOLDER
+    fields["slots"][:] = fields["last"][:] = np.arange(rows)
+    fields["emit"][:] = 1
+    placed = jnp.asarray(packed)
+    step = make_model_step(StepModel(family, config, backend, None, 1))
+
+    def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return step(params, pool, tokens, placed, layout=layout)
+
+    return run
+
+
+def _hidden_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
+    """The same model over hidden blocks: Wk folded into the query, Wv applied to the result. (The
+    forward pass still makes the new token's k and v, which nobody reads.)"""
+
+    def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = family.kv_projection(params, config, config.max_position)
+        shape = (config.d_model, config.num_heads, config.head_dim)
+
+        def attend(
+            pool: jax.Array, layer: jax.Array, given: AttentionInput
+        ) -> tuple[jax.Array, jax.Array]:
+            x = given.x.reshape(given.k.shape)
+            pool = write(pool, layer, given.k, given.v, batch, x=x, backend=backend)
+            wk, wv = (w[layer].reshape(shape) for w in (made.wk, made.wv))
+            qx = jnp.einsum("thd,ehd->the", given.q, wk)
+            scale = config.attn_scale
+            mixed = absorbed_attention(qx, pool, layer, batch, scale=scale, backend=backend)
+            out = jnp.einsum("the,ehd->thd", mixed, wv)
+            if made.bv is not None:
+                out = out + made.bv[layer].reshape(1, config.num_heads, config.head_dim)
+            return pool, out
+
+        where = batch.context_lens - 1
+        pool, hidden = family.forward(params, config, tokens, where, attend, pool)
+        return pool, family.logits(params, config, hidden)
+
+    return jax.jit(run, donate_argnums=1)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that all wait at once."""
+
+    model: str
+    requests: int = 128
+    input_len: int = 256
+    output_len: int = 128
+    dtype: str = "bfloat16"
+    batch_tokens: int = 1024
+
+
+def throughput(load: Load, backend: str) -> dict[str, Any]:
+    """The engine's, with random weights; see `runs.throughput`. Few buckets, so that it compiles
+    in little time."""
+    config = base.get_config()
+    if load.model == inputs.TINY:
+        config.model.path = str(inputs.TINY_FOLDER)
+    config.model.preset = "" if load.model == inputs.TINY else load.model
+    config.model.load_format = "random"
+    config.model.dtype = load.dtype
+    config.engine.attention_backend = backend
+    longest = load.input_len + load.output_len
+    config.engine.max_model_len = longest
+    config.engine.row_buckets = (load.requests,)
+    config.engine.token_buckets = (load.batch_tokens,)
+    config.engine.compilation_cache_dir = ""
+    config.cache.num_blocks = 2 * load.requests * math.ceil(longest / config.cache.block_size)
+    config.scheduler.max_rows = load.requests
+    config.scheduler.max_queue = 2 * load.requests
+    config.scheduler.max_batch_tokens = load.batch_tokens
+    config.scheduler.max_prefill_tokens = load.batch_tokens
+    engine = build_engine(config, progress=False)
+    engine.start()
+    try:
+        target = EngineTarget(engine)
+        sizes = (load.requests, load.input_len, load.output_len)
+        runs.warm_up(target, *sizes, 0)
+        return runs.throughput(target, *sizes, 2, 0)
+    finally:
+        engine.stop()

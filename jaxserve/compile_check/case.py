@@ -1,0 +1,183 @@
+"""A model on a group of devices, as the engine would lay it out there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import jaxserve
+from jaxserve import sharding
+from jaxserve.compile_check.targets import Target
+from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.engine.sizing import Demand, pool_blocks
+from jaxserve.models.base import Family, ModelConfig, ParamSpec
+from jaxserve.models.presets import preset, preset_names
+from jaxserve.models.registry import family_for
+from jaxserve.pallas_kernels import block_bytes
+from jaxserve.pallas_kernels.backends import get_backend
+from jaxserve.pallas_kernels.batch import HIDDEN, KV
+
+TINY = "tiny"
+MEMORY_FRACTION = 0.9  # the engine's default
+BACKENDS = {"cuda": "triton", "tpu": "tpu"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the engine is configured with: the largest buckets follow from it."""
+
+    block_size: int
+    max_rows: int
+    max_batch_tokens: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on `mesh` devices of a target. blocks: of the pool. note: why the backend is not
+    the platform's own, or None. no_hidden: why it does not take hidden blocks, or None."""
+
+    model: str
+    target: Target
+    family: Family
+    config: ModelConfig
+    sizes: Sizes
+    mesh: Mesh
+    blocks: int
+    weights_bytes: int
+    backend: str
+    note: str | None
+    no_hidden: str | None
+
+    @property
+    def shards(self) -> int:
+        return self.mesh.size
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.sizes.dtype)
+
+    @property
+    def pool_heads(self) -> int:
+        """KV heads in the whole pool."""
+        return sharding.pool_kv_heads(self.config, self.shards)
+
+    @property
+    def pool_bytes(self) -> int:
+        """On each device."""
+        config = self.config
+        heads = self.pool_heads // self.shards
+        size = self.sizes.block_size
+        one = block_bytes(config.num_layers, heads, size, config.head_dim, self.dtype)
+        return self.blocks * one
+
+    @property
+    def offers_hidden(self) -> bool:
+        """A hidden vector is what its layer's K is in size."""
+        config = self.config
+        return self.pool_heads * config.head_dim == config.d_model
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        width = -(-self.config.max_position // self.sizes.block_size)
+        return make_buckets(self.sizes.max_rows, self.sizes.max_batch_tokens, width=width)
+
+
+def model_shape(name: str) -> tuple[Family, ModelConfig]:
+    """Of a preset, or of "tiny", the model in the box; ValueError lists the names."""
+    if name == TINY:
+        path = Path(jaxserve.__file__).parent / "assets" / "tiny-stories" / "config.json"
+        hf: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    elif name in preset_names():
+        hf = preset(name)
+    else:
+        raise ValueError(
+            f"--model: {name!r} is not known (known: {TINY}, {', '.join(preset_names())})"
+        )
+    family = family_for(hf)
+    return family, family.config_from_hf(hf)
+
+
+def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> Case:
+    """The model with its pool sized as the engine sizes it, given the target's memory.
+
+    backend: "auto" for the platform's own (XLA's where that does not take the shape), or a name.
+    ConfigError where the weights leave no room for a pool; ValueError where the model cannot be
+    cut over the mesh, or a named backend does not take it.
+    """
+    family, config = model_shape(model)
+    shards = mesh.size
+    sharding.check_tensor(config, shards)
+    heads = sharding.pool_kv_heads(config, shards)
+    dtype = jnp.dtype(sizes.dtype)
+    weights = sum(
+        math.prod(param_sharding(mesh, spec).shard_shape(sharding.padded_shape(mesh, spec)))
+        for spec in jax.tree.leaves(family.param_specs(config))
+    )
+    demand = Demand(
+        num_blocks=0,
+        block_size=sizes.block_size,
+        memory_bytes=0,
+        memory_fraction=MEMORY_FRACTION,
+        max_rows=sizes.max_rows,
+        max_model_len=config.max_position,
+        max_batch_tokens=sizes.max_batch_tokens,
+    )
+    blocks = pool_blocks(
+        demand,
+        config,
+        dtype,
+        weights=weights * dtype.itemsize,
+        pool_heads=heads,
+        shards=shards,
+        device=(target.device, target.memory_bytes),
+    )
+    wanted = BACKENDS[target.platform] if backend == "auto" else backend
+    reason = _unsupported(wanted, KV, config, heads, shards, sizes)
+    if reason is not None and backend != "auto":
+        raise ValueError(f"--backend: {backend} cannot serve {model}: {reason}")
+    chosen = wanted if reason is None else "xla"
+    return Case(
+        model=model,
+        target=target,
+        family=family,
+        config=config,
+        sizes=sizes,
+        mesh=mesh,
+        blocks=blocks,
+        weights_bytes=weights * dtype.itemsize,
+        backend=chosen,
+        note=reason,
+        no_hidden=_unsupported(chosen, HIDDEN, config, heads, shards, sizes),
+    )
+
+
+def param_sharding(mesh: Mesh, param: ParamSpec) -> jax.sharding.NamedSharding:
+    """As the engine places it, but on a mesh of one device too: there is no default device here."""
+    if mesh.size == 1:
+        return sharding.named(mesh, ())
+    placed = sharding.param_sharding(mesh, param)
+    assert isinstance(placed, jax.sharding.NamedSharding)
+    return placed
+
+
+def _unsupported(
+    backend: str, kind: int, config: ModelConfig, heads: int, shards: int, sizes: Sizes
+) -> str | None:
+    """Why the backend's kernels do not take the shape that one device sees; None if they do."""
+    return get_backend(backend).supports(
+        kind,
+        num_heads=config.num_heads // shards,
+        kv_heads=heads // shards,
+        head_dim=config.head_dim,
+        block_size=sizes.block_size,
+        dtype=jnp.dtype(sizes.dtype),
+    )

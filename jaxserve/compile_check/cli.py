@@ -1,0 +1,126 @@
+"""Do the kernels and the model's steps compile for these devices, and fit them?
+
+    python -m jaxserve.compile_check
+    python -m jaxserve.compile_check --target=a100,v5e:4 --model=opt-13b
+    python -m jaxserve.compile_check --programs=steps --json
+
+A target is a device, or as many of them as `v5e:4` says, which share each layer's heads; without
+a number as few as the model fits. None of the devices is needed, but their compilers are: `make
+compile-check` installs them into an environment of its own and runs this there, with ARGS. A target
+whose compiler is not installed is reported as not checked. Exit codes: 0 all compiled and fit, 1
+something did not, 2 a wrong command line, 3 nothing failed but something was not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.compile_check import report, toolchain
+from jaxserve.compile_check.case import Sizes, model_shape
+from jaxserve.compile_check.check import AUTO, Wish, check
+from jaxserve.compile_check.compiling import NOT_CHECKED, Result
+from jaxserve.compile_check.programs import choose
+from jaxserve.compile_check.targets import Target, load_target, target_names
+from jaxserve.pallas_kernels import resolve_backend
+from jaxserve.pallas_kernels.pool import POOL_DTYPES
+
+TARGETS = ",".join([*target_names(), "a100:2", "v5e:4"])
+MODELS = "opt-13b,llama-3-8b"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: see above."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args, wish = parse(given)
+    toolchain.quiet_start()
+    out = sys.stderr if args.json else sys.stdout
+
+    def tell(result: Result) -> None:
+        print(report.line(result), file=out, flush=True)
+
+    print(report.header(), file=out, flush=True)
+    checked = [
+        check(model, target, count, wish, tell)
+        for model in args.model
+        for target, count in args.target
+    ]
+    results = [result for one in checked for result in one.results]
+    if args.write_doc:
+        command = [
+            flag for flag in given if flag != "--json" and not flag.startswith("--write_doc")
+        ]
+        page = report.page(checked, wish, [*command, f"--write_doc={args.write_doc}"])
+        Path(args.write_doc).write_text(page, encoding="utf-8")
+    if args.json:
+        print(json.dumps(report.as_json(checked), allow_nan=False), flush=True)
+    else:
+        print("\n".join(report.summary(checked)))
+    return exit_code(results)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
+    """The command line, checked; argparse exits by itself where it is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        args.target = [_target(name, args.tensor) for name in args.target.split(",")]
+        args.model = args.model.split(",")
+        for model in args.model:
+            model_shape(model)
+        programs = choose(args.programs)
+        if args.backend != "auto":
+            resolve_backend(args.backend)
+        for name in ("block_size", "max_rows", "max_batch_tokens"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    except ValueError as error:
+        parser.error(str(error))
+    sizes = Sizes(args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+    return args, Wish(programs, sizes, args.backend)
+
+
+def _target(text: str, tensor: int) -> tuple[Target, int]:
+    """The device and the count of "v5e:4"; without one, what --tensor says."""
+    name, _, number = text.partition(":")
+    target = load_target(name)
+    if not (number or "0").isdecimal() or tensor < AUTO:
+        raise ValueError(f"--tensor must be at least 1 (0: as needed), got {number or tensor}")
+    count = int(number or tensor)
+    target.topology(max(count, 1))
+    return target, count
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    if any(result.is_bad for result in results):
+        return 1
+    return 3 if any(result.status == NOT_CHECKED for result in results) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.compile_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def flag(name: str, default: str | int, text: str) -> None:
+        kind = type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
+
+    flag("target", TARGETS, "devices to compile for")
+    flag("model", MODELS, "presets, or tiny for the model in the box")
+    flag("programs", "all", "all, steps, kernels, or names as printed")
+    flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
+    flag("backend", "auto", "attention backend; auto: the platform's own")
+    flag("block_size", 16, "tokens of a block")
+    flag("max_rows", 128, "requests of a batch")
+    flag("max_batch_tokens", 2048, "tokens of a batch")
+    parser.add_argument("--dtype", choices=POOL_DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--write_doc", metavar="FILE", help="write the result as a Markdown page")
+    return parser

@@ -1,0 +1,123 @@
+"""Compiles one program and reads off what the compiler says about it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.compile_check import toolchain
+from jaxserve.compile_check.case import Case
+from jaxserve.compile_check.programs import Program
+from jaxserve.compile_check.ptx import KernelUse, kernel_uses
+from jaxserve.pallas_kernels import tuned
+
+COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
+NOT_CHECKED, NOT_SUPPORTED = "not checked", "not supported"  # no compiler here; no such kernel
+
+_KINDS = {
+    "arguments": "argument_size_in_bytes",
+    "outputs": "output_size_in_bytes",
+    "aliased": "alias_size_in_bytes",
+    "temporaries": "temp_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One program on one target. seconds: tracing, lowering and compiling. memory: bytes on each
+    device by kind. needed: at one time, at most. fits: needed against what the device has; None
+    for a kernel alone, which is not all that the device must hold. kernels: GPU only. reason: of
+    what did not compile."""
+
+    target: str
+    model: str
+    devices: int
+    program: str
+    status: str
+    seconds: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)
+    needed: int = 0
+    fits: bool | None = None
+    kernels: list[KernelUse] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.status in (FAILED, NO_ROOM) or self.fits is False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compile_program(case: Case, program: Program) -> Result:
+    """Never raises for what the compiler or the program's tracing says: that is the result."""
+    about = (case.target.name, case.model, case.shards, program.name)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name, _target(case):
+        folder = Path(name)
+        try:
+            compiled = program.lower(case).compile(compiler_options=_dump_to(case, folder))
+            seconds = time.perf_counter() - begin
+            kernels = _kernels(case, folder)
+        except Exception as error:  # compilers raise what they like
+            reason = _first_line(error)
+            status = NO_ROOM if "RESOURCE_EXHAUSTED" in reason and _is_hbm(reason) else FAILED
+            fits = False if status == NO_ROOM else None
+            return Result(*about, status, time.perf_counter() - begin, fits=fits, reason=reason)
+    memory, needed = _memory(compiled)
+    fits = needed <= case.target.memory_bytes if program.whole else None
+    return Result(*about, COMPILED, seconds, memory, needed, fits, kernels)
+
+
+@contextlib.contextmanager
+def _target(case: Case) -> Iterator[None]:
+    """Kernels pick their sizes by device; here there is none but the mesh's."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(case.mesh))
+        if case.target.name in tuned.NAMED:
+            stack.enter_context(tuned.compiling_for(tuned.NAMED[case.target.name]))
+        yield
+
+
+def _dump_to(case: Case, folder: Path) -> dict[str, Any] | None:
+    """XLA for GPUs leaves the kernels' PTX in a dump; nothing else of it is wanted."""
+    if case.target.platform != "cuda":
+        return None
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": False}
+
+
+def _kernels(case: Case, folder: Path) -> list[KernelUse]:
+    assembler = toolchain.ptxas()
+    if case.target.platform != "cuda" or assembler is None:
+        return []
+    uses = kernel_uses(folder, assembler)
+    limit = case.target.gpu["shared_memory_per_block_optin"]
+    for use in uses:
+        if use.shared > limit:  # only a launch would say so
+            raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
+    return uses
+
+
+def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:
+    said: Any = compiled.memory_analysis()
+    memory = {name: int(getattr(said, attribute)) for name, attribute in _KINDS.items()}
+    shared = memory["aliased"]  # an output that is an argument, such as the pool
+    return memory, sum(memory.values()) - 2 * shared
+
+
+def _is_hbm(reason: str) -> bool:
+    """Rather than a kernel's on-chip memory."""
+    return "HBM" in reason or "hbm" in reason
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

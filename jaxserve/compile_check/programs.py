@@ -1,0 +1,234 @@
+"""What is compiled for a case: the model's steps and each kernel, at the largest buckets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve import sharding
+from jaxserve.compile_check.case import Case, param_sharding
+from jaxserve.engine.layout import Layout
+from jaxserve.engine.steps import StepModel, make_model_step
+from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection
+from jaxserve.pallas_kernels import attention as attend
+from jaxserve.pallas_kernels import move as moving
+
+MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
+POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
+
+
+@dataclass(frozen=True)
+class Program:
+    """lower() traces and lowers it for the case's devices. hidden: reads hidden blocks, so it is
+    only for models that can have them. whole: takes the weights too, so its memory is the
+    device's."""
+
+    name: str
+    lower: Callable[[Case], jax.stages.Lowered]
+    hidden: bool = False
+    whole: bool = False
+
+    def applies(self, case: Case) -> bool:
+        return case.offers_hidden or not self.hidden
+
+
+def _array(case: Case, shape: Sequence[int], dtype: Any, *axes: str | None) -> Any:
+    """An abstract array, cut over the case's mesh by the logical names of its axes."""
+    placed = sharding.named(case.mesh, axes) if case.shards > 1 else sharding.named(case.mesh, ())
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=placed)
+
+
+def _pool(case: Case) -> Any:
+    config = case.config
+    size = case.sizes.block_size
+    shape = (config.num_layers, case.blocks, case.pool_heads, size, config.head_dim)
+    return _array(case, shape, case.dtype, *POOL_AXES)
+
+
+def _params(case: Case) -> Any:
+    mesh = case.mesh if case.shards > 1 else None
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(
+            sharding.padded_shape(mesh, spec),
+            case.dtype,
+            sharding=param_sharding(case.mesh, spec),
+        ),
+        case.family.param_specs(case.config),
+    )
+
+
+def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
+    repeat = case.pool_heads // case.config.num_kv_heads
+    mesh = case.mesh if case.shards > 1 else None
+    step = make_model_step(StepModel(case.family, case.config, case.backend, mesh, repeat))
+    last_token = _array(case, (layout.slots,), jnp.int32)
+    packed = _array(case, (layout.size,), jnp.int32)
+    lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
+        _params(case), _pool(case), last_token, packed, layout=layout
+    )
+    return lowered
+
+
+def _decode_step(case: Case) -> jax.stages.Lowered:
+    return _step(case, _decode_layout(case))
+
+
+def _mixed_step(case: Case) -> jax.stages.Lowered:
+    return _step(case, _mixed_layout(case))
+
+
+def _decode_layout(case: Case) -> Layout:
+    return case.buckets.decode(case.sizes.max_rows)
+
+
+def _mixed_layout(case: Case) -> Layout:
+    return case.buckets.mixed(case.sizes.max_batch_tokens)
+
+
+def _batch(case: Case, layout: Layout) -> AttentionBatch:
+    def of(*shape: int) -> Any:
+        return _array(case, shape, jnp.int32)
+
+    rows, tokens = layout.rows, layout.tokens
+    per_row = ("context_lens", "query_start", "query_lens", "direction", "kind")
+    return AttentionBatch(
+        tables=of(rows, 2, layout.width),
+        token_row=of(tokens),
+        num_decodes=of(),
+        num_rows=of(),
+        **{name: of(rows) for name in per_row},
+    )
+
+
+def _heads(case: Case, layout: Layout, heads: int) -> Any:
+    """[tokens, heads, head_dim]."""
+    shape = (layout.tokens, heads, case.config.head_dim)
+    return _array(case, shape, case.dtype, "tokens", "heads", "head_dim")
+
+
+def _lower(case: Case, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    mesh = case.mesh if case.shards > 1 else None
+    bound = functools.partial(function, backend=case.backend, mesh=mesh, **options)
+    return jax.jit(bound, donate_argnums=_donated(arrays)).lower(*arrays)
+
+
+def _donated(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """A pool that comes first is written in place."""
+    return (0,) if getattr(arrays[0], "ndim", 0) == len(POOL_AXES) else ()
+
+
+def _layer(case: Case) -> Any:
+    return _array(case, (), jnp.int32)
+
+
+def _write(case: Case, *, hidden: bool) -> jax.stages.Lowered:
+    layout = _mixed_layout(case)
+    new = _heads(case, layout, case.pool_heads)
+    arrays = [_pool(case), _layer(case), new, new, _batch(case, layout)]
+
+    def write(pool: Any, layer: Any, k: Any, v: Any, batch: Any, *x: Any, **options: Any) -> Any:
+        return attend.write(pool, layer, k, v, batch, x=x[0] if x else None, **options)
+
+    return _lower(case, write, *arrays, *([new] if hidden else []))
+
+
+def _options(case: Case) -> dict[str, Any]:
+    return {"scale": case.config.attn_scale, "sliding_window": case.config.sliding_window}
+
+
+def _attention(case: Case, *, decode: bool) -> jax.stages.Lowered:
+    layout = _decode_layout(case) if decode else _mixed_layout(case)
+    q = _heads(case, layout, case.config.num_heads)
+    arrays = (q, _pool(case), _layer(case), _batch(case, layout))
+    return _lower(case, attend.paged_attention, *arrays, decode_only=decode, **_options(case))
+
+
+def _absorbed(case: Case) -> jax.stages.Lowered:
+    layout, config = _decode_layout(case), case.config
+    spec = PartitionSpec(None, None, sharding.TENSOR if case.shards > 1 else None)
+    qx = jax.ShapeDtypeStruct(
+        (layout.tokens, config.num_heads, config.d_model),
+        case.dtype,
+        sharding=NamedSharding(case.mesh, spec),
+    )
+    arrays = (qx, _pool(case), _layer(case), _batch(case, layout))
+    return _lower(case, attend.absorbed_attention, *arrays, **_options(case))
+
+
+def _projected(case: Case, *, decode: bool) -> jax.stages.Lowered:
+    layout, config = _decode_layout(case) if decode else _mixed_layout(case), case.config
+    q = _heads(case, layout, config.num_heads)
+    weight = _array(case, (config.d_model, config.d_model), case.dtype, "embed", "heads")
+    bias = _array(case, (config.d_model,), case.dtype, "heads")
+    rotary = hasattr(config, "rope")
+    table = _array(case, (2, config.max_position, config.head_dim // 2), jnp.float32)
+    projection = HiddenProjection(
+        wk=weight,
+        wv=weight,
+        bk=None if rotary else bias,
+        bv=None if rotary else bias,
+        rotation=table if rotary else None,
+    )
+    arrays = (q, _pool(case), _layer(case), _batch(case, layout), projection)
+    return _lower(case, attend.projected_attention, *arrays, decode_only=decode, **_options(case))
+
+
+def _move(case: Case) -> jax.stages.Lowered:
+    moves = _array(case, (MOVES, 4), jnp.int32)
+    return _lower(case, moving.move_slots, _pool(case), moves, _layer(case))
+
+
+def _stage_out(case: Case) -> jax.stages.Lowered:
+    slots, count = _array(case, (MOVES, 2), jnp.int32), _layer(case)
+    bound = functools.partial(
+        moving.stage_out, backend=case.backend, mesh=case.mesh if case.shards > 1 else None
+    )
+    return jax.jit(bound).lower(_pool(case), slots, count)
+
+
+def _stage_in(case: Case) -> jax.stages.Lowered:
+    config = case.config
+    shape = (MOVES, config.num_layers, case.pool_heads, config.head_dim)
+    staging = _array(case, shape, case.dtype, None, "layers", "kv_heads", "head_dim")
+    slots = _array(case, (MOVES, 2), jnp.int32)
+    return _lower(case, moving.stage_in, _pool(case), staging, slots, _layer(case))
+
+
+PROGRAMS = (
+    Program("decode step", _decode_step, whole=True),
+    Program("prefill and mixed step", _mixed_step, whole=True),
+    Program("write", functools.partial(_write, hidden=False)),
+    Program("decode attention", functools.partial(_attention, decode=True)),
+    Program("prefill attention", functools.partial(_attention, decode=False)),
+    Program("write with hidden", functools.partial(_write, hidden=True), hidden=True),
+    Program("absorbed", _absorbed, hidden=True),
+    Program("projected decode", functools.partial(_projected, decode=True), hidden=True),
+    Program("projected prefill", functools.partial(_projected, decode=False), hidden=True),
+    Program("move", _move),
+    Program("stage out", _stage_out),
+    Program("stage in", _stage_in),
+)
+
+
+def choose(names: str) -> list[Program]:
+    """Programs by a comma-separated list of names, "all", "steps" or "kernels"; ValueError for any
+    other."""
+    chosen: list[Program] = []
+    for name in names.split(","):
+        groups = {"all": PROGRAMS, "steps": _whole(True), "kernels": _whole(False)}
+        found = groups.get(name) or [p for p in PROGRAMS if p.name == name]
+        if not found:
+            known = ", ".join(["all", "steps", "kernels", *(p.name for p in PROGRAMS)])
+            raise ValueError(f"--programs: {name!r} is not one of {known}")
+        chosen += [program for program in found if program not in chosen]
+    return chosen
+
+
+def _whole(whole: bool) -> list[Program]:
+    return [program for program in PROGRAMS if program.whole == whole]

@@ -1,0 +1,226 @@
+"""Results as lines, as JSON and as a page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.compile_check.check import Checked, Wish
+from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
+
+GIB = 1 << 30
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+_COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code")
+
+
+def versions() -> dict[str, str]:
+    """Of the compilers; "" for what is not installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def header() -> str:
+    """The names of `line`'s columns."""
+    memory = "".join(f"{name[:9]:>10}" for name in _COLUMNS)
+    return f"{'target':<8}{'model':<12}{'x':>2} {'program':<24}{'s':>6}{memory}{'needed':>9}"
+
+
+def line(result: Result) -> str:
+    """One result; memory in GiB on each device."""
+    start = f"{result.target:<8}{result.model:<12}{result.devices:>2} {result.program:<24}"
+    if result.status != COMPILED:
+        return f"{start}{result.status.upper()}: {result.reason}"
+    memory = "".join(f"{result.memory[name] / GIB:>10.3f}" for name in _COLUMNS)
+    verdict = {True: "  fits", False: "  DOES NOT FIT", None: ""}[result.fits]
+    text = f"{start}{result.seconds:>6.1f}{memory}{result.needed / GIB:>9.3f}{verdict}"
+    return f"{text}  {registers(result)}" if result.kernels else text
+
+
+def registers(result: Result) -> str:
+    """The most registers and shared memory of any of the program's GPU kernels, and all spills."""
+    if not result.kernels:
+        return "-"
+    most = max(use.registers for use in result.kernels)
+    spilled = [use for use in result.kernels if use.spill_stores or use.spill_loads]
+    names = ", ".join(f"{u.name} {u.spill_stores}/{u.spill_loads} B" for u in spilled)
+    shared = max(use.shared for use in result.kernels) / 1024
+    return (
+        f"{most} registers, {shared:.0f} KiB shared, {f'spills {names}' if names else 'no spills'}"
+    )
+
+
+def summary(checked: Sequence[Checked]) -> list[str]:
+    """A line a model and target."""
+    return [f"{one.target.name}, {one.model}: {verdict(one)}" for one in checked]
+
+
+def _label(result: Result) -> str:
+    """The target, and how many of them if several."""
+    return result.target if result.devices < 2 else f"{result.target} x {result.devices}"
+
+
+def verdict(one: Checked) -> str:
+    """In words; a target that was not checked says so."""
+    first = one.results[0] if one.results else None
+    if first is not None and first.status == NOT_CHECKED:
+        return f"not checked: {first.reason}"
+    bad = [result for result in one.results if result.is_bad]
+    if bad:
+        return f"FAILED: {', '.join(result.program for result in bad)}"
+    if one.case is None or first is None:
+        return "not checked: none of the programs applies"
+    compiled = sum(result.status == COMPILED for result in one.results)
+    plural = "s" if one.case.shards > 1 else ""
+    return f"{compiled} programs compiled, {one.case.shards} device{plural}, {_backend(one)}"
+
+
+def _backend(one: Checked) -> str:
+    assert one.case is not None
+    return one.case.backend + (f" ({one.case.note})" if one.case.note else "")
+
+
+def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "command": "compile_check",
+        "versions": versions(),
+        "targets": [
+            {
+                "target": one.target.name,
+                "device": one.target.device,
+                "device_memory_bytes": one.target.memory_bytes,
+                "model": one.model,
+                "verdict": verdict(one),
+                "too_small": one.too_small,
+                **_layout(one),
+                "programs": [result.as_json() for result in one.results],
+            }
+            for one in checked
+        ],
+    }
+
+
+def _layout(one: Checked) -> dict[str, Any]:
+    case = one.case
+    if case is None:
+        return {}
+    return {
+        "devices": case.shards,
+        "topology": case.target.topology(case.shards),
+        "backend": case.backend,
+        "backend_note": case.note,
+        "weights_bytes": case.weights_bytes,
+        "pool_bytes": case.pool_bytes,
+        "pool_blocks": case.blocks,
+    }
+
+
+def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
+    """docs/targets.md."""
+    sizes = wish.sizes
+    used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
+    compiled = textwrap.fill(_COMPILED.format(used=used, sizes=sizes), 100, break_on_hyphens=False)
+    parts = [_INTRODUCTION.format(command=" ".join(command), compiled=compiled).rstrip()]
+    for model in dict.fromkeys(one.model for one in checked):
+        ones = [one for one in checked if one.model == model]
+        tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
+        parts.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _overview(ones: Sequence[Checked]) -> str:
+    head = ("target", "device", "memory", "devices", "weights", "pool", "backend", "result")
+    rows = []
+    for one in ones:
+        case = one.case
+        if case is None:
+            laid = ["-", "-", "-", "-"]
+        else:
+            pool = f"{_gib(case.pool_bytes)} ({case.blocks:,} blocks)"
+            laid = [str(case.shards), _gib(case.weights_bytes), pool, _backend(one)]
+        memory = _gib(one.target.memory_bytes)
+        name = _label(one.results[0]) if one.results else one.target.name
+        rows.append([name, one.target.device, memory, *laid, verdict(one).split(",")[0]])
+    return _table(head, rows)
+
+
+def _too_small(ones: Sequence[Checked]) -> str:
+    """Why some models were cut over several devices."""
+    notes = ((one.target.name, *note.split(": ", 1)) for one in ones for note in one.too_small)
+    return "\n".join(f"- {name} x {count} does not do: {why}" for name, count, why in notes)
+
+
+def _steps(ones: Sequence[Checked]) -> str:
+    head = ("target", "program", "seconds", *_COLUMNS, "needed", "fits", "on chip")
+    rows = []
+    for result in (result for one in ones for result in one.results):
+        if result.fits is None or result.status != COMPILED:
+            continue
+        memory = [_gib(result.memory[name]) for name in _COLUMNS]
+        fits = "yes" if result.fits else "**no**"
+        about = [_label(result), result.program, f"{result.seconds:.1f}"]
+        rows.append([*about, *memory, _gib(result.needed), fits, registers(result)])
+    return _table(head, rows)
+
+
+def _kernels(ones: Sequence[Checked]) -> str:
+    head = ("target", "kernel", "seconds", "temporaries", "on chip")
+    rows = []
+    for result in (result for one in ones for result in one.results):
+        if result.status != COMPILED:
+            rows.append(
+                [_label(result), result.program, f"**{result.status}**", "-", result.reason]
+            )
+        elif result.fits is None:
+            about = [_label(result), result.program, f"{result.seconds:.1f}"]
+            rows.append([*about, _gib(result.memory["temporaries"]), registers(result)])
+    return _table(head, rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:.1f} MiB"
+
+
+_COMPILED = """\
+with {used}. What is compiled: the whole decode step at {sizes.max_rows} requests, the whole step
+for {sizes.max_batch_tokens} tokens (prefills, chunks of them and mixed batches run this one), and
+every kernel by itself, in {sizes.dtype}, over blocks of {sizes.block_size} tokens, with tables for
+the model's longest request."""
+
+_INTRODUCTION = """\
+# Targets
+
+Which devices the kernels and the model's steps compile for, with the devices' own compilers, on a
+machine that has none of them. Written by
+
+    make compile-check ARGS="{command}"
+
+{compiled}
+
+- **devices**: how many share the heads, collectives included; a model that does not fit one
+  device is cut over the fewest of 2, 4, 8 that hold it, and two targets are sharded anyway.
+- **pool**: as large as the engine makes it there, at most what that many requests of full length
+  can use.
+- **needed**: arguments + outputs - what is both (the pool is updated in place) + temporaries +
+  code; **fits**: that is no more than the device's memory: for a TPU what its compiler grants a
+  program, for a GPU the 95% that the presets give to jax.
+- **on chip**: for GPUs, whose assembler says it: the most registers that a kernel of the program
+  takes a thread, the most shared memory that one asks for, and the bytes that kernels spill and
+  load back.
+- **seconds**: on whatever machine ran this; they say that compiling is quick, no more.
+
+Compiled is not measured: nothing here says how fast anything runs.
+"""

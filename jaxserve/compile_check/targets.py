@@ -1,0 +1,83 @@
+"""The devices to compile for: one JSON file each under targets/."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent / "targets"
+
+Number = int | float
+
+
+class TargetError(ValueError):
+    """No such target, or one that cannot be as large as asked."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device.
+
+    platform: "cuda" or "tpu". device: the maker's name. memory_bytes: what a program on one device
+    may use; source: who says so. topologies: the compiler's names of device groups, and how many
+    devices each has. options: further arguments of the topology. gpu: the fields of XLA's
+    description of a GPU.
+    """
+
+    name: str
+    platform: str
+    device: str
+    memory_bytes: int
+    source: str
+    topologies: dict[str, int]
+    options: dict[str, str]
+    gpu: dict[str, Any]
+
+    @property
+    def most_devices(self) -> int:
+        """The largest group of devices that can be compiled for."""
+        return max(self.topologies.values())
+
+    def topology(self, devices: int) -> str:
+        """The smallest group with so many devices; TargetError if there is none."""
+        for topology, size in sorted(self.topologies.items(), key=lambda item: item[1]):
+            if size >= devices:
+                return topology
+        raise TargetError(f"{self.name}: at most {self.most_devices} devices, got {devices}")
+
+    @property
+    def gpu_config(self) -> str:
+        """XLA's GpuTargetConfigProto as text. The cuDNN version is one that XLA accepts; no
+        program here uses cuDNN."""
+        return (
+            f"gpu_device_info {{ {_proto(self.gpu)} }} "
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
+            f'device_description_str: "{self.device}"'
+        )
+
+
+def target_names() -> list[str]:
+    """GPUs first, each kind by age."""
+    return sorted((path.stem for path in _FOLDER.glob("*.json")), key=_order)
+
+
+def load_target(name: str) -> Target:
+    """TargetError lists the known ones."""
+    if name not in target_names():
+        raise TargetError(f"--target: {name!r} is not one of {', '.join(target_names())}")
+    fields = json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return Target(name=name, **{"options": {}, "gpu": {}, **fields})
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return name.startswith("v"), name
+
+
+def _proto(fields: dict[str, Any]) -> str:
+    parts = (
+        f"{key} {{ {_proto(value)} }}" if isinstance(value, dict) else f"{key}: {value}"
+        for key, value in fields.items()
+    )
+    return " ".join(parts)

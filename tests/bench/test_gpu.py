@@ -1,0 +1,163 @@
+"""The GPU bench's parts at toy size on the CPU; the command itself needs a GPU and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.bench import cli, device_timing, gpu, gpu_report
+from jaxserve.bench.end_to_end import Load, StepSize, decode_steps
+from jaxserve.bench.gpu import Outcome, Plan
+from jaxserve.bench.kernel_cases import Workload
+from jaxserve.bench.kernel_checks import Check, check_kernels, relative_error, wrong_share
+from jaxserve.bench.kernel_inputs import Heads
+from jaxserve.bench.kernels import Ceilings, Measured
+from jaxserve.pallas_kernels import backends
+
+SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
+ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
+TOY = Plan(
+    backend="xla",
+    dtypes=("float32",),
+    shapes=(SMALL,),
+    models=("tiny",),
+    workload=Workload(
+        rows=2, context=20, prefill=24, moves=6, layers=2, block_size=16, dtype="float32"
+    ),
+    matrix=64,
+    step=StepSize("tiny", rows=2, context=20, dtype="float32"),
+    load=Load("tiny", requests=2, input_len=8, output_len=4, dtype="float32", batch_tokens=16),
+)
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu"]) == 1
+    assert capsys.readouterr().err == (
+        "jaxserve.bench gpu: there is no GPU here: jax sees cpu only\n"
+    )
+
+
+def test_wrong_minutes_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.parse(["--minutes=0"])
+    assert "--minutes must be positive, got 0.0" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    """Everything, at toy size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_timing, "MOST", 3)
+        return gpu.run(TOY, lambda text: None)
+
+
+def test_every_section_runs(outcome: Outcome) -> None:
+    assert list(outcome.seconds) == ["checks", "kernels", "decode step", "throughput"]
+    assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
+    assert {check.kernel for check in outcome.checks} == {
+        "decode attention",
+        "decode attention, window and cap",
+        "prefill attention",
+        "absorbed",
+        "projected decode",
+        "projected prefill",
+        "write",
+        "move",
+        "stage out",
+        "stage in",
+    }
+    assert [step.cache for step in outcome.steps] == ["KV", "hidden, absorbed"]
+    assert outcome.steps[0].floor_bytes > outcome.steps[1].floor_bytes > 0
+    assert outcome.load["output_tokens_per_s"]["median"] > 0
+    assert json.loads(json.dumps(gpu.as_json(TOY, outcome)))["outcome"]["device"] == "cpu"
+
+
+def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
+    page = gpu_report.page(TOY, outcome, ABOUT)
+    for part in ("on cpu, 2000-01-01, jax 0", "| tiny | absorbed hidden decode |", "2 x 20"):
+        assert part in page
+    assert f"{len(outcome.checks)} checks" in page
+
+
+def test_sections_without_time_are_left_out() -> None:
+    late = gpu.run(Plan(minutes=-1.0), lambda text: None)
+    assert late.left_out == ["checks", "kernels", "decode step", "throughput"]
+    page = gpu_report.page(Plan(), late, ABOUT)
+    assert page.count("Not run.") == 2 and "Left out for lack of time: checks" in page
+
+
+def test_a_section_that_fails_does_not_take_the_others_along() -> None:
+    missing = dataclasses.replace(
+        TOY, dtypes=(), models=(), step=StepSize("opt-14b"), load=Load("tiny", requests=0)
+    )
+    found = gpu.run(missing, lambda text: None)
+    assert found.ceilings is not None
+    assert "'opt-14b' is not known" in found.broken["decode step"]
+    assert list(found.broken) == ["decode step", "throughput"]
+    assert "**decode step** ended early: ValueError" in gpu_report.page(missing, found, ABOUT)
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the wrong layer."""
+    right = backends.get_backend("xla")
+
+    def wrong(q: Any, pool: Any, layer: Any, batch: Any, **options: Any) -> Any:
+        return right.attend(q, pool, 0 * layer, batch, **options)
+
+    broken = backends.Backend(**{**vars(right), "attend": wrong})
+    monkeypatch.setattr("jaxserve.pallas_kernels.attention.get_backend", lambda name: broken)
+    found = list(check_kernels("xla", ("float32",), (GROUPED,)))
+    bad = {check.kernel for check in found if not check.passed}
+    assert bad == {"decode attention", "decode attention, window and cap", "prefill attention"}
+
+
+def test_bfloat16_is_held_to_its_own_limit() -> None:
+    found = list(check_kernels("xla", ("bfloat16",), (GROUPED,)))
+    assert found and all(check.passed for check in found)
+    assert max(check.error for check in found) > 1e-5
+
+
+def test_errors_are_counted() -> None:
+    want = np.array([3.0, 4.0])
+    assert relative_error(jnp.asarray([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert relative_error(jnp.asarray([3.0, jnp.nan]), want) == float("inf")
+    assert wrong_share(jnp.asarray([3.0, jnp.nan]), np.array([3.0, np.nan])) == 0
+    assert wrong_share(jnp.asarray([3.0, 4.0]), np.array([3.0, np.nan])) == 0.5
+
+
+def test_hidden_and_kv_steps_compute_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a first token: the cache holds nothing but what the step itself wrote."""
+    logits: list[jax.Array] = []
+    monkeypatch.setattr(
+        "jaxserve.bench.end_to_end._greedy",
+        lambda given: logits.append(given) or jnp.ones(len(given), jnp.int32),
+    )
+    decode_steps(StepSize("tiny", rows=2, context=1, dtype="float32"), "xla", 1e9)
+    kv, hidden = logits[0], logits[len(logits) // 2]
+    np.testing.assert_allclose(kv, hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_targets_are_judged() -> None:
+    def kernel(name: str, seconds: float, copy: float, matmul: float) -> Measured:
+        return Measured("m", name, "s", "triton", seconds, "c", seconds, 1.0, 1.0, copy, matmul)
+
+    found = Outcome("h200", ceilings=Ceilings(1.0, 1.0))
+    found.kernels = [
+        kernel("decode attention", 1.0, 0.9, 0.0),
+        kernel("prefill attention", 1.0, 0.0, 0.4),
+        kernel("absorbed hidden decode", 1.3, 0.5, 0.0),
+    ]
+    found.checks = [Check("write", "s", "float32", 0.5, 0.0), Check("hidden", "s", "f", 0, 0, "no")]
+    assert [row[1:] for row in gpu_report.targets(found)] == [
+        ("90.0%", "met"),
+        ("40.0%", "**missed**"),
+        ("1.30", "**missed**"),
+    ]
+    assert found.failed == found.checks[:1]
+    assert "**wrong**: write" in gpu_report.page(Plan(), found, ABOUT)

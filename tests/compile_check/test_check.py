@@ -1,0 +1,235 @@
+"""What needs no compiler of a GPU or TPU: targets, command line, accounting, what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxserve.compile_check import cli, report, toolchain
+from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
+from jaxserve.compile_check.check import AUTO, Wish, check
+from jaxserve.compile_check.compiling import (
+    COMPILED,
+    FAILED,
+    NO_ROOM,
+    NOT_CHECKED,
+    Result,
+    compile_program,
+)
+from jaxserve.compile_check.programs import PROGRAMS, Program, choose
+from jaxserve.compile_check.ptx import launches, parse
+from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
+
+SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
+NAMES = ["a100", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x"]
+
+
+def host(memory: int = 1 << 30) -> Target:
+    """This process's CPU, passed off as a target."""
+    return dataclasses.replace(
+        load_target("v6e"), platform="tpu", memory_bytes=memory, topologies={"host": 1}, options={}
+    )
+
+
+def host_case(target: Target, model: str = "tiny") -> Case:
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
+    return make_case(model, target, mesh, SIZES, "xla")
+
+
+def test_every_claimed_target_is_there() -> None:
+    assert target_names() == NAMES
+    for name in NAMES:
+        target = load_target(name)
+        assert target.memory_bytes > 15 << 30
+        assert target.topologies[target.topology(2)] >= 2
+        assert (target.platform == "cuda") == bool(target.gpu)
+
+
+def test_a_gpu_is_described_in_full() -> None:
+    text = load_target("a100").gpu_config
+    assert "cuda_compute_capability { major: 8 minor: 0 }" in text
+    assert "core_count: 108" in text and "device_memory_size: 85100068864" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_an_unknown_target_is_named() -> None:
+    with pytest.raises(TargetError, match="--target: 'b900' is not one of a100, h100"):
+        load_target("b900")
+
+
+def test_no_group_is_larger_than_known() -> None:
+    with pytest.raises(TargetError, match="v7x: at most 8 devices, got 16"):
+        load_target("v7x").topology(16)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--target=a100,k80", "'k80' is not one of"),
+        ("--model=opt-14b", "'opt-14b' is not known"),
+        ("--programs=decode", "'decode' is not one of all, steps, kernels, decode step"),
+        ("--tensor=-1", "--tensor must be at least 1 (0: as needed), got -1"),
+        ("--target=v5e:four", "--tensor must be at least 1 (0: as needed), got four"),
+        ("--target=v5e:9", "v5e: at most 8 devices, got 9"),
+        ("--tensor=16", "at most 8 devices, got 16"),
+        ("--max_rows=0", "--max_rows must be at least 1, got 0"),
+        ("--backend=cuda", "backend: must be auto or one of"),
+    ],
+)
+def test_a_wrong_flag_is_explained(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.parse([flag])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_everything_is_checked_by_default() -> None:
+    args, wish = cli.parse([])
+    assert [target.name for target, _ in args.target] == [*NAMES, "a100", "v5e"]
+    assert [count for _, count in args.target] == [AUTO] * len(NAMES) + [2, 4]
+    assert args.model == ["opt-13b", "llama-3-8b"]
+    assert wish.programs == list(PROGRAMS)
+    assert {p.whole for p in choose("steps")} == {True}
+    assert len(choose("kernels,write")) == len(PROGRAMS) - 2
+
+
+def test_a_missing_compiler_is_not_a_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(toolchain, "quiet_start", lambda: None)  # it changes the whole process
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    assert cli.main(["--target=h100,v5p", "--model=tiny", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["targets"]
+    assert [one["programs"][0]["status"] for one in found] == [NOT_CHECKED, NOT_CHECKED]
+    assert found[0]["verdict"] == "not checked: jax-cuda13-pjrt is not installed"
+    assert found[1]["verdict"] == "not checked: libtpu is not installed"
+
+
+def test_exit_codes() -> None:
+    def result(status: str, fits: bool | None = None) -> Result:
+        return Result("a100", "tiny", 1, "write", status, fits=fits)
+
+    assert cli.exit_code([result(COMPILED), result(COMPILED, True)]) == 0
+    assert cli.exit_code([result(COMPILED), result(NOT_CHECKED)]) == 3
+    assert cli.exit_code([result(FAILED), result(NOT_CHECKED)]) == 1
+    assert cli.exit_code([result(NO_ROOM, False)]) == 1
+    assert cli.exit_code([result(COMPILED, False)]) == 1
+
+
+def test_a_step_is_compiled_and_accounted() -> None:
+    """By the CPU's compiler."""
+    case = host_case(host())
+    result = compile_program(case, choose("decode step")[0])
+    assert (result.status, result.fits) == (COMPILED, True)
+    whole = case.weights_bytes + case.pool_bytes
+    assert whole < result.memory["arguments"] < whole + (1 << 20)
+    assert result.memory["aliased"] == case.pool_bytes, "the pool is not updated in place"
+    assert whole < result.needed < whole + (64 << 20)
+
+
+def test_a_step_that_needs_more_than_there_is_does_not_fit() -> None:
+    case = host_case(host())
+    small = dataclasses.replace(case, target=host(memory=case.pool_bytes))
+    result = compile_program(small, choose("decode step")[0])
+    assert result.fits is False and result.is_bad
+
+
+def test_what_does_not_compile_is_a_failure() -> None:
+    def broken(case: Case) -> jax.stages.Lowered:
+        raise NotImplementedError("no such instruction\nand more")
+
+    result = compile_program(host_case(host()), Program("broken", broken))
+    assert result.status == FAILED
+    assert result.reason == "NotImplementedError: no such instruction"
+    assert "FAILED" in report.line(result)
+
+
+def test_a_model_that_no_group_holds_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "why_not", lambda target: None)
+    monkeypatch.setattr(
+        toolchain, "mesh", lambda target, n: Mesh(np.asarray(jax.devices()[:n]), ("tensor",))
+    )
+    told: list[Result] = []
+    wish = Wish(choose("steps"), SIZES, "xla")
+    found = check("opt-13b", host(), AUTO, wish, told.append)
+    assert [result.status for result in found.results] == [NO_ROOM]
+    assert told == found.results
+    assert "1: the model does not fit: weights 47.88 GiB" in found.too_small[0]
+
+
+def test_hidden_programs_are_for_models_that_can_have_them() -> None:
+    names = {program.name for program in PROGRAMS if program.hidden}
+    assert {"absorbed", "projected decode", "projected prefill"} <= names
+    multi = host_case(host())
+    grouped = dataclasses.replace(multi, config=model_shape("llama-3-8b")[1])
+    absorbed = choose("absorbed")[0]
+    assert absorbed.applies(multi) and not absorbed.applies(grouped)
+
+
+def test_registers_are_read_from_the_assembler() -> None:
+    log = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'attend' for 'sm_80'
+ptxas info    : Function properties for attend
+    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 376 bytes cmem[0]
+ptxas info    : Compiling entry function 'copy' for 'sm_80'
+ptxas info    : Function properties for copy
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 16 registers, 376 bytes cmem[0]
+"""
+    uses = parse(log)
+    assert [(u.name, u.registers, u.spill_stores, u.spill_loads) for u in uses] == [
+        ("attend", 255, 12, 16),
+        ("copy", 16, 0, 0),
+    ]
+    result = Result("a100", "tiny", 1, "write", COMPILED, kernels=uses)
+    assert report.registers(result) == "255 registers, 0 KiB shared, spills attend 12/16 B"
+
+
+def test_shared_memory_is_read_from_the_launches() -> None:
+    thunks = """\
+001: kCustomKernel [source       | next=002 (1)] attend grid: [4, 1, 1] threads: [128, 1, 1]  \
+shared_memory: 10240 bytes
+002: kKernel [prev=001 (1) | sink        ] fused_add grid: [1, 1, 1] threads: [64, 1, 1]  \
+shared_memory: 0 bytes
+"""
+    assert launches(thunks) == {"attend": 10240, "fused_add": 0}
+
+
+def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        toolchain, "why_not", lambda target: "nothing here" if target.name == "v4" else None
+    )
+    monkeypatch.setattr(
+        toolchain, "mesh", lambda target, n: Mesh(np.asarray(jax.devices()[:n]), ("tensor",))
+    )
+    wish = Wish(choose("write"), SIZES, "xla")
+    checked = [check("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
+    page = report.page(checked, wish, ["--tensor=1"])
+    assert 'make compile-check ARGS="--tensor=1"' in page
+    assert "| v6e | TPU v6 lite | 1.00 GiB | 1 |" in page
+    assert "not checked: nothing here" in page
+    assert report.summary(checked)[1] == "v4, tiny: not checked: nothing here"
+
+
+def test_the_documented_table_has_every_target_and_model() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "targets.md").read_text()
+    for model in cli.MODELS.split(","):
+        part = page.split(f"\n## {model}\n")[1].split("\n## ")[0]
+        labels = [*(rf"{name}( x \d)?" for name in NAMES), "a100 x 2", "v5e x 4"]
+        for label in labels:
+            for program in ("decode step", "prefill and mixed step", "decode attention", "move"):
+                assert re.search(rf"^\| {label} \| {program} \|", part, re.MULTILINE), label
+    for bad in ("FAILED", "not checked", "**failed**", "**no**"):
+        assert bad not in page

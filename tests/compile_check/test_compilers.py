@@ -1,0 +1,87 @@
+"""The small version of `make compile-check`: the real compilers, one GPU and one TPU target.
+
+The first run installs them (under a minute on a good line). Where that cannot be done the tests
+are skipped, and say that nothing was checked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("a100", "v5e")
+
+
+@pytest.fixture(scope="session")
+def compilers() -> Path:
+    """The Python of .venv-compile."""
+    path = ROOT / "tools" / "compile_check" / "install.py"
+    spec = importlib.util.spec_from_file_location("compile_check_install", path)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    try:
+        return Path(tool.install())
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        pytest.skip(f"not checked: the compilers cannot be installed: {said[-1]}")
+
+
+def check(python: Path, *flags: str) -> dict[str, Any]:
+    """The one target's part of what the command says; it must exit with 0."""
+    ran = subprocess.run(
+        [python, "-m", "jaxserve.compile_check", *flags, "--json"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])["targets"]
+    assert len(found) == 1
+    return dict(found[0])
+
+
+def assert_compiled(found: dict[str, Any]) -> None:
+    assert found["programs"]
+    assert found["backend"] == {"a100": "triton", "v5e": "tpu"}[found["target"]], found
+    for program in found["programs"]:
+        assert program["status"] == "compiled", program
+        assert program["memory"]["arguments"] > 0
+        if found["target"] == "a100":
+            assert all(use["registers"] > 0 for use in program["kernels"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_tiny_model_compiles(compilers: Path, target: str) -> None:
+    """Steps and every kernel."""
+    found = check(compilers, f"--target={target}", "--model=tiny", "--max_batch_tokens=256")
+    assert_compiled(found)
+    assert {"decode step", "prefill and mixed step", "absorbed", "move"} <= {
+        program["program"] for program in found["programs"]
+    }
+
+
+@pytest.mark.parametrize(("target", "devices"), [("a100", 1), ("v5e", 2)])
+def test_the_decode_step_of_opt_13b_compiles(compilers: Path, target: str, devices: int) -> None:
+    """On a TPU v5e it needs several devices: collectives are compiled too."""
+    found = check(compilers, f"--target={target}", "--model=opt-13b", "--programs=decode step")
+    assert_compiled(found)
+    assert found["programs"][0]["fits"] is True
+    assert found["devices"] == devices
+    assert found["weights_bytes"] * devices > 25e9
+
+
+def test_two_gpus_share_a_model(compilers: Path) -> None:
+    flags = ("--model=tiny", "--programs=steps", "--max_batch_tokens=256")
+    found = check(compilers, "--target=a100:2", *flags)
+    assert_compiled(found)
+    assert found["topology"] == "1x1x2"

@@ -1,0 +1,47 @@
+"""Makes .venv-compile, with the compilers of `jaxserve.compile_check`; prints its Python.
+
+    python tools/compile_check/install.py
+
+Does nothing when it is there and requirements.txt has not changed. An environment of its own,
+since an ordinary start of jax complains at length when the CUDA plugin is there and a GPU is not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-compile"
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+
+def install() -> Path:
+    """The environment's Python. One process installs, others wait for it. CalledProcessError when
+    pip cannot; its stderr says why."""
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest() + sys.version
+        ready, python = FOLDER / ".ready", FOLDER / "bin" / "python"
+        if not ready.is_file() or ready.read_text() != wanted:
+            ready.unlink(missing_ok=True)
+            _run(sys.executable, "-m", "venv", str(FOLDER))
+            pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+            _run(str(python), *pip, "-r", str(REQUIREMENTS))
+            ready.write_text(wanted)
+    return python
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    try:
+        print(install())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"compile_check: not installed: {(error.stderr or error.stdout).strip()}")
