@@ -83,7 +83,8 @@ class Extreme:
         return cls(values[where], where)
 
     def times(self) -> str:
-        return f"{self.value:.3g}x ({self.where})"
+        value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
+        return f"{value}x ({self.where})"
 
     def percent(self) -> str:
         return f"{self.value - 1:+.1%} ({self.where})"
@@ -119,6 +120,6 @@ def listed(values: tuple[int, ...]) -> str:
 
 
 TPOT = (
-    "O is the same for all, so that every way to average gives our ratio of means; the paper's is "
-    "near that of the 99th percentiles, in parentheses."
+    "O is the same for all, so that a mean over requests and one over tokens are equal. The "
+    "paper's ratio lies between ours of the means and ours of the 99th percentiles."
 )

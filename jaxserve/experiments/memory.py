@@ -159,10 +159,10 @@ class MemorySize(Comparison):
         scale = self.scale
         rows = []
         claims = {
-            100: "up to 1.9x / 2x higher with evictions",
-            1_000: "up to 1.3x / 1.1x higher with evictions",
-            10_000: "up to 1.5x lower with evictions (measured on vLLM)",
-            100_000: "up to 1.2x lower with evictions (measured on vLLM)",
+            100: "TPS up to 1.9x / 2x higher with evictions",
+            1_000: "TPS up to 1.3x / 1.1x higher with evictions",
+            10_000: "TPS up to 1.5x lower with evictions (measured on vLLM)",
+            100_000: "TPS up to 1.2x lower with evictions (measured on vLLM)",
             1_000_000: "hardly any evictions",
         }
         for memory in scale.memories:
@@ -180,7 +180,7 @@ class MemorySize(Comparison):
                 )
             rows.append(
                 Row(
-                    f"M = {memory:,}: TPS {claims.get(memory, '')}",
+                    f"M = {memory:,}: {claims.get(memory, '')}",
                     "TPS over that of `+ef`: " + "; ".join(parts),
                     WHY.get(memory, ""),
                 )
@@ -225,8 +225,8 @@ class MemorySize(Comparison):
 WHY = {
     100: "Highest where M / I and M / (I + O) round to different numbers of requests.",
     1_000: (
-        "As above: I of 470 and 220 leave room for one prompt more than for whole requests. At the "
-        "powers of two there is next to nothing to gain: the eviction-free schedulers know the "
-        "exact lengths, pack as many requests and compute nothing twice."
+        "As above: at I = 470 two prompts fit, but one whole request. At the powers of two there "
+        "is next to nothing to gain: the eviction-free schedulers know the exact lengths, pack as "
+        "many requests and compute nothing twice."
     ),
 }
