@@ -141,7 +141,13 @@ def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, An
 
 def _fidelity(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
     assert config is not None
-    return fidelity.run(config, num_requests=args.num_requests, rate=args.rate, seed=args.seed)
+    return fidelity.run(
+        config,
+        num_requests=args.num_requests,
+        rate=args.rate,
+        seed=args.seed,
+        repeats=args.repeats,
+    )
 
 
 def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
@@ -272,6 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _number(sub, "num_requests", int, 32, "requests of each load (32)")
     _number(sub, "rate", float, None, "requests/s of an online load beside the offline ones")
+    _number(sub, "repeats", int, 3, "times that each load is served; the median counts (3)")
     _number(sub, "seed", int, 0, "of prompts, lengths and arrivals (0)")
     sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser

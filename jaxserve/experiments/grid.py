@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.sched.simulator import RULES, default_limits, policy_under, simulate
@@ -44,12 +45,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a case came to. Times in seconds. kv_used: mean share of M."""
+    """What a case came to. Times in seconds. tpot_p99: of the requests' means. kv_used: mean share
+    of M."""
 
     latency: float
     tps: float
     ttft: float
     tpot: float
+    tpot_p99: float
     batches: int
     evictions: int
     batch_size: float
@@ -76,11 +79,13 @@ def run(case: Case) -> Numbers:
         rules="infermax_paper",
     )
     summary = result.summary()
+    tpot = result.requests.tpot
     return Numbers(
         summary["latency_s"],
         summary["tps"],
         summary["mean_ttft_s"],
         summary["mean_tpot_s"],
+        float(np.quantile(tpot, 0.99)) if len(tpot) else 0.0,
         summary["num_batches"],
         summary["num_evictions"],
         summary["mean_batch_requests"],

@@ -24,13 +24,16 @@ from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
 )
 @dataclass(frozen=True)
 class InferMax(UnifiedPolicy):
-    """longest_first: running requests in order of the tokens they have cached, most first.
+    """P = C, since the paper gives no other P and 512 costs it all of its gain (docs/infermax.md).
+
+    longest_first: running requests in order of the tokens they have cached, most first.
     expect_outputs: starts keep to the expected peak of memory. enough: outputs that must have
     ended before their lengths say anything."""
 
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
     hybrid: bool = True
     chunked: bool = True
+    full_prefill: bool = True
     longest_first: bool = True
     expect_outputs: bool = True
     enough: int = 32

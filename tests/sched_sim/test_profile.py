@@ -64,13 +64,14 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
 
 
 def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
-    result = fidelity.run(tiny(tmp_path), num_requests=4, rate=50.0, seed=0)
+    result = fidelity.run(tiny(tmp_path), num_requests=4, rate=50.0, seed=0, repeats=2)
     assert len(result["loads"]) == 6
     errors = []
     for row in result["loads"]:
         for name in fidelity.MEASURES:
             predicted, measured = row["predicted"][name], row["measured"][name]
             assert predicted > 0 and measured > 0
+            assert measured == pytest.approx(np.median([one[name] for one in row["repeats"]]))
             assert row["error"][name] == pytest.approx(abs(predicted - measured) / measured)
         errors.append(row["error"]["total_s"])
     assert result["mean_error_of_total"] == pytest.approx(np.mean(errors))
