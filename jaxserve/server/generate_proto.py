@@ -10,6 +10,7 @@ files are made with the oldest supported grpcio-tools; newer runtimes accept the
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,14 +28,14 @@ def generate(out_dir: Path) -> list[Path]:
     Raises FileNotFoundError without the .proto (an installed package does not carry it), and
     RuntimeError if protoc fails; protoc itself prints why.
     """
-    from grpc_tools import protoc
-
     if not (PROTO_DIR / PROTO_FILE).is_file():
         raise FileNotFoundError(f"{PROTO_DIR / PROTO_FILE}: run this in a clone of the repository")
     written = []
     with tempfile.TemporaryDirectory() as scratch:
         flags = [f"--{plugin}_out={scratch}" for plugin in ("python", "pyi", "grpc_python")]
-        if protoc.main(["protoc", f"-I{PROTO_DIR}", *flags, PROTO_FILE]) != 0:
+        # In a process of its own: it brings another copy of protobuf's C++ code.
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO_DIR}", *flags, PROTO_FILE]
+        if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"protoc failed on {PROTO_FILE}")
         for source in sorted((Path(scratch) / "jaxserve" / "v1").iterdir()):
             target = out_dir / source.name

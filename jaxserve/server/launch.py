@@ -147,7 +147,8 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
     metrics = server.metrics_address
     lines = [
         f"jaxserve is ready after {seconds:.1f} s",
-        f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, {info.attention_backend} attention)",
+        f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
+        f"{info.attention_backend} attention)",
         f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
         f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
         f"  policy   {info.policy}",
