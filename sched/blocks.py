@@ -46,9 +46,14 @@ class BlockPool:
         return self.num_blocks // CacheKind.KV.planes * self.block_size
 
     def needed(self, rows: np.ndarray, tokens: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        """Free blocks each row needs to hold `tokens` tokens, given what it holds now."""
-        per_plane = -(-tokens // self.block_size) - self.held[rows]
-        return np.maximum(per_plane, 0) * _PLANES[kinds]
+        """Free blocks each row needs to hold `tokens` tokens in `kinds`, given what it holds now;
+        a hidden cache that is to be KV takes a V block for each of its blocks besides."""
+        held = self.held[rows]
+        new = np.maximum(-(-tokens // self.block_size) - held, 0) * _PLANES[kinds]
+        hidden = self.kind[rows] == CacheKind.HIDDEN
+        if np.count_nonzero(hidden):
+            new += held * (hidden & (kinds == CacheKind.KV))
+        return new
 
     def returned_by(self, row: int) -> int:
         """Blocks that `release(row)` would free: those that nobody else holds."""
@@ -85,8 +90,7 @@ class BlockPool:
         total = int(counts.sum())
         if total > self._top:
             raise OutOfBlocks(f"{total} blocks wanted, {self._top} free")
-        ids = self._stack[self._top - total : self._top][::-1].copy()
-        self._top -= total
+        ids = self._pop(total)
         owner = np.repeat(rows, counts)
         each = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         of = np.repeat(planes, counts)
@@ -94,6 +98,38 @@ class BlockPool:
         self.owners[ids, self.direction[owner]] = owner
         self.refs[ids] += 1
         self.held[rows] = want
+
+    def widen(self, rows: np.ndarray) -> None:
+        """Makes KV caches of the hidden ones of these rows, which are different: their blocks
+        become K blocks, and each row gets as many V blocks. OutOfBlocks or ValueError leave the
+        pool as it was."""
+        counts = self._widened(rows)
+        ids = self._pop(int(counts.sum()))
+        owner = np.repeat(rows, counts)
+        index = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.tables[owner, 1, index] = ids
+        self.owners[ids, self.direction[owner]] = owner
+        self.refs[ids] += 1
+        self.kind[rows] = CacheKind.KV
+
+    def _widened(self, rows: np.ndarray) -> np.ndarray:
+        """V blocks that each row takes when it is widened, once all of them may be."""
+        for row in rows[self.kind[rows] != CacheKind.HIDDEN].tolist():
+            raise ValueError(f"row {row} has no hidden cache")
+        for row in rows.tolist():
+            ids = self.tables[row, 0, : self.held[row]]
+            if (self.refs[ids] != 1).any() or (self.owners[ids, self.direction[row]] != row).any():
+                raise ValueError(f"row {row} shares blocks; they cannot be written to")
+        counts = self.held[rows]
+        if counts.sum() > self._top:
+            raise OutOfBlocks(f"{counts.sum()} blocks wanted, {self._top} free")
+        return counts
+
+    def _pop(self, total: int) -> np.ndarray:
+        """That many free blocks, the caller's now."""
+        ids = self._stack[self._top - total : self._top][::-1].copy()
+        self._top -= total
+        return ids
 
     def join(self, row: int, blocks: tuple[int, ...]) -> None:
         """Extends the row by one block a plane in which the other end belongs to somebody else

@@ -36,7 +36,9 @@ class BatchFeatures:
 
     padded_tokens: what runs, num_tokens rounded up. decode_kv: cached tokens that the decodes read,
     the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
-    cached ones; prefill_m: sum of m. hidden_tokens: tokens read from hidden caches.
+    cached ones; prefill_m: sum of m. hidden_tokens: cached tokens read from hidden caches, which
+    count neither in decode_kv nor in prefill_m. projected_tokens: those of hidden caches that
+    become KV before the step.
     """
 
     num_tokens: Any
@@ -47,6 +49,7 @@ class BatchFeatures:
     num_prefills: Any
     prefill_m: Any
     hidden_tokens: Any = 0
+    projected_tokens: Any = 0
     swapped_blocks: Any = 0
 
     @classmethod
@@ -57,11 +60,13 @@ class BatchFeatures:
         decoding: np.ndarray,
         *,
         padding: Padding | None = None,
-        hidden_tokens: int = 0,
+        hidden: np.ndarray | None = None,
+        projected_tokens: int = 0,
         swapped_blocks: int = 0,
     ) -> BatchFeatures:
         """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
-        [n]: which rows are decodes, the others are prefill chunks."""
+        [n]: which rows are decodes, the others are prefill chunks; hidden [n]: which rows have
+        hidden caches, none if not given."""
         rows = len(counts)
         decodes = int(np.count_nonzero(decoding))
         cached = int(np.add.reduce(contexts))
@@ -74,8 +79,24 @@ class BatchFeatures:
             # Over all rows, less the decodes, whose c is 1.
             quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
         padded = tokens if padding is None else int(padding.of(tokens, tokens == rows))
+        hidden_tokens = 0
+        if hidden is not None and np.count_nonzero(hidden):
+            decodes_hidden = hidden & decoding
+            of_decodes = int(contexts @ decodes_hidden) + int(np.count_nonzero(decodes_hidden))
+            of_chunks = int(contexts @ (hidden & ~decoding))
+            kv, before = kv - of_decodes, before - of_chunks
+            hidden_tokens = of_decodes + of_chunks
         return cls(
-            tokens, padded, kv, decodes, quad, rows - decodes, before, hidden_tokens, swapped_blocks
+            num_tokens=tokens,
+            padded_tokens=padded,
+            decode_kv=kv,
+            num_decodes=decodes,
+            prefill_quad=quad,
+            num_prefills=rows - decodes,
+            prefill_m=before,
+            hidden_tokens=hidden_tokens,
+            projected_tokens=projected_tokens,
+            swapped_blocks=swapped_blocks,
         )
 
     @classmethod
@@ -111,6 +132,7 @@ class Coefficients:
     per_prefill: float
     prefill_m: float
     hidden_token: float = 0.0
+    projected_token: float = 0.0
     swapped_block: float = 0.0
 
     def __post_init__(self) -> None:
@@ -155,7 +177,11 @@ class LinearCostModel:
             + k.per_prefill * f.num_prefills
             + k.prefill_m * f.prefill_m
         )
-        layer = layer + k.hidden_token * f.hidden_tokens + k.swapped_block * f.swapped_blocks
+        layer = layer + (
+            k.hidden_token * f.hidden_tokens
+            + k.projected_token * f.projected_tokens
+            + k.swapped_block * f.swapped_blocks
+        )
         return self.num_layers * layer + self.gap
 
 

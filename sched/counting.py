@@ -94,6 +94,15 @@ class CountingPool(BlockPool):
         self.held[rows] = want
         self.num_used += total
 
+    def widen(self, rows: np.ndarray) -> None:
+        for row in rows[self.kind[rows] != CacheKind.HIDDEN].tolist():
+            raise ValueError(f"row {row} has no hidden cache")
+        total = int(self.held[rows].sum())
+        if total > self.num_free:
+            raise OutOfBlocks(f"{total} blocks wanted, {self.num_free} free")
+        self.kind[rows] = CacheKind.KV
+        self.num_used += total
+
     def release(self, row: int) -> None:
         self.num_used -= self.returned_by(row)
         self.held[row] = 0
@@ -127,6 +136,7 @@ class SimulatedScheduler(Scheduler):
         max_model_len: int,
         cost_model: CostModel,
         seed: int = 0,
+        rho: float | None = None,
         checked: bool = False,
     ) -> None:
         super().__init__(
@@ -138,6 +148,7 @@ class SimulatedScheduler(Scheduler):
             capacity=FIRST_ROWS,
             cost_model=cost_model,
             seed=seed,
+            rho=rho,
         )
         width = -(-max_model_len // block_size)
         self.table = GrowingTable(FIRST_ROWS)

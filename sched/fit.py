@@ -86,6 +86,7 @@ def _columns(f: BatchFeatures) -> list[float]:
         f.num_prefills,
         f.prefill_m,
         f.hidden_tokens,
+        f.projected_tokens,
         f.swapped_blocks,
     ]
 

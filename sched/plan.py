@@ -19,7 +19,9 @@ class BatchPlan:
     each computes now. reserve [n]: cache tokens to have room for afterwards (at least computed +
     num_tokens; more where a policy allocates ahead, as Sarathi does for a whole prompt).
     kinds [n]: `CacheKind` of each row. evict: rows that lose their cache and wait again; they are
-    recomputed when next scheduled (InferMax section 2.2, "refill").
+    recomputed when next scheduled (InferMax section 2.2, "refill"). project: those of `rows` that
+    hold hidden blocks and are planned as KV: their cached vectors become K and V in place before
+    the step, with nothing recomputed.
     """
 
     rows: np.ndarray = field(default_factory=_none)
@@ -27,6 +29,7 @@ class BatchPlan:
     reserve: np.ndarray = field(default_factory=_none)
     kinds: np.ndarray = field(default_factory=_none)
     evict: np.ndarray = field(default_factory=_none)
+    project: np.ndarray = field(default_factory=_none)
 
     def __len__(self) -> int:
         return len(self.rows)

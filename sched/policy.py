@@ -52,7 +52,9 @@ class View:
     """All that a policy sees. It changes none of it.
 
     cost_model: predicts the time of a batch; None where nobody has profiled the device. seed: for
-    policies that draw lots.
+    policies that draw lots. rho: seconds that a step takes longer for every token that it reads
+    from a hidden cache instead of from K and V (Apt-Serve Eq. 6); negative if that is faster, None
+    where hidden caches cannot be had.
     """
 
     table: RequestTable
@@ -60,6 +62,7 @@ class View:
     limits: Limits
     cost_model: CostModel | None = None
     seed: int = 0
+    rho: float | None = None
 
 
 class Policy(Protocol):

@@ -146,7 +146,14 @@ class Replica:
         generated = table.generated[rows]
         decoding = emits & (counts == 1) & (generated > 1)
         contexts = table.computed[rows] - counts
-        features = BatchFeatures.of(counts, contexts, decoding, padding=self._padding)
+        features = BatchFeatures.of(
+            counts,
+            contexts,
+            decoding,
+            padding=self._padding,
+            hidden=plan.kinds == CacheKind.HIDDEN,
+            projected_tokens=int(contexts[np.isin(rows, plan.project)].sum()),
+        )
         start = max(self._clock, self._device_free)
         duration = float(self.cost_model.batch_time(features))
         end = self._device_free = start + duration
@@ -195,6 +202,8 @@ class Replica:
     def _coast(self, last: _Step, horizon: float) -> bool:
         """Runs as many steps at once as are certain; False if that is none."""
         table, rows = self.scheduler.table, last.rows
+        if np.count_nonzero(table.kind[rows] == CacheKind.HIDDEN):
+            return False  # what they read is not what a stretch counts
         left = table.max_tokens[rows] - table.generated[rows]
         stretch = self._stretch(rows, left, table.computed[rows], horizon)
         if stretch is None:

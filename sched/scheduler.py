@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Scheduler:
     """Rows of the table name the requests. Not thread-safe: one thread plans.
 
-    cost_model, seed: what the policy sees of them, see `View`.
+    cost_model, seed, rho: what the policy sees of them, see `View`.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class Scheduler:
         capacity: int,
         cost_model: CostModel | None = None,
         seed: int = 0,
+        rho: float | None = None,
     ) -> None:
         width = -(-max_model_len // block_size)
         self.policy = policy
         self.table = RequestTable(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)
-        self.view = View(self.table, self.pool, limits, cost_model, seed)
+        self.view = View(self.table, self.pool, limits, cost_model, seed, rho)
         self.evictions = 0
         self._served = 0
 
@@ -68,6 +69,9 @@ class Scheduler:
                 self.pool.open(int(rows[i]), CacheKind(int(plan.kinds[i])))
             table.kind[rows[starts]] = plan.kinds[starts]
             table.move(rows[starts], RUNNING)
+        if len(plan.project):
+            self.pool.widen(plan.project)
+            table.kind[plan.project] = CacheKind.KV
         self.pool.grow_all(rows, plan.reserve)
         table.computed[rows] += plan.num_tokens
         table.served[rows] = np.arange(self._served, self._served + len(rows))
@@ -135,8 +139,18 @@ class Scheduler:
         _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
         needed = self.pool.needed(rows, plan.reserve, plan.kinds)
         _demand(needed.sum() <= free, "more blocks than are free")
-        same_kind = (table.kind[rows] == plan.kinds) | waiting
-        _demand(same_kind.all(), "a cache changes kind without being evicted")
+        hidden = plan.kinds == CacheKind.HIDDEN
+        _demand(
+            self.view.rho is not None or not hidden.any(),
+            "hidden caches are planned where there are none",
+        )
+        widens = running & ~hidden & (table.kind[rows] == CacheKind.HIDDEN)
+        _demand(
+            np.array_equal(np.sort(rows[widens]), np.sort(plan.project)),
+            "rows that go from hidden to KV are not those to be projected",
+        )
+        same_kind = (table.kind[rows] == plan.kinds) | waiting | widens
+        _demand(same_kind.all(), "a KV cache becomes hidden without being evicted")
 
 
 def _different(rows: np.ndarray, capacity: int) -> bool:

@@ -51,6 +51,31 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.held[row] * self.pool.block_size >= tokens
 
     @rule(row=rows)
+    def widen(self, row: int) -> None:
+        """A hidden cache becomes a KV cache: its blocks stay, as many are added."""
+        pool, before, one = self.pool, self.pool.num_free, np.array([row])
+        held = int(pool.held[row])
+        ids = pool.tables[row, 0, :held].copy()
+        side = pool.direction[row]
+        if pool.kind[row] != CacheKind.HIDDEN:
+            with pytest.raises(ValueError, match="no hidden cache"):
+                pool.widen(one)
+        elif (pool.refs[ids] != 1).any() or (pool.owners[ids, side] != row).any():
+            with pytest.raises(ValueError, match="shares blocks"):
+                pool.widen(one)
+        elif held > before:
+            with pytest.raises(OutOfBlocks):
+                pool.widen(one)
+        else:
+            tokens = np.array([held * pool.block_size])
+            assert pool.needed(one, tokens, np.array([CacheKind.KV])).tolist() == [held]
+            pool.widen(one)
+            assert pool.num_free == before - held and pool.kind[row] == CacheKind.KV
+            assert pool.tables[row, 0, :held].tolist() == ids.tolist()
+            return
+        assert pool.num_free == before and pool.held[row] == held
+
+    @rule(row=rows)
     def release(self, row: int) -> None:
         """Finish, cancel and evict are all this."""
         expected = self.pool.num_free + self.pool.returned_by(row)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, InvalidPlan
 from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -68,17 +69,13 @@ def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
     assert scheduler.pool.num_free == 8 and (scheduler.table.computed == 0).all()
 
 
-def test_refuses_planned_and_evicted_and_a_change_of_kind(scheduler: Scheduler) -> None:
+def test_refuses_planned_and_evicted(scheduler: Scheduler) -> None:
     policy = scheduler.policy
     policy.next = plan([0], [6])  # type: ignore[attr-defined]
     scheduler.schedule(0.0)
-    for bad, problem in (
-        (plan([0], [1], reserve=[7], evict=[0]), "planned and evicted"),
-        (plan([0], [1], reserve=[7], kinds=[1]), "changes kind"),
-    ):
-        policy.next = bad  # type: ignore[attr-defined]
-        with pytest.raises(InvalidPlan, match=problem):
-            scheduler.schedule(0.0)
+    policy.next = plan([0], [1], reserve=[7], evict=[0])  # type: ignore[attr-defined]
+    with pytest.raises(InvalidPlan, match="planned and evicted"):
+        scheduler.schedule(0.0)
 
 
 def test_books_chunks_tokens_and_evictions(scheduler: Scheduler) -> None:
@@ -125,3 +122,76 @@ def test_table_columns_of_a_request() -> None:
     table.remove(row)
     with pytest.raises(ValueError, match="free already"):
         table.remove(row)
+
+
+KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
+
+
+def hybrid(num_blocks: int = 8, rho: float | None = 0.0) -> Scheduler:
+    """Two requests of six tokens; blocks of four."""
+    made = Scheduler(
+        Scripted(),
+        Limits(16, 16, 2),
+        num_blocks=num_blocks,
+        block_size=4,
+        max_model_len=32,
+        capacity=4,
+        rho=rho,
+    )
+    for i in range(2):
+        made.add(Request(str(i), (1,) * 6, SamplingParams(max_tokens=4)))
+    return made
+
+
+def run(scheduler: Scheduler, rows: list[int], tokens: list[int], **fields: Any) -> None:
+    scheduler.policy.next = plan(rows, tokens, **fields)  # type: ignore[attr-defined]
+    scheduler.schedule(0.0)
+    scheduler.pool.check()
+
+
+def test_a_hidden_cache_becomes_kv_in_place() -> None:
+    made = hybrid()
+    run(made, [0, 1], [6, 6], kinds=[HIDDEN, KV])
+    assert made.pool.num_free == 8 - 2 - 4
+    before = made.pool.tables[0, 0, :2].tolist()
+    run(made, [0], [1], reserve=[7], kinds=[KV], project=[0])
+    assert made.pool.num_free == 0 and made.table.kind[0] == KV
+    assert made.pool.tables[0, 0, :2].tolist() == before
+    assert made.table.computed[0] == 7 and made.evictions == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ({"kinds": [KV], "project": []}, "not those to be projected"),
+        ({"kinds": [HIDDEN], "project": [0]}, "not those to be projected"),
+        ({"kinds": [KV], "project": [0, 0]}, "not those to be projected"),
+    ],
+)
+def test_projections_are_said_and_are_of_planned_hidden_rows(
+    bad: dict[str, Any], problem: str
+) -> None:
+    made = hybrid()
+    run(made, [0], [6], kinds=[HIDDEN])
+    with pytest.raises(InvalidPlan, match=problem):
+        run(made, [0], [1], reserve=[7], **bad)
+    assert made.pool.num_free == 6 and made.table.kind[0] == HIDDEN
+
+
+def test_a_kv_cache_becomes_hidden_through_eviction_only() -> None:
+    made = hybrid()
+    run(made, [0], [6], kinds=[KV])
+    with pytest.raises(InvalidPlan, match="without being evicted"):
+        run(made, [0], [1], reserve=[7], kinds=[HIDDEN])
+    run(made, [], [], evict=[0])
+    run(made, [0], [7], kinds=[HIDDEN])
+    assert made.pool.num_free == 8 - 2
+
+
+def test_hidden_caches_need_memory_and_a_device_that_reads_them() -> None:
+    with pytest.raises(InvalidPlan, match="where there are none"):
+        run(hybrid(rho=None), [0], [6], kinds=[HIDDEN])
+    made = hybrid(num_blocks=5)
+    run(made, [0, 1], [6, 6], kinds=[HIDDEN, HIDDEN])
+    with pytest.raises(InvalidPlan, match="more blocks"):
+        run(made, [0, 1], [1, 1], reserve=[7, 7], kinds=[KV, KV], project=[0, 1])

@@ -25,6 +25,7 @@ UNIT = Coefficients(
     per_prefill=8.0,
     prefill_m=9.0,
     hidden_token=10.0,
+    projected_token=12.0,
     swapped_block=11.0,
 )
 
@@ -46,6 +47,18 @@ def test_the_features_of_decodes_and_of_prefills_alone() -> None:
     assert features([1], [0], [False]) == BatchFeatures(1, 1, 0, 0, 1, 1, 0)
 
 
+def test_hidden_caches_are_read_in_place_of_kv() -> None:
+    counts, contexts = np.array([1, 1, 4, 2]), np.array([10, 20, 5, 6])
+    decoding, hidden = np.array([True, True, False, False]), np.array([False, True, False, True])
+    found = BatchFeatures.of(counts, contexts, decoding, hidden=hidden, projected_tokens=3)
+    plain = BatchFeatures.of(counts, contexts, decoding, hidden=np.zeros(4, bool))
+    assert plain == BatchFeatures.of(counts, contexts, decoding)
+    assert (plain.decode_kv, plain.prefill_m, plain.hidden_tokens) == (11 + 21, 5 + 6, 0)
+    assert (found.decode_kv, found.prefill_m, found.hidden_tokens) == (11, 5, 21 + 6)
+    # The arithmetic of attention is that of any cache.
+    assert (found.prefill_quad, found.projected_tokens) == (plain.prefill_quad, 3)
+
+
 def test_several_batches_of_decodes_at_once() -> None:
     many = BatchFeatures.of_decodes(np.array([2, 1]), np.array([10, 4]))
     one_by_one = [features([1, 1], [3, 5], [True, True]), features([1], [3], [True])]
@@ -56,8 +69,8 @@ def test_several_batches_of_decodes_at_once() -> None:
 
 def test_the_linear_model_is_the_formula() -> None:
     model = LinearCostModel(UNIT, num_layers=2, gap=0.25)
-    mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, hidden_tokens=3, swapped_blocks=1)
-    layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 11
+    mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, projected_tokens=2, swapped_blocks=1)
+    layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 11
     assert model.batch_time(mixed) == 2 * layer + 0.25
     # The biases of a part that is absent are left out.
     assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10) + 0.25
