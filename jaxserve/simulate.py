@@ -33,7 +33,7 @@ from jaxserve.sched.request import SLO, InvalidRequest
 from jaxserve.sched.results import SimulationResult, write_table
 from jaxserve.sched.simulator import SimulationError
 from jaxserve.sched.specs import ARRIVALS, WorkloadSpec
-from jaxserve.sched.systems import UnknownSystem, system
+from jaxserve.sched.systems import HIDDEN_READS, UnknownSystem, system
 from jaxserve.sched.workload import WorkloadError
 
 REFUSED = (
@@ -65,10 +65,12 @@ class Run:
     slo: SLO
     seed: int
     record_rows: bool
+    hidden_read: str = "auto"
 
     def result(self, bar: tqdm | None = None) -> SimulationResult:
         """Raises one of REFUSED."""
-        place, workload = system(self.system), self.workload.make(self.seed)
+        place = system(self.system, self.hidden_read)
+        workload = self.workload.make(self.seed)
         limits = simulator.default_limits(
             make_policy(self.policy),
             place,
@@ -166,6 +168,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             slo,
             args.seed,
             record_rows="schedule" in (args.views or ()),
+            hidden_read=args.hidden_read,
         )
         for policy in args.policy
         for spec in specs
@@ -286,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--policy", type=_names, default=["sarathi"], help="names, separated by commas (sarathi)")
     add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
+    add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
     add("--workload", required=True, help="see above")
     add("--num_requests", type=_positive, help="of a sampler (1000), or the first of a trace")
     add("--arrivals", choices=ARRIVALS, help="(the trace's; else poisson with --rate, else all)")

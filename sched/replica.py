@@ -194,7 +194,7 @@ class Replica:
 
     def _kv_used(self) -> int:
         pool = self.scheduler.counts
-        return pool.num_used // CacheKind.KV.planes * pool.block_size
+        return pool.num_used * pool.block_size // CacheKind.KV.planes
 
     # Coasting: while every request decodes, nobody waits and memory lasts, the plans of a policy
     # that leaves nobody out are known, and a stretch of steps is a few array operations.

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,6 +79,7 @@ def simulate(
     routing: str = "round_robin",
     slo: SLO | None = None,
     tiers: np.ndarray | None = None,
+    rho: float | Literal["system"] | None = "system",
     seed: int = 0,
     checked: bool = False,
     coast: bool = True,
@@ -91,9 +92,11 @@ def simulate(
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. overlap: instead of the rules'.
-    slo; tiers (int [n] of `Tier`): what each request asks for. checked: check every plan as the
-    engine does. coast: take steps that are certain several at once; the outcome is the same.
-    record_rows: keep who was in each batch. progress(n): n more requests have arrived.
+    slo; tiers (int [n] of `Tier`): what each request asks for. rho: what a token read from a hidden
+    cache costs a step, see `View`; by default the system's, None for no hidden caches. checked:
+    check every plan as the engine does. coast: take steps that are certain several at once; the
+    outcome is the same. record_rows: keep who was in each batch. progress(n): n more requests have
+    arrived.
     SimulationError if a request can never be served.
     """
     chosen = rules_named(rules)
@@ -113,6 +116,7 @@ def simulate(
                 **room,
                 cost_model=cost,
                 seed=seed,
+                rho=_rho(rho, system, cost),
                 checked=checked,
             ),
             cost,
@@ -216,6 +220,15 @@ def default_limits(
         own = known.max_prefill_tokens if known else None
         p = max_prefill_tokens or min(own or SARATHI_CHUNK, c)
     return Limits(c, p, max_rows or (known.max_rows if known else None) or MAX_ROWS)
+
+
+def _rho(
+    rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
+) -> float | None:
+    """As given, else the system's. Batch times that leave hidden caches out offer none."""
+    if rho != "system":
+        return rho
+    return system.rho if isinstance(system, System) and cost is system.cost_model else None
 
 
 Router = Callable[[int, Sequence[Replica]], int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class UnknownSystem(ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer's shape. gated: three matrices in the feed-forward, not two."""
+    """A decoder-only transformer's shape. gated: three matrices in the feed-forward, not two;
+    rotary: positions are rotations of queries and keys."""
 
     layers: int
     d_model: int
@@ -40,6 +42,7 @@ class Model:
     head_dim: int
     vocab: int
     gated: bool = True
+    rotary: bool = True
 
     @property
     def layer_params(self) -> int:
@@ -56,6 +59,11 @@ class Model:
     def kv_bytes(self) -> int:
         """K and V of one token in one layer, 16-bit."""
         return 2 * self.kv_heads * self.head_dim * 2
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The hidden vector of one token in one layer, 16-bit."""
+        return self.d_model * 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,9 @@ class System:
     kv_tokens: M, tokens of KV cache. max_batch_tokens: C; max_prefill_tokens: P, max_rows and
     block_size: None where it does not say. paper: the cost model under the rules `infermax_paper`,
     where the authors published one. padding: the shapes that an engine rounds its batches up to.
-    about: where it comes from.
+    about: where it comes from. rho: seconds that a step takes longer for every token that it reads
+    from a hidden cache instead of from K and V (Apt-Serve Eq. 6), which may be negative; None where
+    hidden caches cannot be had.
     """
 
     name: str
@@ -89,6 +99,7 @@ class System:
     paper: InferMaxCostModel | None = None
     padding: Padding | None = None
     about: dict[str, Any] = field(default_factory=dict)
+    rho: float | None = None
 
     def cost_under(self, rules: str) -> CostModel:
         """The cost model that goes with a set of rules (`simulator.RULES`)."""
@@ -114,6 +125,8 @@ class System:
             "padding": padding,
             "about": self.about,
         }
+        if self.rho is not None:
+            content["rho"] = self.rho
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -138,6 +151,7 @@ def load(path: str | Path) -> System:
             content["block_size"],
             padding=padding and Padding(tuple(padding["rows"]), tuple(padding["tokens"])),
             about=content["about"],
+            rho=_rho(content.get("rho")),
         )
     except OSError as error:
         raise UnknownSystem(f"{path}: {error.strerror}") from error
@@ -147,6 +161,13 @@ def load(path: str | Path) -> System:
         if isinstance(error, UnknownSystem):
             raise
         raise UnknownSystem(f"{path}: not a system profile ({error})") from error
+
+
+def _rho(value: Any) -> float | None:
+    """As a profile has it. ValueError if it is neither a number nor left out."""
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"rho must be a number of seconds, got {value!r}")
+    return value
 
 
 def _fitted(layers: int, *ms: float) -> LinearCostModel:
@@ -201,13 +222,13 @@ PRESETS = {
 }
 
 MODELS = {
-    "opt-125m": Model(12, 768, 3072, 12, 12, 64, 50272, gated=False),
-    "opt-1.3b": Model(24, 2048, 8192, 32, 32, 64, 50272, gated=False),
-    "opt-6.7b": Model(32, 4096, 16384, 32, 32, 128, 50272, gated=False),
-    "opt-13b": Model(40, 5120, 20480, 40, 40, 128, 50272, gated=False),
-    "opt-30b": Model(48, 7168, 28672, 56, 56, 128, 50272, gated=False),
-    "opt-66b": Model(64, 9216, 36864, 72, 72, 128, 50272, gated=False),
-    "opt-175b": Model(96, 12288, 49152, 96, 96, 128, 50272, gated=False),
+    "opt-125m": Model(12, 768, 3072, 12, 12, 64, 50272, gated=False, rotary=False),
+    "opt-1.3b": Model(24, 2048, 8192, 32, 32, 64, 50272, gated=False, rotary=False),
+    "opt-6.7b": Model(32, 4096, 16384, 32, 32, 128, 50272, gated=False, rotary=False),
+    "opt-13b": Model(40, 5120, 20480, 40, 40, 128, 50272, gated=False, rotary=False),
+    "opt-30b": Model(48, 7168, 28672, 56, 56, 128, 50272, gated=False, rotary=False),
+    "opt-66b": Model(64, 9216, 36864, 72, 72, 128, 50272, gated=False, rotary=False),
+    "opt-175b": Model(96, 12288, 49152, 96, 96, 128, 50272, gated=False, rotary=False),
     "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
     "llama-2-13b": Model(40, 5120, 13824, 40, 40, 128, 32000),
     "llama-2-70b": Model(80, 8192, 28672, 64, 8, 128, 32000),
@@ -237,14 +258,31 @@ _ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
 _MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
 
 
-def scale(model: Model, device: Device, name: str = "") -> System:
+HIDDEN_READS = ("auto", "absorbed", "projected")
+
+
+def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
+    """How the model's hidden caches are read; None where a hidden vector is not smaller than K and
+    V, so that nobody wants one. wanted: one of HIDDEN_READS; `auto` is absorbed where positions are
+    not rotary, else projected. ValueError for a read that the model does not have."""
+    if wanted not in HIDDEN_READS:
+        raise ValueError(f"hidden_read must be one of {', '.join(HIDDEN_READS)}, got {wanted!r}")
+    if wanted == "absorbed" and model.rotary:
+        raise ValueError("hidden_read=absorbed needs a model without rotary positions")
+    if model.hidden_bytes >= model.kv_bytes:
+        return None
+    return wanted if wanted != "auto" else ("projected" if model.rotary else "absorbed")
+
+
+def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto") -> System:
     """A system from FLOPs and bytes, with the efficiencies that the Llama-2-7B preset shows.
 
     Per token 2 x weights FLOPs at 68% of peak; once a step the weights' bytes, a decode's K and V
     and a chunk's cached K and V at 94% of bandwidth; prefill attention 2 x heads x head_dim FLOPs a
     unit of c^2 + 2cm at 15.7% of peak; the attention kernels' biases and per-request terms as they
     are in that preset. Several devices share FLOPs and bytes evenly; their exchange is left out.
-    ValueError if the weights do not fit.
+    hidden_read: see `hidden_read_of`; what hidden caches cost is derived in `_hidden_terms`.
+    ValueError if the weights do not fit, or for a read that the model does not have.
 
     How wrong it is, against Vidur's timings of Llama-2-7B's non-attention operators on A100s (one
     layer, medians, 261 sizes from 1 to 4,096 tokens): on one device 6% mean and 28% worst relative
@@ -257,39 +295,71 @@ def scale(model: Model, device: Device, name: str = "") -> System:
     """
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * _READ_EFFICIENCY
-    weights = 2 * model.params
-    room = device.memory * n * _MEMORY_FOR_USE - weights
+    room = device.memory * n * _MEMORY_FOR_USE - 2 * model.params
     kv_tokens = int(room // (model.kv_bytes * model.layers))
     if kv_tokens < 1:
         raise ValueError(
-            f"{name or 'the model'}: weights of {weights / 1e9:.0f} GB do not fit into "
+            f"{name or 'the model'}: weights of {2 * model.params / 1e9:.0f} GB do not fit into "
             f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
         )
     base = _LLAMA_2_7B.coefficients
-    read = model.kv_bytes / bandwidth
+    kv = model.kv_bytes / bandwidth
+    read = hidden_read_of(model, hidden_read)
+    hidden, projected = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0)
     coefficients = Coefficients(
         per_token=2 * model.layer_params / (_MATMUL_EFFICIENCY * flops),
         token_bias=2 * model.layer_params / bandwidth,
-        decode_kv=read,
+        decode_kv=kv,
         decode_bias=base.decode_bias,
         per_decode=base.per_decode,
         prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
         prefill_bias=base.prefill_bias,
         per_prefill=base.per_prefill,
-        prefill_m=read,
+        prefill_m=kv,
+        hidden_token=hidden,
+        projected_token=projected,
     )
     about = {"source": "scaled from FLOPs and bytes", "efficiencies_of": "llama-2-7b@a100"}
-    return System(name, LinearCostModel(coefficients, model.layers), kv_tokens, about=about)
+    if read:
+        about["hidden_read"] = read
+    rho = model.layers * (hidden - kv) if read else None
+    cost_model = LinearCostModel(coefficients, model.layers)
+    return System(name, cost_model, kv_tokens, about=about, rho=rho)
 
 
-def system(name: str) -> System:
+def _hidden_terms(model: Model, read: str, flops: float, bandwidth: float) -> tuple[float, float]:
+    """Seconds a layer for one cached token of a hidden cache that is read, and of one that becomes
+    K and V. flops: peak, bandwidth: bytes/s that a kernel reads.
+
+    Projected (Apt-Serve section 3.1: K and V are restored for every step): 2 x d_model x the width
+    of K and V FLOPs at the matrix products' 68% of peak, and the vector's bytes. Fused into the
+    attention, so that K and V do not go through memory. Becoming K and V costs that and their
+    bytes.
+
+    Absorbed (Wk folded into the query, Wv applied to the weighted sum): every head attends over the
+    vectors themselves, heads x d_model multiply-adds for the scores and as many for the sum, at
+    the attention kernels' 15.7% of peak; a GPU's registers do not hold the sum, so two passes read
+    the vector. The longer of the two counts, as they overlap.
+    """
+    width = 2 * model.kv_heads * model.head_dim
+    project = 2 * model.d_model * width / (_MATMUL_EFFICIENCY * flops)
+    project += model.hidden_bytes / bandwidth
+    becomes_kv = project + model.kv_bytes / bandwidth
+    if read == "projected":
+        return project, becomes_kv
+    arithmetic = 4 * model.heads * model.d_model / (_ATTENTION_EFFICIENCY * flops)
+    return max(arithmetic, 2 * model.hidden_bytes / bandwidth), becomes_kv
+
+
+def system(name: str, hidden_read: str = "auto") -> System:
     """A system by name: a preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the
-    path of a profile. UnknownSystem says what is known."""
-    if name in PRESETS:
-        return PRESETS[name]
-    if name.endswith(".json"):
-        return load(name)
+    path of a profile. hidden_read: how hidden caches are read, see `hidden_read_of`; a preset has
+    none, a profile those it was measured with. UnknownSystem says what is known."""
     model, at, place = name.partition("@")
+    if name in PRESETS or name.endswith(".json"):
+        if hidden_read != "auto":
+            raise UnknownSystem(f"{name}: hidden_read is for MODEL@DEVICE, not for fixed systems")
+        return PRESETS[name] if name in PRESETS else load(name)
     if at and model in MODELS:
         number, times, device = place.partition("x")
         if not (times and number.isdigit()):
@@ -298,7 +368,7 @@ def system(name: str) -> System:
             one = DEVICES[device]
             many = Device(one.flops, one.bandwidth, one.memory, int(number))
             try:
-                return scale(MODELS[model], many, name)
+                return scale(MODELS[model], many, name, hidden_read)
             except ValueError as error:
                 raise UnknownSystem(str(error)) from error
     near = difflib.get_close_matches(name, [*PRESETS], n=1)

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.policy import Limits, policies
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, View, policies
 from jaxserve.sched.request import SLO
 from jaxserve.sched.results import SimulationResult
 from jaxserve.sched.simulator import SimulationError, simulate
 from jaxserve.sched.systems import system
+from jaxserve.sched.table import RUNNING, WAITING
 from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
@@ -268,3 +271,43 @@ def test_progress_counts_the_arrivals() -> None:
     seen: list[int] = []
     simulate("vllm", random_workload(0, 7, 10.0), SEVEN, progress=seen.append)
     assert sum(seen) == 7
+
+
+class AllHidden:
+    """Prefills whoever comes into hidden caches, where they can be had."""
+
+    chunked = hypothetical = False
+
+    def __init__(self) -> None:
+        self.seen: list[float | None] = []
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        self.seen.append(view.rho)
+        table = view.table
+        rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
+        kind = CacheKind.KV if view.rho is None else CacheKind.HIDDEN
+        counts = table.pending(rows)
+        kinds = np.full(len(rows), int(kind))
+        return BatchPlan(rows, counts, table.computed[rows] + counts, kinds)
+
+
+def test_hidden_caches_take_half_the_room_and_rho_longer() -> None:
+    place = system("opt-13b@a100-40g", "projected")
+    workload = of([0.0], [32], [17])
+    found = {}
+    for rho in ("system", None):
+        policy = AllHidden()
+        options: dict[str, Any] = {} if rho == "system" else {"rho": rho}
+        found[rho] = simulate(policy, workload, place, kv_tokens=4096, **options)
+        assert set(policy.seen) == {place.rho if rho == "system" else None}
+    hidden, kv = found["system"].batches, found[None].batches
+    assert kv.kv_used.max() == 48 and hidden.kv_used.max() == 24
+    assert place.rho is not None
+    read = np.arange(33, 49)  # by the decodes, the token itself included
+    np.testing.assert_allclose((hidden.duration - kv.duration)[1:], place.rho * read)
+
+
+def test_the_papers_batch_times_know_no_hidden_caches() -> None:
+    policy = AllHidden()
+    simulate(policy, of([0.0], [4], [2]), SEVEN, kv_tokens=99, rules="infermax_paper")
+    assert set(policy.seen) == {None}

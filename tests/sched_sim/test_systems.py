@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from jaxserve.sched.systems import (
     Device,
     System,
     UnknownSystem,
+    hidden_read_of,
     load,
     scale,
     system,
@@ -121,4 +123,75 @@ def test_what_is_no_profile_at_all_is_refused(tmp_path: Path) -> None:
         load(path)
     path.write_text("not json")
     with pytest.raises(UnknownSystem, match="not a system profile"):
+        load(path)
+
+
+def test_a_projected_token_costs_its_products() -> None:
+    """OPT-13B: 5,120 wide, K and V together 10,240; 68% of 312 TFLOP/s, 94% of 1.555 TB/s."""
+    model, device = MODELS["opt-13b"], DEVICES["a100-40g"]
+    k = scale(model, device, hidden_read="projected").cost_model.coefficients
+    read = 2 * 5120 / (0.94 * 1.555e12)
+    restore = 2 * 5120 * 10_240 / (0.68 * 312e12) + read
+    assert k.hidden_token == pytest.approx(restore)
+    assert k.projected_token == pytest.approx(restore + 2 * read)  # K and V, 5,120 wide each
+
+
+def test_an_absorbed_token_costs_its_reads_or_its_arithmetic() -> None:
+    device = DEVICES["a100-40g"]
+    small = scale(MODELS["opt-125m"], device)
+    k = small.cost_model.coefficients
+    assert k.hidden_token == pytest.approx(k.decode_kv)  # two passes over half the bytes
+    assert small.rho == pytest.approx(0.0)
+    large = scale(MODELS["opt-13b"], device)
+    arithmetic = 4 * 40 * 5120 / (0.157 * 312e12)
+    assert large.cost_model.coefficients.hidden_token == pytest.approx(arithmetic)
+
+
+def test_rho_is_what_a_batch_of_one_token_more_takes_longer() -> None:
+    for read in ("absorbed", "projected"):
+        place = system("opt-13b@a100-40g", read)
+        kv = BatchFeatures(4, 4, 4000, 4, 0, 0, 0)
+        hidden = BatchFeatures(4, 4, 3000, 4, 0, 0, 0, hidden_tokens=1000)
+        longer = place.cost_model.batch_time(hidden) - place.cost_model.batch_time(kv)
+        assert place.rho is not None
+        assert longer == pytest.approx(1000 * place.rho)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("opt-13b", "absorbed"),
+        ("llama-2-7b", "projected"),
+        ("llama-3-8b", None),
+        ("yi-6b", None),
+    ],
+)
+def test_rotary_models_project_and_grouped_query_models_have_none(
+    name: str, read: str | None
+) -> None:
+    assert hidden_read_of(MODELS[name]) == read
+    place = scale(MODELS[name], DEVICES["a100"])
+    assert (place.rho is None) == (read is None)
+    assert (place.cost_model.coefficients.hidden_token > 0) == (read is not None)
+
+
+def test_reads_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(UnknownSystem, match="without rotary positions"):
+        system("llama-2-7b@h100", "absorbed")
+    with pytest.raises(UnknownSystem, match="must be one of auto"):
+        system("opt-13b@h100", "folded")
+    with pytest.raises(UnknownSystem, match="fixed systems"):
+        system("llama-2-7b@a100", "projected")
+    assert system("llama-2-7b@a100").rho is None
+
+
+def test_rho_survives_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for place in (system("opt-13b@a100-40g"), replace(measured(), rho=-1e-9)):
+        place.save(path)
+        assert load(path) == place
+    measured().save(path)
+    assert "rho" not in json.loads(path.read_text())
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rho": "much"}))
+    with pytest.raises(UnknownSystem, match="rho must be a number"):
         load(path)
