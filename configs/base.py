@@ -35,6 +35,12 @@ def get_config() -> ConfigDict:
                 # Size of the pool; 0: memory_fraction of what the device has left.
                 "memory_gib": 0.0,
                 "memory_fraction": 0.9,
+                # How policies with hidden caches have them read: auto (absorbed where positions are
+                # not rotated, else projected) | absorbed | projected.
+                "hidden_read": "auto",
+                # Seconds that a step takes longer for a token of a hidden cache than for one of K
+                # and V: a number, or auto to measure it at the start.
+                "rho": "auto",
             },
             "scheduler": {
                 # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.

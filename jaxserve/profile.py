@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import RequestStats, StepStats
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.engine.step_timer import Shape, StepTimer
+from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams, Tier
@@ -38,35 +38,18 @@ from jaxserve.sched.systems import System
 from jaxserve.server import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
-CHAIN = 4  # steps launched one after the other before anything waits
 ROUNDS = 7
 TIME_LIMIT = 60.0  # seconds after which no further round begins
 GAP_STEPS = 60
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
-    counted; chunks: (tokens, cached tokens before) of each prefill."""
-
-    decodes: tuple[int, ...] = ()
-    chunks: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return len(self.decodes) + sum(count for count, _ in self.chunks)
-
-    def features(self, padding: Padding) -> BatchFeatures:
-        counts = [1] * len(self.decodes) + [count for count, _ in self.chunks]
-        contexts = [*self.decodes, *(before for _, before in self.chunks)]
-        decoding = np.arange(len(counts)) < len(self.decodes)
-        return BatchFeatures.of(np.array(counts), np.array(contexts), decoding, padding=padding)
-
-
-def shapes(padding: Padding, max_rows: int, max_prefill: int, max_len: int) -> list[Shape]:
+def shapes(
+    padding: Padding, max_rows: int, max_prefill: int, max_len: int, hybrid: bool = False
+) -> list[Shape]:
     """What to measure: every row bucket at four context lengths, every token bucket as one chunk
     and as several after different contexts, and chunks beside decodes. None is longer than
-    max_len tokens in a row or max_prefill in a batch."""
+    max_len tokens in a row or max_prefill in a batch. hybrid: those that read a cache, once more
+    with hidden ones."""
     found = []
     most = max(1, int(0.9 * max_len))
     lengths = sorted({max(1, int(max_len * share)) for share in (0.02, 0.25, 0.5)} | {most})
@@ -90,50 +73,10 @@ def shapes(padding: Padding, max_rows: int, max_prefill: int, max_len: int) -> l
             if rows > 0 and count > 1:
                 found.append(Shape((quarter,) * rows, ((count, 0),)))
                 found.append(Shape((half,) * rows, ((count, min(quarter, max_len - count)),)))
+    if hybrid:
+        reading = [shape for shape in found if shape.contexts.any()]
+        found += [dataclasses.replace(shape, hidden=True) for shape in reading]
     return list(dict.fromkeys(found))
-
-
-class StepTimer:
-    """Runs steps of given shapes on an engine that has not been started."""
-
-    def __init__(self, engine: Any) -> None:
-        self._executor = engine._executor
-        self._pool = engine._scheduler.pool
-        buckets = self._executor.buckets
-        self.padding = Padding(buckets.rows, buckets.tokens)
-
-    def seconds(self, shape: Shape) -> float:
-        """Time of one step among several in a row, so that the host's part is hidden as far as the
-        device hides it. What is in the cache meanwhile is noise."""
-        layout, packed = self._pack(shape)
-        submit = self._executor.submit
-        begin = time.perf_counter()
-        for _ in range(CHAIN):
-            last = submit(layout, packed, full=False)
-        last.result()
-        return (time.perf_counter() - begin) / CHAIN
-
-    def _pack(self, shape: Shape) -> tuple[Any, np.ndarray]:
-        buckets, pool = self._executor.buckets, self._pool
-        counts = np.array([1] * len(shape.decodes) + [c for c, _ in shape.chunks])
-        before = np.array([*shape.decodes, *(m for _, m in shape.chunks)])
-        n, total = len(counts), int(counts.sum())
-        layout = buckets.mixed(total) if shape.chunks else buckets.decode(n)
-        packed = layout.empty()
-        fields = layout.views(packed)
-        first = np.cumsum(counts) - counts
-        fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
-        blocks = np.arange(n * 2 * buckets.width, dtype=np.int32) % pool.num_blocks
-        fields["tables"][:n] = blocks.reshape(n, 2, buckets.width)
-        fields["context_lens"][:n] = before + counts
-        fields["query_start"][:n] = first
-        fields["query_lens"][:n] = counts
-        fields["last"][:n] = first + counts - 1
-        fields["slots"][:n] = np.arange(n)
-        fields["emit"][:n] = 1
-        fields["num_decodes"][...] = len(shape.decodes)
-        fields["num_rows"][...] = n
-        return layout, packed
 
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
@@ -142,13 +85,14 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
     """Measures an engine that has been built but not started; the gap between steps is not part of
     it (`measure_gap`)."""
-    timer = StepTimer(engine)
+    timer = StepTimer(engine._executor)
     info, limits = engine.info(), engine._scheduler.view.limits
     wanted = shapes(
         timer.padding,
         limits.max_rows,
         limits.max_prefill_tokens,
         min(info.max_model_len, info.pool_tokens),
+        hybrid=info.hidden_read is not None,
     )
     taken: list[list[float]] = [[] for _ in wanted]
     begin = time.perf_counter()
@@ -250,6 +194,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
         max_rows=limits.max_rows,
         block_size=info.block_size,
         padding=padding,
+        rho=info.rho,
         about={
             "source": "measured by jaxserve.profile",
             "model": info.model,

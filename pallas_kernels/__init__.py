@@ -19,7 +19,7 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens
 
@@ -38,6 +38,7 @@ __all__ = [
     "make_pool",
     "move_slots",
     "paged_attention",
+    "project",
     "projected_attention",
     "read_tokens",
     "resolve_backend",

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -61,3 +62,25 @@ class HiddenProjection:
             raise ValueError(
                 f"projection.rotation: want [2, max_len, {head_dim // 2}], got {shape}"
             )
+
+
+def project(
+    x: jax.Array, position: jax.Array, projection: HiddenProjection, heads: int
+) -> tuple[jax.Array, jax.Array]:
+    """K and V, float32 [heads, S, D], of x [S, E] at these positions int32 [S]; heads: as many as
+    the projection has columns for."""
+
+    def by_head(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = jnp.dot(x.astype(weights.dtype), weights, preferred_element_type=jnp.float32)
+        y = y if bias is None else y + bias.astype(jnp.float32)
+        return y.reshape(len(x), heads, -1).transpose(1, 0, 2)
+
+    k, v = by_head(projection.wk, projection.bk), by_head(projection.wv, projection.bv)
+    if projection.k_norm is not None:
+        mean_square = (k * k).mean(axis=-1, keepdims=True)
+        k = k * lax.rsqrt(mean_square + projection.norm_eps) * projection.k_norm
+    if projection.rotation is not None:
+        cos, sin = projection.rotation.at[:, position].get(mode="clip")
+        a, b = jnp.split(k, 2, axis=-1)
+        k = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return k, v

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxserve.pallas_kernels import xla_softmax
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.hidden import HiddenProjection
+from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.xla_attention import TILE_QUERIES, Read, attend_row, decode
 from jaxserve.pallas_kernels.xla_gather import chunk_blocks, in_token_order, runs, take
 
@@ -155,7 +155,7 @@ class _Rows:
                 (j * width >= first) & ((j + 1) * width <= context),
             )
             x = x[0].transpose(1, 0, 2).reshape(width, self._parts * self._head_dim)
-            k, v = _project(x, position, self._projection, self._heads)
+            k, v = project(x, position, self._projection, self._heads)
             return _put(made[0], k, j * width), _put(made[1], v, j * width)
 
         last = jnp.where(batch.kind[row] == HIDDEN, -(-context // width), 0)
@@ -181,24 +181,3 @@ class _Rows:
 
 def _put(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)
-
-
-def _project(
-    x: jax.Array, position: jax.Array, projection: HiddenProjection, heads: int
-) -> tuple[jax.Array, jax.Array]:
-    """K and V, float32 [heads, S, D], of x [S, E] at these positions int32 [S]."""
-
-    def by_head(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = jnp.dot(x.astype(weights.dtype), weights, preferred_element_type=jnp.float32)
-        y = y if bias is None else y + bias.astype(jnp.float32)
-        return y.reshape(len(x), heads, -1).transpose(1, 0, 2)
-
-    k, v = by_head(projection.wk, projection.bk), by_head(projection.wv, projection.bv)
-    if projection.k_norm is not None:
-        mean_square = (k * k).mean(axis=-1, keepdims=True)
-        k = k * lax.rsqrt(mean_square + projection.norm_eps) * projection.k_norm
-    if projection.rotation is not None:
-        cos, sin = projection.rotation.at[:, position].get(mode="clip")
-        a, b = jnp.split(k, 2, axis=-1)
-        k = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return k, v

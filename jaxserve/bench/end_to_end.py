@@ -20,11 +20,13 @@ from jaxserve.bench.kernel_inputs import Heads, Row
 from jaxserve.bench.target import EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.hidden import ABSORBED
 from jaxserve.engine.layout import PLACEHOLDER, Layout
-from jaxserve.engine.steps import StepModel, make_model_step
-from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.steps import make_model_step
+from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, absorbed_attention, write
+from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch
 from jaxserve.weights import load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -96,8 +98,7 @@ def _step_seconds(
     batch = inputs.make_batch(rows, size.block_size, blocks, np.random.default_rng(0))
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
-    make = _hidden_step if kind == HIDDEN else _kv_step
-    step = make(family, config, batch, backend)
+    step = _engine_step(family, config, batch, backend, kind == HIDDEN)
     tokens = jnp.ones(size.rows, jnp.int32)
 
     def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
@@ -122,10 +123,12 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
+def _engine_step(
+    family: Family, config: ModelConfig, batch: AttentionBatch, backend: str, hidden: bool
+) -> Step:
     """The engine's own step; its tokens come from the slots' last ones."""
     rows = batch.max_rows
-    layout = Layout(rows, rows, batch.table_width, rows, decode_only=True)
+    layout = Layout(rows, rows, batch.table_width, rows, decode_only=True, hidden=hidden)
     packed = layout.empty()
     fields = layout.views(packed)
     for name in AttentionBatch.__dataclass_fields__:
@@ -134,41 +137,13 @@ def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend
     fields["slots"][:] = fields["last"][:] = np.arange(rows)
     fields["emit"][:] = 1
     placed = jnp.asarray(packed)
-    step = make_model_step(StepModel(family, config, backend, None, 1))
+    read = ABSORBED if hidden else None
+    step = make_model_step(StepModel(family, config, backend, None, 1, read))
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return step(params, pool, tokens, placed, layout=layout)
 
     return run
-
-
-def _hidden_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
-    """The same model over hidden blocks: Wk folded into the query, Wv applied to the result. (The
-    forward pass still makes the new token's k and v, which nobody reads.)"""
-
-    def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = family.kv_projection(params, config, config.max_position)
-        shape = (config.d_model, config.num_heads, config.head_dim)
-
-        def attend(
-            pool: jax.Array, layer: jax.Array, given: AttentionInput
-        ) -> tuple[jax.Array, jax.Array]:
-            x = given.x.reshape(given.k.shape)
-            pool = write(pool, layer, given.k, given.v, batch, x=x, backend=backend)
-            wk, wv = (w[layer].reshape(shape) for w in (made.wk, made.wv))
-            qx = jnp.einsum("thd,ehd->the", given.q, wk)
-            scale = config.attn_scale
-            mixed = absorbed_attention(qx, pool, layer, batch, scale=scale, backend=backend)
-            out = jnp.einsum("the,ehd->thd", mixed, wv)
-            if made.bv is not None:
-                out = out + made.bv[layer].reshape(1, config.num_heads, config.head_dim)
-            return pool, out
-
-        where = batch.context_lens - 1
-        pool, hidden = family.forward(params, config, tokens, where, attend, pool)
-        return pool, family.logits(params, config, hidden)
-
-    return jax.jit(run, donate_argnums=1)
 
 
 @dataclass(frozen=True)

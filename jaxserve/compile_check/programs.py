@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve import sharding
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.layout import Layout
-from jaxserve.engine.steps import StepModel, make_model_step
+from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.steps import make_model_step
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving

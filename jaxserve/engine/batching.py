@@ -1,8 +1,8 @@
-"""Turns a plan into the padded batch of a step."""
+"""Turns a plan into the padded batch of a step, and of what has to happen before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,7 +30,9 @@ def build_batch(
     rows, counts = plan.rows, plan.num_tokens
     n, total = len(rows), plan.total_tokens
     singles = int((counts == 1).sum())
-    layout = buckets.decode(n) if singles == n else buckets.mixed(total)
+    hidden = bool(plan.kinds.any())
+    size, bucket = (n, buckets.decode) if singles == n else (total, buckets.mixed)
+    layout = bucket(size, hidden=hidden)
     packed = layout.empty()
     fields = layout.views(packed)
     end = table.computed[rows]
@@ -58,3 +60,35 @@ def build_batch(
         chunk = tokens_of(int(rows[i]), int(start[i]), int(end[i]))
         tokens[first[i] : first[i] + counts[i]] = chunk
     return layout, packed
+
+
+def widening(
+    buckets: Buckets, plan: BatchPlan, table: RequestTable, pool: BlockPool
+) -> Iterator[tuple[Layout, np.ndarray]]:
+    """The batches of `executor.widen` that make KV caches of the plan's hidden ones, for a plan
+    that `Scheduler.schedule` has booked. Their tokens are those in the cache before the step."""
+    layout = buckets.widening()
+    where = np.isin(plan.rows, plan.project)
+    cached = table.computed[plan.rows] - plan.num_tokens
+    pieces = [
+        (row, first, min(first + layout.tokens, length))
+        for row, length in zip(plan.rows[where].tolist(), cached[where].tolist(), strict=True)
+        for first in range(0, length, layout.tokens)
+    ]
+    while pieces:
+        packed, used, taken = layout.empty(), 0, 0
+        fields = layout.views(packed)
+        for row, first, end in pieces[: layout.rows]:
+            count = end - first
+            if used + count > layout.tokens:
+                break
+            fields["token_row"][used : used + count] = taken
+            fields["tables"][taken] = pool.tables[row]
+            fields["context_lens"][taken] = end
+            fields["query_start"][taken] = used
+            fields["query_lens"][taken] = count
+            fields["direction"][taken] = pool.direction[row]
+            used, taken = used + count, taken + 1
+        fields["num_rows"][...] = taken
+        pieces = pieces[taken:]
+        yield layout, packed

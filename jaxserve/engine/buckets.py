@@ -1,7 +1,8 @@
 """Which static shapes exist. Additive: row buckets for decode steps, token buckets for the others.
 
 A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
-could be in it. So the number of compiled steps is the sum, not the product, of the two lists.
+could be in it. So the number of compiled steps is the sum, not the product, of the two lists: twice
+that where there are hidden caches, so that steps without one pay nothing for them.
 """
 
 from __future__ import annotations
@@ -15,29 +16,40 @@ from jaxserve.engine.layout import Layout
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
 
+WIDEN_TOKENS = 128
+"""Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
+
 
 @dataclass(frozen=True)
 class Buckets:
-    """rows, tokens: ascending sizes. width: block table width. slots: device slots."""
+    """rows, tokens: ascending sizes. width: block table width. slots: device slots. hybrid: there
+    are steps for rows with hidden caches, too."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     width: int
     slots: int
+    hybrid: bool = False
 
-    def decode(self, rows: int) -> Layout:
+    def decode(self, rows: int, *, hidden: bool = False) -> Layout:
         """The smallest decode step for that many rows."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
-        return Layout(size, size, self.width, self.slots, decode_only=True)
+        return Layout(size, size, self.width, self.slots, True, hidden)
 
-    def mixed(self, tokens: int) -> Layout:
+    def mixed(self, tokens: int, *, hidden: bool = False) -> Layout:
         """The smallest step for that many tokens in any number of rows."""
         size = self.tokens[bisect.bisect_left(self.tokens, tokens)]
-        return Layout(size, self._rows_for(size), self.width, self.slots, decode_only=False)
+        return Layout(size, self._rows_for(size), self.width, self.slots, False, hidden)
+
+    def widening(self) -> Layout:
+        """The batch in which hidden caches become KV."""
+        return self.mixed(min(WIDEN_TOKENS, self.tokens[-1]))
 
     def all(self) -> list[Layout]:
         """Every step there is, decode steps first."""
-        return [self.decode(r) for r in self.rows] + [self.mixed(t) for t in self.tokens]
+        kinds = (False, True) if self.hybrid else (False,)
+        decodes = [self.decode(r, hidden=hidden) for hidden in kinds for r in self.rows]
+        return decodes + [self.mixed(t, hidden=hidden) for hidden in kinds for t in self.tokens]
 
     def _rows_for(self, tokens: int) -> int:
         return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]
@@ -50,6 +62,7 @@ def make_buckets(
     width: int,
     rows: tuple[int, ...] = (),
     tokens: tuple[int, ...] = (),
+    hybrid: bool = False,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
 
@@ -66,7 +79,7 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    return Buckets(row_sizes, token_sizes, width, slots=max_rows)
+    return Buckets(row_sizes, token_sizes, width, max_rows, hybrid)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,18 +15,21 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve import sharding
-from jaxserve.engine.buckets import make_buckets
+from jaxserve import __version__, sharding
+from jaxserve.engine import rho
+from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.hidden_options import choose_read, given_rho
 from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import GIB, Demand, pool_blocks
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.engine.steps import StepModel
+from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.pallas_kernels import KV, make_pool, select_backend
+from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
 from jaxserve.sched.policy import Limits, Policy, make_policy
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import (
@@ -53,8 +58,65 @@ def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """All that is decided before anything is loaded or compiled."""
+
+    model: StepModel
+    dtype: jnp.dtype
+    policy: Policy
+    limits: Limits
+    buckets: Buckets
+    num_blocks: int
+    block_size: int
+    pool_heads: int
+    given_rho: float | None
+
+
 def _build(config: ConfigDict, progress: bool) -> Engine:
     use_compilation_cache(config.engine.compilation_cache_dir)
+    chosen = _choose(config)
+    model, mesh = chosen.model.config, chosen.model.mesh
+    tokenizer = load_tokenizer(_tokenizer_path(config))
+    params = load_params(
+        config.model.path,
+        chosen.model.family,
+        model,
+        dtype=chosen.dtype,
+        mesh=mesh,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        progress=progress,
+    )
+    pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
+    pool = make_pool(
+        model.num_layers,
+        chosen.num_blocks,
+        chosen.pool_heads,
+        chosen.block_size,
+        model.head_dim,
+        chosen.dtype,
+        sharding.named(mesh, pool_axes) if mesh else None,
+    )
+    executor = JaxExecutor(chosen.model, params, pool, chosen.buckets)
+    executor.warmup(_bar(progress))
+    scheduler = Scheduler(
+        chosen.policy,
+        chosen.limits,
+        num_blocks=chosen.num_blocks,
+        block_size=chosen.block_size,
+        max_model_len=chosen.model.max_len,
+        capacity=config.scheduler.max_queue + chosen.limits.max_rows,
+        rho=_rho(config, chosen, executor),
+    )
+    info = _info(config, chosen, scheduler, pool.nbytes)
+    options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)
+    return Engine(
+        executor, scheduler, tokenizer, info, eos_ids=model.eos_token_ids, options=options
+    )
+
+
+def _choose(config: ConfigDict) -> _Choices:
     family, model, hf = _load_shape(config)
     if len(model.eos_token_ids) > MAX_EOS:
         raise ConfigError(
@@ -68,61 +130,33 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
     max_model_len = _max_model_len(config.engine.max_model_len, model)
     policy = _policy(config.scheduler.policy)
     limits = _limits(config, policy, max_model_len)
+    demand = _demand(config, limits, max_model_len)
     pool_heads = sharding.pool_kv_heads(model, tensor)
+    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, family, model)
+    given = given_rho(config.cache.rho, read)
+    backend, read = _backend(config, model, dtype, read, pool_heads=pool_heads, shards=tensor)
+    buckets = make_buckets(
+        limits.max_rows,
+        limits.max_batch_tokens,
+        width=-(-max_model_len // demand.block_size),
+        rows=tuple(config.engine.row_buckets),
+        tokens=tuple(config.engine.token_buckets),
+        hybrid=read is not None,
+    )
     num_blocks = pool_blocks(
-        _demand(config, limits, max_model_len),
+        demand,
         model,
         dtype,
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
+        staged_tokens=buckets.widening().tokens if buckets.hybrid else 0,
     )
-    block_size = config.cache.block_size
-    backend = _backend(config, model, dtype, pool_heads=pool_heads, shards=tensor)
-    width = -(-max_model_len // block_size)
-    buckets = make_buckets(
-        limits.max_rows,
-        limits.max_batch_tokens,
-        width=width,
-        rows=tuple(config.engine.row_buckets),
-        tokens=tuple(config.engine.token_buckets),
-    )
-    tokenizer = load_tokenizer(_tokenizer_path(config))
-    params = load_params(
-        config.model.path,
-        family,
-        model,
-        dtype=dtype,
-        mesh=mesh,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        progress=progress,
-    )
-    pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
-    pool = make_pool(
-        model.num_layers,
-        num_blocks,
-        pool_heads,
-        block_size,
-        model.head_dim,
-        dtype,
-        sharding.named(mesh, pool_axes) if mesh else None,
-    )
-    step_model = StepModel(family, model, backend, mesh, pool_heads // model.num_kv_heads)
-    executor = JaxExecutor(step_model, params, pool, buckets)
-    executor.warmup(_bar(progress))
-    scheduler = Scheduler(
-        policy,
-        limits,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        capacity=config.scheduler.max_queue + limits.max_rows,
-    )
-    info = _info(config, step_model, dtype, scheduler, max_model_len, pool.nbytes)
-    options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)
-    return Engine(
-        executor, scheduler, tokenizer, info, eos_ids=model.eos_token_ids, options=options
+    repeat = pool_heads // model.num_kv_heads
+    step_model = StepModel(family, model, backend, mesh, repeat, read, max_model_len)
+    block_size = demand.block_size
+    return _Choices(
+        step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given
     )
 
 
@@ -175,24 +209,70 @@ def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
 
 
 def _backend(
-    config: ConfigDict, model: ModelConfig, dtype: jnp.dtype, *, pool_heads: int, shards: int
-) -> str:
-    """The kernels to serve with. Says so once if the platform's own ones do not fit the model."""
-    try:
-        name, reason = select_backend(
+    config: ConfigDict,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    read: str | None,
+    *,
+    pool_heads: int,
+    shards: int,
+) -> tuple[str, str | None]:
+    """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
+    own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
+    none, for the others would slow down all."""
+
+    def select(*kinds: int) -> tuple[str, str | None]:
+        return select_backend(
             config.engine.attention_backend,
-            kinds=(KV,),
+            kinds=kinds,
             num_heads=model.num_heads // shards,
             kv_heads=pool_heads // shards,
             head_dim=model.head_dim,
             block_size=config.cache.block_size,
             dtype=dtype,
         )
+
+    try:
+        name, reason = select(KV)
+        if read is not None and reason is None:
+            _, no_hidden = select(KV, HIDDEN)
+            if no_hidden is not None:
+                log.warning("no hidden caches, all are KV: %s", no_hidden)
+                read = None
     except ValueError as error:
         raise ConfigError(f"engine.attention_backend: {error}") from error
     if reason is not None:
         log.warning("attention runs in plain XLA operations, slowly: %s", reason)
-    return name
+    return name, read
+
+
+def _rho(config: ConfigDict, chosen: _Choices, executor: JaxExecutor) -> float | None:
+    """See `View.rho`: as given, or measured on the warm executor; None without hidden caches."""
+    model, limits = chosen.model, chosen.limits
+    if model.hidden_read is None:
+        return None
+    if chosen.given_rho is not None:
+        return chosen.given_rho
+    device = jax.devices()[0]
+    key = {
+        "model": dataclasses.asdict(model.config),
+        "device": device.device_kind,
+        "processors": os.cpu_count() if device.platform == "cpu" else None,
+        "tensor": config.mesh.tensor,
+        "backend": model.backend,
+        "hidden_read": model.hidden_read,
+        "dtype": chosen.dtype.name,
+        "block_size": chosen.block_size,
+        "max_model_len": model.max_len,
+        "rows": chosen.buckets.rows,
+        "versions": [__version__, jax.__version__],
+    }
+
+    def measure() -> float:
+        wanted = rho.shapes(chosen.buckets.rows, limits.max_rows, model.max_len - 1)
+        return rho.measure(StepTimer(executor).seconds, wanted)
+
+    return rho.remembered(config.engine.compilation_cache_dir, key, measure)
 
 
 def _max_model_len(wanted: int, model: ModelConfig) -> int:
@@ -265,22 +345,18 @@ def _bar(progress: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
 
 
 def _info(
-    config: ConfigDict,
-    step_model: StepModel,
-    dtype: jnp.dtype,
-    scheduler: Scheduler,
-    max_model_len: int,
-    pool_bytes: int,
+    config: ConfigDict, chosen: _Choices, scheduler: Scheduler, pool_bytes: int
 ) -> EngineInfo:
     path = str(config.model.path).rstrip("/")
+    step_model = chosen.model
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
     return EngineInfo(
         model=config.model.name or os.path.basename(path) or config.model.preset,
         family=family.name,
         num_params=model.num_params(),
-        dtype=dtype.name,
+        dtype=chosen.dtype.name,
         vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=step_model.max_len,
         policy=config.scheduler.policy,
         num_blocks=scheduler.pool.num_blocks,
         block_size=scheduler.pool.block_size,
@@ -289,4 +365,6 @@ def _info(
         device=jax.devices()[0].device_kind,
         mesh_tensor=mesh.size if mesh else 1,
         attention_backend=step_model.backend,
+        hidden_read=step_model.hidden_read,
+        rho=scheduler.view.rho,
     )

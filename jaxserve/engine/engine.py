@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxserve.engine.batching import build_batch
+from jaxserve.engine.batching import build_batch, widening
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, QueueFull
@@ -299,22 +299,22 @@ class Engine:
             if idle and not len(plan.evict):
                 raise InvalidPlan(f"the policy plans nothing for {len(self._live)} requests")
             return None
-        if plan.kinds.any():
-            raise InvalidPlan("the engine keeps KV caches only, the policy planned hidden ones")
         members = [self._live[row] for row in plan.rows.tolist()]
         for member in members:
             if member.slot == NO_SLOT:
                 self._take_slot(member, begin)
+        buckets, table, pool = self._executor.buckets, self._scheduler.table, self._scheduler.pool
+        for batch in widening(buckets, plan, table, pool) if len(plan.project) else ():
+            self._executor.widen(*batch)
         layout, packed = build_batch(
-            self._executor.buckets,
+            buckets,
             plan,
             emits,
-            self._scheduler.table,
-            self._scheduler.pool,
+            table,
+            pool,
             np.array([member.slot for member in members], np.int32),
             lambda row, first, end: self._live[row].tokens(first, end),
         )
-        table = self._scheduler.table
         behind = table.computed[plan.rows] > table.prompt_len[plan.rows]
         emitting = [(i, members[i]) for i in np.flatnonzero(emits).tolist()]
         full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.hidden import make_widen
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import (
     SampleResult,
@@ -24,7 +25,8 @@ from jaxserve.engine.sampling import (
     sample_greedy,
     warm_up,
 )
-from jaxserve.engine.steps import StepModel, make_model_step
+from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Params
 
 _SAMPLE_GREEDY = jax.jit(sample_greedy, donate_argnums=0)
@@ -54,6 +56,7 @@ class JaxExecutor:
         self._place: Any = jax.devices()[0] if model.mesh is None else _replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
         self._step = make_model_step(model)
+        self._widen = make_widen(model)
 
     def admit(self, slot: int, row: SlotParams) -> None:
         """Gives a device slot its request's sampling parameters, before the first step in it."""
@@ -75,11 +78,21 @@ class JaxExecutor:
             leaf.copy_to_host_async()
         return StepHandle(result)
 
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
+        vectors were; see `batching.widening`."""
+        with self._mesh or contextlib.nullcontext():
+            batch = jax.device_put(packed, self._place)
+            self.pool = self._widen(self.params, self.pool, batch, layout=layout)
+
     def warmup(self, progress: Callable[[Iterable[Any]], Iterable[Any]]) -> None:
         """Compiles and runs every step there is, on padding, so that none compiles later.
 
         progress: wraps the list of work, as tqdm does.
         """
+        if self.buckets.hybrid:
+            layout = self.buckets.widening()
+            self.widen(layout, layout.empty())
         work = [(layout, False) for layout in self.buckets.all()]
         work += [(self.buckets.decode(rows), True) for rows in self.buckets.rows]
         self._state = warm_up(self._state)

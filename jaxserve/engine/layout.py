@@ -19,7 +19,8 @@ PLACEHOLDER = -1
 class Layout:
     """A static bucket: T tokens in R rows, block tables W wide, S device slots.
 
-    decode_only: T == R and token i is row i. Hashable, so that it is a static jit argument.
+    decode_only: T == R and token i is row i. hidden: rows may have hidden caches. Hashable, so that
+    it is a static jit argument.
     """
 
     tokens: int
@@ -27,6 +28,7 @@ class Layout:
     width: int
     slots: int
     decode_only: bool
+    hidden: bool = False
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)

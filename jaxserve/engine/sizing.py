@@ -39,15 +39,18 @@ def pool_blocks(
     weights: int,
     pool_heads: int,
     shards: int,
+    staged_tokens: int = 0,
     device: tuple[str, int] | None = None,
 ) -> int:
     """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
+    staged_tokens: whose vectors of all layers lie beside the pool when hidden caches become KV;
     device: name and memory of each, if not those of this process. ConfigError says what would
     fit."""
     block = block_bytes(
         config.num_layers, pool_heads // shards, demand.block_size, config.head_dim, dtype
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
+    work += staged_tokens * (block // demand.block_size)
     name, total = device or _device_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left

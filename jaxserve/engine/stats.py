@@ -61,7 +61,9 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is served: fixed from start to stop."""
+    """What is served: fixed from start to stop. hidden_read: how hidden caches are read, absorbed
+    or projected, None without such caches; rho: seconds a step takes longer for a token of theirs
+    than for one of K and V, None likewise."""
 
     model: str
     family: str
@@ -77,6 +79,8 @@ class EngineInfo:
     device: str
     mesh_tensor: int
     attention_backend: str
+    hidden_read: str | None = None
+    rho: float | None = None
 
 
 class Observer(Protocol):

@@ -1,36 +1,24 @@
 """The jitted model step: run a padded batch over the pool and return the logits that matter.
 
 One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode
-attention at compile time. Sampling is a jitted function of its own (`sampling.py`), so that its
-variants do not multiply the compiled model steps.
+attention at compile time, `Layout.hidden` whether some rows may have hidden caches. Sampling is a
+jitted function of its own (`sampling.py`), so that its variants do not multiply the compiled model
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
+from jaxserve.engine.hidden import attend_hidden
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
-from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.engine.step_model import StepModel
+from jaxserve.models.base import AttentionInput, Params
 from jaxserve.pallas_kernels import paged_attention, write
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """What a compiled step depends on beside its layout. kv_repeat: copies of each KV head in the
-    pool, more than 1 when the mesh has more shards than the model has KV heads."""
-
-    family: Family
-    config: ModelConfig
-    backend: str
-    mesh: Mesh | None
-    kv_repeat: int
-
 
 # (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab])
 ModelStep = Callable[..., tuple[jax.Array, jax.Array]]
@@ -57,6 +45,7 @@ def _model_step(
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
+    how = model.family.kv_projection(params, config, model.max_len) if layout.hidden else None
 
     def attend(
         pool: jax.Array, layer: jax.Array, inputs: AttentionInput
@@ -64,7 +53,8 @@ def _model_step(
         k, v = inputs.k, inputs.v
         if model.kv_repeat > 1:
             k, v = (jnp.repeat(a, model.kv_repeat, axis=1) for a in (k, v))
-        pool = write(pool, layer, k, v, batch, backend=model.backend, mesh=mesh)
+        x = None if how is None else inputs.x.reshape(k.shape)
+        pool = write(pool, layer, k, v, batch, x=x, backend=model.backend, mesh=mesh)
         out = paged_attention(
             inputs.q,
             pool,
@@ -76,6 +66,9 @@ def _model_step(
             backend=model.backend,
             mesh=mesh,
         )
+        if how is not None:
+            only = layout.decode_only
+            out += attend_hidden(inputs, pool, layer, batch, how, model, decode_only=only)
         return pool, out
 
     tokens = _feed(fields, last_token)

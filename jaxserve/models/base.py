@@ -118,6 +118,22 @@ def count_params(specs: Params) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
+class KVWeights(NamedTuple):
+    """A layer's weights for K and V; stacked over layers, every array has one more axis in front.
+
+    Attributes:
+        wk, wv: [d_model, num_kv_heads * head_dim].
+        bk, bv: [num_kv_heads * head_dim], or None.
+        k_norm: [head_dim], scale of the RMS norm over each head of K, or None.
+    """
+
+    wk: jax.Array
+    wv: jax.Array
+    bk: jax.Array | None
+    bv: jax.Array | None
+    k_norm: jax.Array | None
+
+
 class AttentionInput(NamedTuple):
     """What a layer hands to attention, for T flat tokens.
 
@@ -126,12 +142,14 @@ class AttentionInput(NamedTuple):
         k: [T, num_kv_heads, head_dim], likewise.
         v: [T, num_kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
+        weights: how k and v were made of x.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     x: jax.Array
+    weights: KVWeights
 
 
 class KVProjection(NamedTuple):
@@ -140,19 +158,13 @@ class KVProjection(NamedTuple):
         K_h = rotate(norm(x @ wk_h + bk_h), position),   V_h = x @ wv_h + bv_h
 
     Attributes:
-        wk, wv: [layers, d_model, num_kv_heads * head_dim].
-        bk, bv: [layers, num_kv_heads * head_dim], or None.
-        k_norm: [layers, head_dim], scale of the RMS norm over each head of K, or None.
-        norm_eps: of that norm.
+        weights: of all layers, stacked.
+        norm_eps: of the norm.
         rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; None where
             positions are not rotated.
     """
 
-    wk: jax.Array
-    wv: jax.Array
-    bk: jax.Array | None
-    bv: jax.Array | None
-    k_norm: jax.Array | None
+    weights: KVWeights
     norm_eps: float
     rotation: jax.Array | None
 

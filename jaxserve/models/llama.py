@@ -23,6 +23,7 @@ from jaxserve.models.base import (
     Carry,
     Family,
     KVProjection,
+    KVWeights,
     ModelConfig,
     Params,
     count_params,
@@ -185,12 +186,15 @@ def logits(
 
 def kv_projection(params: LlamaParams, config: LlamaConfig, max_len: int) -> KVProjection:
     """See `jaxserve.models.base.KVProjection`."""
-    k, v, norm = params.layers.k, params.layers.v, params.layers.k_norm
     with jax.ensure_compile_time_eval():
         cos, sin = angles(config.rope, config.head_dim, jnp.arange(max_len, dtype=jnp.int32))
         rotation = jnp.stack([cos[:, 0], sin[:, 0]])
-    scale = None if norm is None else norm.scale
-    return KVProjection(k.kernel, v.kernel, k.bias, v.bias, scale, config.norm_eps, rotation)
+    return KVProjection(_kv_weights(params.layers), config.norm_eps, rotation)
+
+
+def _kv_weights(layers: LlamaLayers) -> KVWeights:
+    norm = None if layers.k_norm is None else layers.k_norm.scale
+    return KVWeights(layers.k.kernel, layers.v.kernel, layers.k.bias, layers.v.bias, norm)
 
 
 def _attention_input(
@@ -212,7 +216,7 @@ def _attention_input(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(q, layer.q_norm.scale, config.norm_eps)
         k = rms_norm(k, layer.k_norm.scale, config.norm_eps)
-    return AttentionInput(rotate(q, *rotation), rotate(k, *rotation), v, h)
+    return AttentionInput(rotate(q, *rotation), rotate(k, *rotation), v, h, _kv_weights(layer))
 
 
 def _finish_layer(

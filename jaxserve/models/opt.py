@@ -22,6 +22,7 @@ from jaxserve.models.base import (
     Carry,
     Family,
     KVProjection,
+    KVWeights,
     ModelConfig,
     Params,
     count_params,
@@ -183,8 +184,11 @@ def logits(
 
 def kv_projection(params: OPTParams, config: OPTConfig, max_len: int) -> KVProjection:
     """See `jaxserve.models.base.KVProjection`; positions are learned, so nothing is rotated."""
-    k, v = params.layers.k, params.layers.v
-    return KVProjection(k.kernel, v.kernel, k.bias, v.bias, None, NORM_EPS, None)
+    return KVProjection(_kv_weights(params.layers), NORM_EPS, None)
+
+
+def _kv_weights(layers: OPTLayers) -> KVWeights:
+    return KVWeights(layers.k.kernel, layers.v.kernel, layers.k.bias, layers.v.bias, None)
 
 
 def _layer(
@@ -205,7 +209,8 @@ def _layer(
         return constrain(y, mesh, None, "heads", None)
 
     h = norm(x, layer.attn_norm, before=True)
-    inputs = AttentionInput(heads(h, layer.q), heads(h, layer.k), heads(h, layer.v), h)
+    q, k, v = (heads(h, weights) for weights in (layer.q, layer.k, layer.v))
+    inputs = AttentionInput(q, k, v, h, _kv_weights(layer))
     carry, mixed = attend(carry, index, inputs)
     mixed = mixed.astype(x.dtype).reshape(x.shape[0], config.num_heads * config.head_dim)
     x = constrain(x + linear(mixed, layer.o), mesh, None, None)

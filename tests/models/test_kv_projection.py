@@ -20,12 +20,13 @@ def project(
     how: KVProjection, layer: int, x: jax.Array, positions: jax.Array, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """k, v [T, kv_heads, head_dim] of x [T, d_model]."""
-    k, v = x @ how.wk[layer], x @ how.wv[layer]
-    k = k if how.bk is None else k + how.bk[layer]
-    v = v if how.bv is None else v + how.bv[layer]
+    weights = jax.tree.map(lambda a: a[layer], how.weights)
+    k, v = x @ weights.wk, x @ weights.wv
+    k = k if weights.bk is None else k + weights.bk
+    v = v if weights.bv is None else v + weights.bv
     k, v = (a.reshape(len(x), -1, head_dim) for a in (k, v))
-    if how.k_norm is not None:
-        k = rms_norm(k, how.k_norm[layer], how.norm_eps)
+    if weights.k_norm is not None:
+        k = rms_norm(k, weights.k_norm, how.norm_eps)
     if how.rotation is not None:
         k = rotate(k, *how.rotation[:, positions, None])
     return k, v
@@ -48,6 +49,11 @@ def test_projection_gives_the_layers_k_and_v(name: str) -> None:
     how = family.kv_projection(case.params, config, LONGEST)
     assert len(seen) == config.num_layers
     for layer, inputs in enumerate(seen):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            inputs.weights,
+            jax.tree.map(lambda a, i=layer: a[i], how.weights),
+        )
         k, v = project(how, layer, inputs.x, positions, config.head_dim)
         np.testing.assert_allclose(k, inputs.k, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(v, inputs.v, rtol=2e-5, atol=2e-6)

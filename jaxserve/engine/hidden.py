@@ -1,0 +1,159 @@
+"""Hidden caches on the device (Apt-Serve section 4.3): how their rows attend, and how such a cache
+becomes K and V where it lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.engine.layout import Layout, attention_batch, positions
+from jaxserve.engine.step_model import StepModel
+from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, Params
+from jaxserve.pallas_kernels import (
+    KV,
+    RIGHT,
+    AttentionBatch,
+    HiddenProjection,
+    absorbed_attention,
+    project,
+    projected_attention,
+    stage_out,
+    write,
+)
+
+ABSORBED, PROJECTED = "absorbed", "projected"
+READS = (ABSORBED, PROJECTED)
+FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
+
+
+def attend_hidden(
+    inputs: AttentionInput,
+    pool: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    how: KVProjection,
+    model: StepModel,
+    *,
+    decode_only: bool,
+) -> jax.Array:
+    """[T, num_heads, head_dim]: attention of the hidden rows' tokens, zeros for all others.
+
+    how: its rotation and norm; the weights are the layer's. Absorbed reading (design: Wk folded
+    into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
+    its context once is less work than folding each of them.
+    """
+    projection = _projection(inputs.weights, how)
+    options: dict[str, Any] = {
+        "scale": model.config.attn_scale,
+        "sliding_window": model.config.sliding_window,
+        "backend": model.backend,
+        "mesh": model.mesh,
+    }
+    if model.hidden_read == PROJECTED:
+        return projected_attention(
+            inputs.q, pool, layer, batch, projection, decode_only=decode_only, **options
+        )
+    if decode_only:
+        return _absorbed(inputs.q, pool, layer, batch, inputs.weights, options)
+    decodes = batch.decodes()
+    mine = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
+    token = jnp.where(mine, batch.query_start, batch.max_tokens)
+    q = inputs.q.at[token].get(mode="fill", fill_value=0)
+    done = _absorbed(q, pool, layer, decodes, inputs.weights, options)
+    chunks = dataclasses.replace(batch, kind=jnp.where(mine, KV, batch.kind))
+    out = projected_attention(
+        inputs.q, pool, layer, chunks, projection, decode_only=False, **options
+    )
+    return out.at[token].set(done, mode="drop")
+
+
+def _absorbed(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    weights: KVWeights,
+    options: dict[str, Any],
+) -> jax.Array:
+    """q [R, num_heads, head_dim] of a batch of decodes -> the same; zeros for rows not hidden."""
+    heads, head_dim = q.shape[1:]
+    mixed = absorbed_attention(_fold(q, weights.wk), pool, layer, batch, **options)
+    out = _unfold(mixed, weights.wv)
+    if weights.bv is not None:
+        # The weights of a row's softmax sum to one; a row that is not hidden has none.
+        bias = weights.bv.reshape(1, heads, head_dim).astype(out.dtype)
+        out = jnp.where((batch.kind != KV)[:, None, None], out + bias, out)
+    return out
+
+
+def _fold(q: jax.Array, wk: jax.Array) -> jax.Array:
+    """q [R, H, D], wk [E, H * D] -> Wk_h q_h, [R, H, E]."""
+    rows, heads, head_dim = q.shape
+    if rows == 1 and heads <= FEW_HEADS:
+        parts = [q[:, h] @ _head(wk, h, head_dim).T for h in range(heads)]
+        return jnp.stack(parts, axis=1)
+    return jnp.einsum("rhd,ehd->rhe", q, wk.reshape(-1, heads, head_dim))
+
+
+def _unfold(mixed: jax.Array, wv: jax.Array) -> jax.Array:
+    """mixed [R, H, E], wv [E, H * D] -> Wv_h^T mixed_h, [R, H, D]."""
+    heads = mixed.shape[1]
+    head_dim = wv.shape[1] // heads
+    if heads <= FEW_HEADS:
+        parts = [mixed[:, h] @ _head(wv, h, head_dim) for h in range(heads)]
+        return jnp.stack(parts, axis=1)
+    return jnp.einsum("rhe,ehd->rhd", mixed, wv.reshape(-1, heads, head_dim))
+
+
+def _head(weights: jax.Array, head: int, head_dim: int) -> jax.Array:
+    return weights[:, head * head_dim : (head + 1) * head_dim]
+
+
+def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
+    """One layer's. weights: its own."""
+    norm = None if weights.k_norm is None else weights.k_norm.astype(jnp.float32)
+    return HiddenProjection(
+        weights.wk, weights.wv, weights.bk, weights.bv, norm, how.rotation, how.norm_eps
+    )
+
+
+@lru_cache(maxsize=8)
+def make_widen(model: StepModel) -> Any:
+    """(params, pool, packed batch, *, layout) -> pool, jitted, the pool donated: the cached hidden
+    vectors of the batch's tokens become K and V, those of K where the vectors were."""
+    return jax.jit(partial(_widen, model), donate_argnames=("pool",), static_argnames=("layout",))
+
+
+def _widen(
+    model: StepModel, params: Params, pool: jax.Array, packed: jax.Array, *, layout: Layout
+) -> jax.Array:
+    fields = layout.unpack(packed)
+    batch, where = attention_batch(fields), positions(fields)
+    how = model.family.kv_projection(params, model.config, model.max_len)
+    count = jnp.sum(batch.query_lens, dtype=jnp.int32)
+    options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
+    # All layers' vectors are read before any is written over.
+    cached = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
+    heads = model.config.num_kv_heads
+
+    def one_layer(pool: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        index, x, weights = scanned
+        made = project(x.reshape(len(x), -1), where, _projection(weights, how), heads)
+        k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
+        return write(pool, index, k, v, batch, **options), None
+
+    layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
+    scanned = (layers, jnp.moveaxis(cached, 1, 0), how.weights)
+    return jax.lax.scan(one_layer, pool, scanned)[0]
+
+
+def _slots(batch: AttentionBatch, where: jax.Array, block_size: int) -> jax.Array:
+    """int32 [T, 2]: (block, slot) of each token's hidden vector."""
+    row = jnp.minimum(batch.token_row, batch.max_rows - 1)
+    offset = where % block_size
+    slot = jnp.where(batch.direction[row] == RIGHT, block_size - 1 - offset, offset)
+    return jnp.stack([batch.tables[row, 0, where // block_size], slot], axis=1)

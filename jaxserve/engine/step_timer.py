@@ -1,0 +1,96 @@
+"""Times steps of given shapes on an executor that serves nobody."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.kinds import CacheKind
+
+if TYPE_CHECKING:  # jax takes seconds to import; shapes alone do without
+    from jaxserve.engine.executor import JaxExecutor
+    from jaxserve.engine.layout import Layout
+
+CHAIN = 4  # steps launched one after the other before anything waits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
+    counted; chunks: (tokens, cached tokens before) of each prefill; hidden: whether all rows have
+    hidden caches, or all KV."""
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    hidden: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(count for count, _ in self.chunks)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens of each row in the step."""
+        return np.array([1] * len(self.decodes) + [count for count, _ in self.chunks])
+
+    @property
+    def contexts(self) -> np.ndarray:
+        """Tokens of each row in the cache before it."""
+        return np.array([*self.decodes, *(before for _, before in self.chunks)])
+
+    def features(self, padding: Padding) -> BatchFeatures:
+        rows = np.arange(len(self.counts))
+        return BatchFeatures.of(
+            self.counts,
+            self.contexts,
+            rows < len(self.decodes),
+            padding=padding,
+            hidden=np.full(len(rows), self.hidden),
+        )
+
+
+class StepTimer:
+    """What is in the cache meanwhile is noise, so nothing may be running."""
+
+    def __init__(self, executor: JaxExecutor) -> None:
+        self._executor = executor
+        self._num_blocks = executor.pool.shape[1]
+        self.padding = Padding(executor.buckets.rows, executor.buckets.tokens)
+
+    def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
+        """Time of one step among `chain` in a row, so that the host's part is hidden as far as the
+        device hides it."""
+        layout, packed = self._pack(shape)
+        submit = self._executor.submit
+        begin = time.perf_counter()
+        for _ in range(chain):
+            last = submit(layout, packed, full=False)
+        last.result()
+        return (time.perf_counter() - begin) / chain
+
+    def _pack(self, shape: Shape) -> tuple[Layout, np.ndarray]:
+        buckets = self._executor.buckets
+        counts = shape.counts
+        n, total = len(counts), int(counts.sum())
+        size, bucket = (total, buckets.mixed) if shape.chunks else (n, buckets.decode)
+        layout = bucket(size, hidden=shape.hidden)
+        packed = layout.empty()
+        fields = layout.views(packed)
+        first = np.cumsum(counts) - counts
+        fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
+        blocks = np.arange(n * 2 * buckets.width, dtype=np.int32) % self._num_blocks
+        fields["tables"][:n] = blocks.reshape(n, 2, buckets.width)
+        fields["context_lens"][:n] = shape.contexts + counts
+        fields["query_start"][:n] = first
+        fields["query_lens"][:n] = counts
+        fields["kind"][:n] = CacheKind.HIDDEN if shape.hidden else CacheKind.KV
+        fields["last"][:n] = first + counts - 1
+        fields["slots"][:n] = np.arange(n)
+        fields["emit"][:n] = 1
+        fields["num_decodes"][...] = len(shape.decodes)
+        fields["num_rows"][...] = n
+        return layout, packed
