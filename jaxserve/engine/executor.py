@@ -90,14 +90,14 @@ class JaxExecutor:
 
         progress: wraps the list of work, as tqdm does.
         """
-        if self.buckets.hybrid:
-            layout = self.buckets.widening()
-            self.widen(layout, layout.empty())
         work = [(layout, False) for layout in self.buckets.all()]
         work += [(self.buckets.decode(rows), True) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
         for layout, full in progress(work):
             self.submit(layout, layout.empty(), full=full).result()
+        if self.buckets.hybrid:
+            layout = self.buckets.widening()
+            self.widen(layout, layout.empty())
 
 
 def _sampling_fields(layout: Layout, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,69 @@
+"""Policies for tests: their requests hold caches of both kinds, and go from one to the other.
+
+A request starts hidden or KV by turns, the other way round after each eviction; every other hidden
+one becomes KV in place once it has cached enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policies.sarathi import DECODE_FIRST
+from jaxserve.sched.policies.vllm import PREFILL_FIRST
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.table import RUNNING
+from jaxserve.sched.trial import Candidates
+from jaxserve.sched.unified import UnifiedPolicy
+
+ENOUGH = 13  # tokens; the middle of a block in most tests
+
+KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
+
+
+@dataclass
+class Seen:
+    """What happened: rows that were planned as hidden, projections, batches with both kinds."""
+
+    hidden: int = 0
+    projected: int = 0
+    mixed: int = 0
+
+
+@dataclass(frozen=True)
+class MixedCaches(UnifiedPolicy):
+    seen: Seen = dataclasses.field(default_factory=Seen)
+    hybrid_cache: bool = True
+
+    def candidates(self, view: View, rows: np.ndarray) -> Candidates:
+        table = view.table
+        waiting = table.state[rows] != RUNNING
+        start = (table.seq[rows] + table.preemptions[rows]) % 2
+        widen = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
+        stay = np.where(widen, KV, table.kind[rows])
+        kinds = np.where(waiting, start, stay).astype(np.int64)
+        return dataclasses.replace(super().candidates(view, rows), kinds=kinds)
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        plan, table = super().plan(view, now), view.table
+        runs = table.state[plan.rows] == RUNNING
+        widens = runs & (plan.kinds == KV) & (table.kind[plan.rows] == HIDDEN)
+        hidden = plan.kinds == HIDDEN
+        self.seen.hidden += int(hidden.sum())
+        self.seen.projected += int(widens.sum())
+        self.seen.mixed += int(hidden.any() and not hidden.all())
+        return dataclasses.replace(plan, project=plan.rows[widens])
+
+
+@register("mixed_chunks", summary="both kinds of cache, in chunks", source="tests")
+def mixed_chunks() -> MixedCaches:
+    return MixedCaches(DECODE_FIRST, hybrid=True, chunked=True)
+
+
+@register("mixed_whole", summary="both kinds of cache, whole prompts", source="tests")
+def mixed_whole() -> MixedCaches:
+    return MixedCaches(PREFILL_FIRST, hybrid=False, chunked=False, full_prefill=True)
