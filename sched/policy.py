@@ -86,6 +86,12 @@ class Policy(Protocol):
         ...
 
 
+def uses_hidden(policy: Policy) -> bool:
+    """Whether the policy ever plans hidden caches, where the view offers them: its attribute
+    `hybrid_cache`, false for those without. What serves the others need not be ready for them."""
+    return bool(getattr(policy, "hybrid_cache", False))
+
+
 @dataclass(frozen=True)
 class PolicyEntry:
     """source: the paper and section that the policy comes from."""

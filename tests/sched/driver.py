@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.kinds import PLANES
+from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.kinds import PLANES, CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -17,7 +18,8 @@ MAX_STEPS = 5000  # of one test: more means that it does not end
 
 
 class Drive:
-    """plans: row -> tokens, by step. evicted, ended: rows in that order."""
+    """plans: row -> tokens, by step. evicted, ended, projected: rows in that order. hidden: rows
+    that were ever planned with hidden caches."""
 
     def __init__(
         self,
@@ -30,6 +32,8 @@ class Drive:
         block_size: int = 4,
         max_model_len: int = 64,
         seed: int = 0,
+        rho: float | None = None,
+        cost_model: CostModel | None = None,
         **overrides: Any,
     ) -> None:
         self.policy = make_policy(policy, **overrides)
@@ -41,13 +45,17 @@ class Drive:
             block_size=block_size,
             max_model_len=max_model_len,
             capacity=64,
+            cost_model=cost_model,
             seed=seed,
+            rho=rho,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []
         self.evicted: list[int] = []
         self._starts: list[int] = []
         self.ended: list[int] = []
+        self.projected: list[int] = []
+        self.hidden: set[int] = set()
         self.live = 0
 
     def add(
@@ -78,6 +86,8 @@ class Drive:
         pool.check()
         self._starts += [s for s in seq.tolist() if s not in self._starts]
         self.evicted += plan.evict.tolist()
+        self.projected += plan.project.tolist()
+        self.hidden |= set(plan.rows[plan.kinds == CacheKind.HIDDEN].tolist())
         self.ended += done.tolist()
         self.live -= len(done)
         self.plans.append(dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)))

@@ -8,11 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.policy import make_policy, policies, variants
+from jaxserve.sched.policy import make_policy, policies, uses_hidden, variants
 from jaxserve.sched.request import Tier
+from jaxserve.sched.unified import UnifiedPolicy
 from tests.sched.driver import Drive
 
-NAMES = [*policies(), *(f"{name}+{suffix}" for name in policies() for suffix in variants())]
+UNIFIED = [name for name in policies() if isinstance(make_policy(name), UnifiedPolicy)]
+NAMES = [*policies(), *(f"{name}+{suffix}" for name in UNIFIED for suffix in variants())]
+HYBRID = [name for name in policies() if uses_hidden(make_policy(name))]
 MAX_PROMPT, MAX_OUTPUT = 20, 12
 BLOCK_SIZE = 4
 
@@ -59,7 +62,7 @@ cases = st.builds(
 )
 
 
-def serve(policy: str, case: Case) -> Drive:
+def serve(policy: str, case: Case, rho: float | None = None) -> Drive:
     """Runs the case to its end; `Drive` checks every step."""
     whole = not make_policy(policy).chunked
     c = max(case.budget, MAX_PROMPT + MAX_OUTPUT if whole else case.rows)
@@ -72,6 +75,7 @@ def serve(policy: str, case: Case) -> Drive:
         block_size=BLOCK_SIZE,
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         seed=case.budget,
+        rho=rho,
     )
     for job in case.jobs:
         for _ in range(job.gap if drive.live else 0):
@@ -101,6 +105,18 @@ def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
     assert len(drive.evicted) == drive.scheduler.evictions
     if "+ef" in policy:
         assert not drive.evicted
+
+
+@pytest.mark.parametrize("policy", ["aptserve_kv", *HYBRID])
+@pytest.mark.parametrize("rho", [-1e-3, 0.0, 1e-3, 1.0])
+@quick
+@given(case=cases)
+def test_hidden_caches_stay_within_the_limits(policy: str, rho: float, case: Case) -> None:
+    drive = serve(policy, case, rho)
+    assert len(drive.ended) == len(case.jobs)
+    assert len(drive.evicted) == drive.scheduler.evictions
+    assert uses_hidden(drive.policy) or not drive.hidden
+    assert rho > 0 or not drive.projected
 
 
 @settings(quick, max_examples=60)

@@ -1,0 +1,168 @@
+"""Whom to serve, and in which kind of cache: the greedy of Apt-Serve's appendix, Algorithm 1.
+
+The problem is a knapsack in which every request offers two ways to be taken: with a hidden cache,
+or with K and V, which takes more blocks and does not slow the others down (Definition 1). Blocks
+are whole, so a hidden cache is ceil(t / block_size) of them and K and V are twice that.
+
+The value is at least half of the best there is. The proof needs that
+1. nothing is considered that would not fit alone: the entry that breaks the sequence is then a
+   solution by itself, and the relaxed optimum over the rest still bounds the true one;
+2. of one request, the hidden cache comes before its change to K and V: where it does not, since
+   the refined rule prefers K and V outright, the request has one entry;
+3. what follows the break only adds to the value. The appendix stops there; here those that still
+   fit are taken too, in the same order, so that no memory stays idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.kinds import CacheKind
+
+NOT_SERVED = -1
+_KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What each candidate is worth and takes; arrays [n], in the order that breaks ties.
+
+    value: its pending time p in seconds, 0 or more. kv: blocks, 1 or more. hidden: blocks, fewer
+    than kv; None where hidden caches cannot be had. penalty: seconds by which its hidden cache
+    delays all of them together, n rho t; negative where it is the faster one.
+    """
+
+    value: np.ndarray
+    kv: np.ndarray
+    hidden: np.ndarray | None = None
+    penalty: np.ndarray | None = None
+
+    def worth(self, kinds: np.ndarray) -> float:
+        """Value of serving each in that kind, or not at all (Eq. 7)."""
+        total = float(self.value[kinds != NOT_SERVED].sum())
+        if self.penalty is not None:
+            total -= float(self.penalty[kinds == _HIDDEN].sum())
+        return total
+
+    def blocks(self, kinds: np.ndarray) -> int:
+        """Blocks that they take then."""
+        total = int(self.kv[kinds == _KV].sum())
+        if self.hidden is not None:
+            total += int(self.hidden[kinds == _HIDDEN].sum())
+        return total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """kinds int64 [n]: `CacheKind`, or NOT_SERVED. gain float64 [n]: value a block of what each
+    would be served with first; the greedy's order."""
+
+    kinds: np.ndarray
+    gain: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The candidate schedules (Eq. 10). Entry i < n is request i's first, entry n + i its change
+    from hidden to KV. weight: blocks. order: entries by falling gain. kind [n]: of the first."""
+
+    weight: np.ndarray
+    order: np.ndarray
+    kind: np.ndarray
+    gain: np.ndarray
+
+
+def choose(offers: Offers, budget: int) -> Choice:
+    """Who is served with which cache in `budget` blocks. O(n log n)."""
+    entries, count = _entries(offers, budget), len(offers.value)
+    order = entries.order
+    taken = int(np.searchsorted(np.cumsum(entries.weight[order]), budget, side="right"))
+    kinds = _filled(entries, order[:taken], order[taken:], budget, count)
+    if taken < len(order):
+        # The double check: the one that broke the sequence may outweigh all before it.
+        alone = int(order[taken]) % count
+        kind = _KV if offers.kv[alone] <= budget else _HIDDEN
+        value = float(offers.value[alone])
+        if kind == _HIDDEN and offers.penalty is not None:
+            value -= float(offers.penalty[alone])
+        if offers.worth(kinds) < value:
+            kinds = _with_alone(entries, alone, kind, budget, count, offers)
+    return Choice(kinds, entries.gain)
+
+
+def _entries(offers: Offers, budget: int) -> _Entries:
+    value, kv, hidden, penalty = offers.value, offers.kv, offers.hidden, offers.penalty
+    fits = kv <= budget
+    if hidden is None or penalty is None:
+        gain = value / kv
+        return _Entries(kv, _falling(gain, np.flatnonzero(fits)), np.zeros(len(kv), np.int64), gain)
+    left = value - penalty
+    direct = fits & (penalty > 0) & (left * kv <= value * hidden)  # the refined rule
+    half = ~direct & (hidden <= budget) & (left >= 0)
+    direct |= fits & ~half
+    first = np.where(direct, kv, hidden)
+    gain = np.where(direct, value, left) / first
+    more = kv - hidden
+    upgrade = np.minimum(penalty / more, gain)  # rounding must not put it first
+    known = np.concatenate(
+        [np.flatnonzero(direct | half), len(kv) + np.flatnonzero(half & fits & (penalty > 0))]
+    )
+    order = _falling(np.concatenate([gain, upgrade]), known)
+    kind = np.where(direct, _KV, _HIDDEN)
+    return _Entries(np.concatenate([first, more]), order, kind, gain)
+
+
+def _falling(gain: np.ndarray, entries: np.ndarray) -> np.ndarray:
+    return entries[np.argsort(-gain[entries], kind="stable")]
+
+
+def _filled(
+    entries: _Entries, taken: np.ndarray, rest: np.ndarray, budget: int, count: int
+) -> np.ndarray:
+    """Kinds [count] if `taken` are, and of the rest whatever still fits: first those who are not
+    served yet, then changes to KV."""
+    kinds = np.full(count, NOT_SERVED)
+    firsts = taken[taken < count]
+    kinds[firsts] = entries.kind[firsts]
+    kinds[taken[taken >= count] - count] = _KV
+    if not len(rest):
+        return kinds
+    left = budget - int(entries.weight[taken].sum())
+    served = fit(rest[rest < count], entries.weight, left)
+    kinds[served] = entries.kind[served]
+    left -= int(entries.weight[served].sum())
+    upgrades = rest[rest >= count]
+    upgrades = upgrades[kinds[upgrades - count] == _HIDDEN]
+    kinds[fit(upgrades, entries.weight, left) - count] = _KV
+    return kinds
+
+
+def _with_alone(
+    entries: _Entries, alone: int, kind: int, budget: int, count: int, offers: Offers
+) -> np.ndarray:
+    """Kinds [count] if that one is served before anybody else."""
+    left = budget - int(offers.kv[alone] if kind == _KV or offers.hidden is None else 0)
+    if kind == _HIDDEN and offers.hidden is not None:
+        left -= int(offers.hidden[alone])
+    others = entries.order[entries.order % count != alone]
+    kinds = _filled(entries, others[:0], others, left, count)
+    kinds[alone] = kind
+    return kinds
+
+
+def fit(entries: np.ndarray, weight: np.ndarray, left: int) -> np.ndarray:
+    """Those of the entries, gone through in order, that fit into what those before leave of
+    `left`; whoever does not is passed over."""
+    found = [entries[:0]]
+    while len(entries):
+        entries = entries[weight[entries] <= left]
+        used = np.cumsum(weight[entries])
+        count = int(np.searchsorted(used, left, side="right"))
+        if not count:
+            break
+        found.append(entries[:count])
+        left -= int(used[count - 1])
+        entries = entries[count:]
+    return np.concatenate(found)
