@@ -153,12 +153,6 @@ def register_variant(suffix: str, summary: str, source: str) -> Callable[[_Chang
     return add
 
 
-def uses_hidden(policy: Policy) -> bool:
-    """Whether the policy plans hidden caches where it can: it says so with an attribute
-    `hybrid_cache = True`."""
-    return bool(getattr(policy, "hybrid_cache", False))
-
-
 def policies() -> dict[str, PolicyEntry]:
     """Every registered policy by name, without variants; imports the files in
     `sched/policies/`."""

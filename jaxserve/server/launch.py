@@ -151,13 +151,19 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"{info.attention_backend} attention)",
         f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
         f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
-        f"  policy   {info.policy}",
+        f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  address  {server.address}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
         "Try it in a second terminal:",
         f"  {client_line(server.address)}",
     ]
     return "\n".join(lines)
+
+
+def _hidden_caches(info: EngineInfo) -> str:
+    if info.hidden_read is None or info.rho is None:
+        return ""
+    return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
 
 
 def client_line(address: str) -> str:

@@ -1,4 +1,5 @@
-"""Tensor parallelism changes neither logits nor greedy text, few KV heads included."""
+"""Tensor parallelism changes neither logits nor greedy text, few KV heads and hidden caches
+included."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("caches", [[], ["mixed"]], ids=["kv", "mixed"])
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_shards_agree(tmp_path: Path, family: str) -> None:
+def test_shards_agree(tmp_path: Path, family: str, caches: list[str]) -> None:
     env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.sharded_main", str(tmp_path), family],
+        [sys.executable, "-m", "tests.engine.sharded_main", str(tmp_path), family, *caches],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -27,8 +29,9 @@ def test_shards_agree(tmp_path: Path, family: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     whole = report["1"]
-    for shards in ("2", "4"):
-        for one, other in zip(whole, report[shards], strict=True):
+    assert report.keys() == ({"1", "4"} if caches else {"1", "2", "4"})
+    for cut in (report[shards] for shards in report if shards != "1"):
+        for one, other in zip(whole, cut, strict=True):
             assert one["tokens"] == other["tokens"]
             for a, b in zip(one["top"], other["top"], strict=True):
                 common = a.keys() & b.keys()

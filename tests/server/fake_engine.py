@@ -34,6 +34,8 @@ INFO = EngineInfo(
     device="cpu",
     mesh_tensor=1,
     attention_backend="xla",
+    hidden_read="projected",
+    rho=2.5e-6,
 )
 
 

@@ -114,6 +114,11 @@ def test_an_id_can_be_used_again_once_its_request_is_over(
         assert client.complete("hi", max_tokens=1, request_id="mine")
 
 
+def test_an_engine_without_hidden_caches_says_so() -> None:
+    said = convert.server_info(dataclasses.replace(INFO, hidden_read=None, rho=None))
+    assert said.hidden_read == "" and not said.HasField("rho")
+
+
 def test_server_info_is_the_engines(client: Client) -> None:
     info = client.info()
     assert info.version == __version__

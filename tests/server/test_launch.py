@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import shutil
@@ -178,6 +179,15 @@ def test_what_is_printed_when_the_server_is_ready() -> None:
             f'-m jaxserve.client --address={server.address} "Once upon a time"',
         ):
             assert words in text
+
+
+def test_it_is_printed_how_hidden_caches_are_read() -> None:
+    with Server(FakeEngine(), metrics_port=0) as server:
+        info = dataclasses.replace(INFO, hidden_read="absorbed", rho=-2.5e-7)
+        text = launch.ready_text(info, server, 1.25)
+        assert "fcfs, KV and hidden caches, absorbed at -0.25 us a token\n" in text
+        kv_only = dataclasses.replace(INFO, hidden_read=None, rho=None)
+        assert "hidden" not in launch.ready_text(kv_only, server, 1.25)
 
 
 def test_the_clients_line_is_as_short_as_it_can_be(
