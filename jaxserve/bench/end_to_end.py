@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench import runs
@@ -24,7 +25,14 @@ from jaxserve.engine.layout import PLACEHOLDER, Layout
 from jaxserve.engine.steps import StepModel, make_model_step
 from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, absorbed_attention, write
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    AttentionBatch,
+    absorbed_attention,
+    row_major,
+    write,
+)
 from jaxserve.weights import load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -97,7 +105,7 @@ def _step_seconds(
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
     make = _hidden_step if kind == HIDDEN else _kv_step
-    step = make(family, config, batch, backend)
+    step = make(family, config, batch, backend, row_major(pool.sharding))
     tokens = jnp.ones(size.rows, jnp.int32)
 
     def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
@@ -122,7 +130,13 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
+def _kv_step(
+    family: Family,
+    config: ModelConfig,
+    batch: AttentionBatch,
+    backend: str,
+    pool_format: Format,
+) -> Step:
     """The engine's own step; its tokens come from the slots' last ones."""
     rows = batch.max_rows
     layout = Layout(rows, rows, batch.table_width, rows, decode_only=True)
@@ -134,7 +148,7 @@ def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend
     fields["slots"][:] = fields["last"][:] = np.arange(rows)
     fields["emit"][:] = 1
     placed = jnp.asarray(packed)
-    step = make_model_step(StepModel(family, config, backend, None, 1))
+    step = make_model_step(StepModel(family, config, backend, None, 1), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return step(params, pool, tokens, placed, layout=layout)
@@ -142,7 +156,13 @@ def _kv_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend
     return run
 
 
-def _hidden_step(family: Family, config: ModelConfig, batch: AttentionBatch, backend: str) -> Step:
+def _hidden_step(
+    family: Family,
+    config: ModelConfig,
+    batch: AttentionBatch,
+    backend: str,
+    pool_format: Format,
+) -> Step:
     """The same model over hidden blocks: Wk folded into the query, Wv applied to the result. (The
     forward pass still makes the new token's k and v, which nobody reads.)"""
 
@@ -168,7 +188,7 @@ def _hidden_step(family: Family, config: ModelConfig, batch: AttentionBatch, bac
         pool, hidden = family.forward(params, config, tokens, where, attend, pool)
         return pool, family.logits(params, config, hidden)
 
-    return jax.jit(run, donate_argnums=1)
+    return jax.jit(run, donate_argnums=1, out_shardings=(pool_format, None))
 
 
 @dataclass(frozen=True)

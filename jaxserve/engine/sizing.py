@@ -40,12 +40,18 @@ def pool_blocks(
     pool_heads: int,
     shards: int,
     device: tuple[str, int] | None = None,
+    platform: str | None = None,
 ) -> int:
     """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
-    device: name and memory of each, if not those of this process. ConfigError says what would
-    fit."""
+    device, platform: name and memory of each, and its kind, if not those of this process.
+    ConfigError says what would fit."""
     block = block_bytes(
-        config.num_layers, pool_heads // shards, demand.block_size, config.head_dim, dtype
+        config.num_layers,
+        pool_heads // shards,
+        demand.block_size,
+        config.head_dim,
+        dtype,
+        platform or jax.default_backend(),
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
     name, total = device or _device_memory()
