@@ -164,11 +164,13 @@ def _tokenizer_path(config: ConfigDict) -> str | None:
 
 def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
     """auto: float32 on CPU (its bf16 converts the weights at every call), the checkpoint's own
-    elsewhere."""
+    elsewhere, but on TPUs, which do not compute in float16, bfloat16 for that."""
     if name == "auto":
-        on_cpu = jax.default_backend() == "cpu"
         stored = checkpoint_dtype(hf) or jnp.dtype(jnp.bfloat16)
-        return jnp.dtype(jnp.float32) if on_cpu else stored
+        if jax.default_backend() == "cpu":
+            return jnp.dtype(jnp.float32)
+        on_tpu = jax.default_backend() == "tpu"
+        return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
     if name not in DTYPES:
         raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
     return jnp.dtype(name)
