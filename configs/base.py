@@ -19,7 +19,8 @@ def get_config() -> ConfigDict:
                 "load_format": "auto",
                 # A built-in shape for random weights, e.g. opt-125m.
                 "preset": "",
-                # auto (float32 on CPU, else the checkpoint's) | float32 | bfloat16 | float16
+                # auto (float32 on CPU, else the checkpoint's; bfloat16 for float16 on TPUs) |
+                # float32 | bfloat16 | float16
                 "dtype": "auto",
                 # Seed of random weights.
                 "seed": 0,

@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.backends import (
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
-from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens
+from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens, row_major
 
 __all__ = [
     "BACKENDS",
@@ -42,6 +42,7 @@ __all__ = [
     "projected_attention",
     "read_tokens",
     "resolve_backend",
+    "row_major",
     "select_backend",
     "stage_in",
     "stage_out",

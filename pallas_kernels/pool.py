@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT
 
 POOL_DTYPES = ("float32", "bfloat16", "float16")
+# A TPU keeps the last two axes, slots and head_dim, in whole tiles of so many.
+TPU_TILE = (8, 128)
 
 
 def make_pool(
@@ -24,7 +27,9 @@ def make_pool(
     """A zeroed pool [num_layers, num_blocks, kv_heads, block_size, head_dim].
 
     A block holds K or V of up to block_size tokens, in all layers (Apt-Serve section 4.3). With a
-    sharding the array is made in place on its devices, never whole on one of them.
+    sharding the array is made in place on its devices, never whole on one of them; without, on the
+    first device. It lies there as `row_major` says: jitted functions that return it want
+    `out_shardings=row_major(pool.sharding)` for it.
     """
     shape = (num_layers, num_blocks, kv_heads, block_size, head_dim)
     names = ("num_layers", "num_blocks", "kv_heads", "block_size", "head_dim")
@@ -34,14 +39,32 @@ def make_pool(
     if jnp.dtype(dtype).name not in POOL_DTYPES:
         raise ValueError(f"dtype: must be one of {POOL_DTYPES}, got {jnp.dtype(dtype).name}")
     if sharding is None:
-        return jnp.zeros(shape, dtype)
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=row_major(sharding))()
+
+
+def row_major(sharding: jax.sharding.Sharding) -> Format:
+    """The format of a pool so sharded: axes in memory in their order, as the kernels want them.
+
+    Said aloud, since where head_dim is no multiple of 128 a TPU's compiler would rather have the
+    blocks last, and then copy the whole pool into order and back around every step.
+    """
+    return Format(Layout(major_to_minor=tuple(range(5))), sharding)
 
 
 def block_bytes(
-    num_layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: DTypeLike
+    num_layers: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    platform: str = "cpu",
 ) -> int:
-    """Bytes of one block (K or V, not both) over all layers."""
+    """Bytes of one block (K or V, not both) over all layers, on a device of this platform: a
+    "tpu" pads to whole tiles."""
+    if platform == "tpu":
+        slots, lanes = TPU_TILE
+        block_size, head_dim = -(-block_size // slots) * slots, -(-head_dim // lanes) * lanes
     return num_layers * kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
 
 

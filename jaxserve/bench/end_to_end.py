@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench import runs
@@ -26,7 +27,7 @@ from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch
+from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, row_major
 from jaxserve.weights import load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -98,7 +99,8 @@ def _step_seconds(
     batch = inputs.make_batch(rows, size.block_size, blocks, np.random.default_rng(0))
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
-    step = _engine_step(family, config, batch, backend, kind == HIDDEN)
+    pool_format = row_major(pool.sharding)
+    step = _engine_step(family, config, batch, backend, pool_format, hidden=kind == HIDDEN)
     tokens = jnp.ones(size.rows, jnp.int32)
 
     def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
@@ -124,7 +126,13 @@ def _greedy(logits: jax.Array) -> jax.Array:
 
 
 def _engine_step(
-    family: Family, config: ModelConfig, batch: AttentionBatch, backend: str, hidden: bool
+    family: Family,
+    config: ModelConfig,
+    batch: AttentionBatch,
+    backend: str,
+    pool_format: Format,
+    *,
+    hidden: bool,
 ) -> Step:
     """The engine's own step; its tokens come from the slots' last ones."""
     rows = batch.max_rows
@@ -138,7 +146,7 @@ def _engine_step(
     fields["emit"][:] = 1
     placed = jnp.asarray(packed)
     read = ABSORBED if hidden else None
-    step = make_model_step(StepModel(family, config, backend, None, 1, read))
+    step = make_model_step(StepModel(family, config, backend, None, 1, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         return step(params, pool, tokens, placed, layout=layout)

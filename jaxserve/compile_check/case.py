@@ -76,8 +76,8 @@ class Case:
         config = self.config
         heads = self.pool_heads // self.shards
         size = self.sizes.block_size
-        one = block_bytes(config.num_layers, heads, size, config.head_dim, self.dtype)
-        return self.blocks * one
+        shape = (config.num_layers, heads, size, config.head_dim)
+        return self.blocks * block_bytes(*shape, self.dtype, self.target.platform)
 
     @property
     def offers_hidden(self) -> bool:
@@ -139,6 +139,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         pool_heads=heads,
         shards=shards,
         device=(target.device, target.memory_bytes),
+        platform=target.platform,
     )
     wanted = BACKENDS[target.platform] if backend == "auto" else backend
     reason = _unsupported(wanted, KV, config, heads, shards, sizes)

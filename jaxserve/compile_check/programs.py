@@ -16,7 +16,7 @@ from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
-from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection
+from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
 
@@ -49,7 +49,8 @@ def _pool(case: Case) -> Any:
     config = case.config
     size = case.sizes.block_size
     shape = (config.num_layers, case.blocks, case.pool_heads, size, config.head_dim)
-    return _array(case, shape, case.dtype, *POOL_AXES)
+    pool = _array(case, shape, case.dtype, *POOL_AXES)
+    return jax.ShapeDtypeStruct(shape, case.dtype, sharding=row_major(pool.sharding))
 
 
 def _params(case: Case) -> Any:
@@ -67,11 +68,13 @@ def _params(case: Case) -> Any:
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     repeat = case.pool_heads // case.config.num_kv_heads
     mesh = case.mesh if case.shards > 1 else None
-    step = make_model_step(StepModel(case.family, case.config, case.backend, mesh, repeat))
+    pool = _pool(case)
+    model = StepModel(case.family, case.config, case.backend, mesh, repeat)
+    step = make_model_step(model, pool.format)
     last_token = _array(case, (layout.slots,), jnp.int32)
     packed = _array(case, (layout.size,), jnp.int32)
     lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
-        _params(case), _pool(case), last_token, packed, layout=layout
+        _params(case), pool, last_token, packed, layout=layout
     )
     return lowered
 
@@ -116,12 +119,10 @@ def _heads(case: Case, layout: Layout, heads: int) -> Any:
 def _lower(case: Case, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
     mesh = case.mesh if case.shards > 1 else None
     bound = functools.partial(function, backend=case.backend, mesh=mesh, **options)
-    return jax.jit(bound, donate_argnums=_donated(arrays)).lower(*arrays)
-
-
-def _donated(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """A pool that comes first is written in place."""
-    return (0,) if getattr(arrays[0], "ndim", 0) == len(POOL_AXES) else ()
+    if getattr(arrays[0], "ndim", 0) != len(POOL_AXES):
+        return jax.jit(bound).lower(*arrays)
+    # A pool that comes first is written in place.
+    return jax.jit(bound, donate_argnums=0, out_shardings=arrays[0].format).lower(*arrays)
 
 
 def _layer(case: Case) -> Any:

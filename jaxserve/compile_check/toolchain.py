@@ -49,6 +49,8 @@ def why_not(target: Target) -> str | None:
 
 def mesh(target: Target, devices: int) -> Mesh:
     """The first `devices` of a group of such devices, with the one axis "tensor"."""
+    if _no_cuda() is None:
+        _register_cuda()  # the first topology of whatever platform starts jax's plugins
     name = target.topology(devices)
     description = _COMPILERS[target.platform][1](target, name)
     return Mesh(np.asarray(description.devices[:devices]), (TENSOR,))
@@ -99,7 +101,6 @@ def _register_cuda() -> None:
 
 
 def _cuda_topology(target: Target, name: str) -> Any:
-    _register_cuda()
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name=target.name,

@@ -22,9 +22,10 @@ from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.hidden_options import choose_read, given_rho
 from jaxserve.engine.sampling_state import MAX_EOS
-from jaxserve.engine.sizing import GIB, Demand, pool_blocks
+from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.step_timer import StepTimer
@@ -150,7 +151,9 @@ def _choose(config: ConfigDict) -> _Choices:
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
-        staged_tokens=buckets.widening().tokens if buckets.hybrid else 0,
+        hidden_work=0
+        if read is None
+        else _hidden_work(model, dtype, read, buckets, demand, tensor),
     )
     repeat = pool_heads // model.num_kv_heads
     step_model = StepModel(family, model, backend, mesh, repeat, read, max_model_len)
@@ -198,11 +201,13 @@ def _tokenizer_path(config: ConfigDict) -> str | None:
 
 def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
     """auto: float32 on CPU (its bf16 converts the weights at every call), the checkpoint's own
-    elsewhere."""
+    elsewhere, but on TPUs, which do not compute in float16, bfloat16 for that."""
     if name == "auto":
-        on_cpu = jax.default_backend() == "cpu"
         stored = checkpoint_dtype(hf) or jnp.dtype(jnp.bfloat16)
-        return jnp.dtype(jnp.float32) if on_cpu else stored
+        if jax.default_backend() == "cpu":
+            return jnp.dtype(jnp.float32)
+        on_tpu = jax.default_backend() == "tpu"
+        return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
     if name not in DTYPES:
         raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
     return jnp.dtype(name)
@@ -338,6 +343,20 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,
     )
+
+
+def _hidden_work(
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    read: str,
+    buckets: Buckets,
+    demand: Demand,
+    shards: int,
+) -> int:
+    gathers = shards > 1 and read == PROJECTED
+    gathered = demand.max_rows * demand.max_model_len if gathers else 0
+    widened = buckets.widening().tokens
+    return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)
 
 
 def _bar(progress: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:

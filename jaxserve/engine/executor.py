@@ -28,6 +28,7 @@ from jaxserve.engine.sampling import (
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Params
+from jaxserve.pallas_kernels import row_major
 
 _SAMPLE_GREEDY = jax.jit(sample_greedy, donate_argnums=0)
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
@@ -55,8 +56,8 @@ class JaxExecutor:
         self._mesh = model.mesh
         self._place: Any = jax.devices()[0] if model.mesh is None else _replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
-        self._step = make_model_step(model)
-        self._widen = make_widen(model)
+        self._step = make_model_step(model, row_major(pool.sharding))
+        self._widen = make_widen(model, row_major(pool.sharding))
 
     def admit(self, slot: int, row: SlotParams) -> None:
         """Gives a device slot its request's sampling parameters, before the first step in it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
 from jaxserve.engine.layout import Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel
@@ -122,10 +123,16 @@ def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
 
 
 @lru_cache(maxsize=8)
-def make_widen(model: StepModel) -> Any:
+def make_widen(model: StepModel, pool_format: Format) -> Any:
     """(params, pool, packed batch, *, layout) -> pool, jitted, the pool donated: the cached hidden
-    vectors of the batch's tokens become K and V, those of K where the vectors were."""
-    return jax.jit(partial(_widen, model), donate_argnames=("pool",), static_argnames=("layout",))
+    vectors of the batch's tokens become K and V, those of K where the vectors were. pool_format:
+    the pool's own, see `row_major`."""
+    return jax.jit(
+        partial(_widen, model),
+        donate_argnames=("pool",),
+        static_argnames=("layout",),
+        out_shardings=pool_format,
+    )
 
 
 def _widen(

@@ -39,18 +39,23 @@ def pool_blocks(
     weights: int,
     pool_heads: int,
     shards: int,
-    staged_tokens: int = 0,
+    hidden_work: int = 0,
     device: tuple[str, int] | None = None,
+    platform: str | None = None,
 ) -> int:
     """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
-    staged_tokens: whose vectors of all layers lie beside the pool when hidden caches become KV;
-    device: name and memory of each, if not those of this process. ConfigError says what would
-    fit."""
+    hidden_work: bytes that hidden caches take beside the pool, see `hidden_workspace`; device, platform: name and memory of each, and its kind, if not those of this process.
+    ConfigError says what would fit."""
     block = block_bytes(
-        config.num_layers, pool_heads // shards, demand.block_size, config.head_dim, dtype
+        config.num_layers,
+        pool_heads // shards,
+        demand.block_size,
+        config.head_dim,
+        dtype,
+        platform or jax.default_backend(),
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
-    work += staged_tokens * (block // demand.block_size)
+    work += hidden_work
     name, total = device or _device_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
@@ -78,6 +83,16 @@ def pool_blocks(
         return demand.num_blocks
     useful = demand.max_rows * planes * -(-demand.max_model_len // demand.block_size)
     return min(fits, useful)
+
+
+def hidden_workspace(
+    config: ModelConfig, dtype: DTypeLike, *, widened_tokens: int, gathered_tokens: int
+) -> int:
+    """Bytes on each device, at most. widened_tokens: whose vectors of all layers are read at once
+    when hidden caches become KV; gathered_tokens: whose vectors of one layer every shard needs
+    whole to project them."""
+    vector = config.d_model * jnp.dtype(dtype).itemsize
+    return (widened_tokens * config.num_layers + gathered_tokens) * vector
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
 from jaxserve.engine.hidden import attend_hidden
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
@@ -25,11 +26,14 @@ ModelStep = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 @lru_cache(maxsize=8)
-def make_model_step(model: StepModel) -> ModelStep:
-    """The step of this model, jitted over its layouts; the pool is donated. Engines of the same
-    model in one process share it, and what it has compiled."""
+def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
+    """The step of this model, jitted over its layouts; the pool is donated, and stays where and as
+    it lies. Engines of the same model in one process share it, and what it has compiled."""
     return jax.jit(
-        partial(_model_step, model), donate_argnames=("pool",), static_argnames=("layout",)
+        partial(_model_step, model),
+        donate_argnames=("pool",),
+        static_argnames=("layout",),
+        out_shardings=(pool_format, None),
     )
 
 

@@ -85,6 +85,17 @@ def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     assert f"{len(outcome.checks)} checks" in page
 
 
+def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -> None:
+    """Differences of two noisy times may be 0."""
+    unseen = [dataclasses.replace(one, seconds=0.0) for one in outcome.kernels]
+    targets = gpu_report.targets(dataclasses.replace(outcome, kernels=unseen))
+    assert [text for text, _, _ in targets] == [
+        "tiny: decode step of 2 within 1.25 of its byte floor"
+    ]
+    seen = [dataclasses.replace(one, seconds=1.0) for one in outcome.kernels]
+    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen))) == 4
+
+
 def test_sections_without_time_are_left_out() -> None:
     late = gpu.run(Plan(minutes=-1.0), lambda text: None)
     assert late.left_out == ["checks", "kernels", "decode step", "throughput"]

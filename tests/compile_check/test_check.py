@@ -35,7 +35,7 @@ NAMES = ["a100", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x"]
 def host(memory: int = 1 << 30) -> Target:
     """This process's CPU, passed off as a target."""
     return dataclasses.replace(
-        load_target("v6e"), platform="tpu", memory_bytes=memory, topologies={"host": 1}, options={}
+        load_target("v6e"), platform="cpu", memory_bytes=memory, topologies={"host": 1}, options={}
     )
 
 

@@ -102,3 +102,20 @@ def test_cache_directory_is_used(tmp_path: Path) -> None:
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    ("platform", "stored", "chosen"),
+    [
+        ("cpu", "float16", "float32"),
+        ("gpu", "float16", "float16"),
+        ("tpu", "float16", "bfloat16"),
+        ("tpu", "float32", "float32"),
+        ("tpu", None, "bfloat16"),
+    ],
+)
+def test_auto_is_a_dtype_that_the_platform_computes_in(
+    platform: str, stored: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert build._dtype("auto", {"torch_dtype": stored}).name == chosen

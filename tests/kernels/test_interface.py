@@ -94,6 +94,9 @@ def test_write_refuses_a_wrong_shape() -> None:
 
 def test_pool() -> None:
     assert block_bytes(12, 12, 16, 64, jnp.bfloat16) == 12 * 12 * 16 * 64 * 2
+    # A TPU's tiles are of 8 slots by 128 elements.
+    assert block_bytes(12, 12, 16, 64, jnp.bfloat16, "tpu") == 12 * 12 * 16 * 128 * 2
+    assert block_bytes(12, 12, 16, 128, jnp.bfloat16, "tpu") == 12 * 12 * 16 * 128 * 2
     with pytest.raises(ValueError, match="num_blocks: must be at least 1, got 0"):
         make_pool(1, 0, 1, 1, 1, jnp.float32)
     with pytest.raises(ValueError, match=r"dtype: must be one of .*float16.*, got int8"):
