@@ -44,8 +44,9 @@ def pool_blocks(
     platform: str | None = None,
 ) -> int:
     """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
-    hidden_work: bytes that hidden caches take beside the pool, see `hidden_workspace`; device, platform: name and memory of each, and its kind, if not those of this process.
-    ConfigError says what would fit."""
+    hidden_work: bytes that hidden caches take beside the pool, see `hidden_workspace`; device,
+    platform: name and memory of each, and its kind, if not those of this process. ConfigError
+    says what would fit."""
     block = block_bytes(
         config.num_layers,
         pool_heads // shards,
