@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,19 @@ class StepTimes:
         return self.hidden / self.kv
 
 
-def measure(rows: Sequence[int] = ROWS, tokens: Sequence[int] = TOKENS) -> list[StepTimes]:
-    """On this machine; an engine for either way of reading."""
+def measure(
+    rows: Sequence[int] = ROWS,
+    tokens: Sequence[int] = TOKENS,
+    base: Callable[[], Any] = opt_125m_cpu.get_config,
+) -> list[StepTimes]:
+    """On this machine; an engine for either way of reading. base: the configuration to start
+    from."""
     # Imported late: jax takes seconds, and the page can be written without it.
     from jaxserve.engine.build import build_engine
 
     found = []
     for read in READS:
-        engine = build_engine(_config(read, rows, tokens), progress=False)
+        engine = build_engine(_config(base(), read, rows, tokens), progress=False)
         timer = StepTimer(engine._executor)
         for count in rows:
             for length in tokens:
@@ -69,8 +74,7 @@ def _pair(timer: StepTimer, shape: Shape) -> tuple[float, float]:
     return statistics.median(kv), statistics.median(other)
 
 
-def _config(read: str, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-    config = opt_125m_cpu.get_config()
+def _config(config: Any, read: str, rows: Sequence[int], tokens: Sequence[int]) -> Any:
     config.scheduler.policy = "aptserve_s"
     config.scheduler.max_rows = rows[-1]
     config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = rows[-1]
