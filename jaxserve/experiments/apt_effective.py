@@ -1,0 +1,182 @@
+"""Effective throughput (Apt-Serve section 6.3, Figure 8), and that with absorbed hidden caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.experiments.apt_setting import (
+    ABSORBED,
+    BASELINES,
+    LABELS,
+    PROJECTED,
+    Lines,
+    table,
+)
+from jaxserve.experiments.claims import Row, Section
+from jaxserve.experiments.crossing import Crossing, crossing, ratio
+from jaxserve.experiments.figures import chart
+from jaxserve.experiments.online import OnlineResults
+
+PAPER = {
+    # level, baseline: mean and peak of the ratios
+    (0.9, "vllm"): (2.3, 4.0),
+    (0.9, "sarathi"): (1.9, 3.4),
+    (0.9, "fastgen"): (1.8, 3.3),
+    (0.6, "vllm"): (4.9, 8.8),
+    (0.6, "sarathi"): (4.4, 7.9),
+    (0.6, "fastgen"): (4.3, 7.5),
+}
+PAPER_MEANS = {
+    # level, data set: mean ratio to vllm, sarathi, fastgen
+    (0.9, "sharegpt"): (2.3, 2.0, 1.9),
+    (0.9, "humaneval"): (1.7, 1.4, 1.4),
+    (0.9, "longbench"): (2.8, 2.5, 2.3),
+    (0.6, "sharegpt"): (7.4, 6.8, 6.4),
+    (0.6, "humaneval"): (3.0, 2.6, 2.5),
+    (0.6, "longbench"): (4.2, 3.9, 3.8),
+}
+
+
+class Panels(Lines):
+    """What both parts with nine panels need."""
+
+    def sustained(
+        self, results: OnlineResults, system: str, model: str, data: str, level: float
+    ) -> Crossing:
+        return crossing(self.attainments(results, system, model, data), level)
+
+    def ratios(
+        self, results: OnlineResults, level: float, above: str, below: str
+    ) -> dict[tuple[str, str], Crossing]:
+        """By model and data set: the rate that `above` sustains over the one that `below` does."""
+        return {
+            (model, data): ratio(
+                self.sustained(results, above, model, data, level),
+                self.sustained(results, below, model, data, level),
+            )
+            for model, data in self.panels()
+        }
+
+    def table(self, results: OnlineResults, systems: Sequence[str]) -> str:
+        """The rates that each system sustains at every level."""
+        rows = []
+        for model, data in self.panels():
+            cells = [
+                " / ".join(
+                    str(self.sustained(results, name, model, data, level))
+                    for level in self.scale.levels
+                )
+                for name in systems
+            ]
+            rows.append([f"{LABELS[data]}, {model}", *cells])
+        levels = " / ".join(f"{level:.0%}" for level in self.scale.levels)
+        return table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
+
+    def draw(self, results: OnlineResults, systems: Sequence[str], path: Path) -> None:
+        names = {system: system for system in systems}
+        charts = [
+            [self.panel(results, model, data, names) for model in self.scale.models]
+            for data in self.scale.data_sets
+        ]
+        chart(path, charts, "requests/s")
+
+
+class Effective(Panels):
+    """6.3, Figure 8."""
+
+    systems = (*BASELINES, PROJECTED)
+
+    def section(self, results: OnlineResults, figures: Path) -> Section:
+        name = "aptserve-8-effective.png"
+        self.draw(results, self.systems, figures / name)
+        return Section(
+            "1. Effective throughput (section 6.3, Figure 8)",
+            "Hidden caches are projected, as in the paper. A rate is sustained at a level up to "
+            "where attainment first falls below it. Rates lie on a grid of three to the "
+            "doubling; between neighbours attainment counts as linear. A rate or ratio with `<` or "
+            "`>` is a bound: the search ended before attainment crossed the level.",
+            self.rows(results),
+            [(name, "Attainment against rate, by data set and model")],
+            [self.table(results, self.systems)],
+        )
+
+    def rows(self, results: OnlineResults) -> list[Row]:
+        rows = []
+        for level in self.scale.levels:
+            for below in BASELINES:
+                mean, peak = PAPER[level, below]
+                found = self.ratios(results, level, PROJECTED, below)
+                rows.append(
+                    Row(
+                        f"{level:.0%} attainment: {mean}x the rate of `{below}` on average, at "
+                        f"most {peak}x",
+                        spread(found),
+                    )
+                )
+        for level in self.scale.levels:
+            for data in self.scale.data_sets:
+                means = [
+                    _mean([r for (_, d), r in self._against(results, level, below) if d == data])
+                    for below in BASELINES
+                ]
+                paper = ", ".join(f"{mean}x" for mean in PAPER_MEANS[level, data])
+                rows.append(
+                    Row(
+                        f"{LABELS[data]}, {level:.0%}: {paper} the rates of `vllm`, `sarathi`, "
+                        "`fastgen` on average",
+                        ", ".join(means),
+                    )
+                )
+        return rows
+
+    def _against(
+        self, results: OnlineResults, level: float, below: str
+    ) -> list[tuple[tuple[str, str], Crossing]]:
+        return list(self.ratios(results, level, PROJECTED, below).items())
+
+
+def _mean(found: Sequence[Crossing]) -> str:
+    """With a bound's sign if one of them is one."""
+    bounds = {r.bound for r in found} - {""}
+    sign = "" if not bounds else bounds.pop() if len(bounds) == 1 else "?"
+    return f"{sign}{np.mean([r.rate for r in found]):.2g}x"
+
+
+def spread(found: dict[tuple[str, str], Crossing]) -> str:
+    """Mean, and where the largest and the smallest are."""
+    most = max(found, key=lambda key: found[key].rate)
+    least = min(found, key=lambda key: found[key].rate)
+
+    def at(key: tuple[str, str]) -> str:
+        model, data = key
+        return f"{found[key]}x ({LABELS[data]}, {model})"
+
+    return f"{_mean(list(found.values()))} on average, {at(least)} to {at(most)}"
+
+
+class Absorbed(Panels):
+    """Beyond the paper: the panels again, with what absorbing costs instead of projecting."""
+
+    systems = ("vllm", "aptserve_kv", PROJECTED, ABSORBED)
+
+    def section(self, results: OnlineResults, figures: Path) -> Section:
+        name = "aptserve-absorbed.png"
+        self.draw(results, self.systems, figures / name)
+        rows = [
+            Row(
+                f"(not in the paper) `{ABSORBED}` over `{below}`, {level:.0%}",
+                spread(self.ratios(results, level, ABSORBED, below)),
+            )
+            for level in self.scale.levels
+            for below in ("vllm", "aptserve_kv", PROJECTED)
+        ]
+        return Section(
+            "8. Beyond the paper: hidden caches absorbed instead of projected",
+            "The panels of Figure 8 again. `aptserve` projects, `aptserve_kv` has K and V only.",
+            rows,
+            [(name, "Attainment against rate, hidden caches projected and absorbed")],
+            [self.table(results, self.systems)],
+        )
