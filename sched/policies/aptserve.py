@@ -14,11 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.adaptive import Worth, go_on, in_flight, start, start_in_turn, to_kv, weigh
+from jaxserve.sched.adaptive import go_on, to_kv
+from jaxserve.sched.admission import Room, Starts, start, start_in_turn
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View, register
 from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.worth import Worth, decode_time, in_flight, weigh
+
+NOBODY = np.zeros(0, np.int64)
 
 
 @register(
@@ -33,8 +37,9 @@ class AptServe:
     then chunks of prompts within P, and no types of steps; otherwise whole prompts, P = C.
 
     slo_decay: share of its value that a request keeps while it misses its target (section 6.6); 0:
-    next to nothing. watermark: share of the pool that starts leave free while others run.
-    headroom: share that must be free besides before a hidden cache becomes KV.
+    next to nothing, and it starts after those in time and leaves the headroom free. watermark:
+    share of the pool that starts leave free while others run. headroom: share that must be free
+    besides before a hidden cache becomes KV.
     """
 
     hybrid_cache: bool = True
@@ -59,76 +64,55 @@ class AptServe:
     def plan(self, view: View, now: float) -> BatchPlan:
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         rho = view.rho if self.hybrid_cache else None
-        clock = now
-        if not self.chunked and self.adaptive and len(waiting):
+        clock, step = now, decode_time(view, running)
+        if len(waiting) and not self.chunked:
             clock += in_flight(view, running)
-        ran = weigh(view, running, clock, rho, self.slo_decay)
-        if not len(waiting):
-            return self._go_on(view, running, ran, waiting)
-        worth = weigh(view, waiting, clock, rho, self.slo_decay)
-        if self.chunked:
+        ran = weigh(view, running, clock, step, rho, self.slo_decay)
+        worth = weigh(view, waiting, clock, step, rho, self.slo_decay)
+        if self.chunked or not len(waiting):
             return self._go_on(view, running, ran, waiting, worth)
-        if not self.adaptive or worth.pending.sum() >= ran.pending.sum() or not len(running):
-            started = self._start(view, waiting, worth, view.pool.num_free, len(running))
-            if len(started[0]):
-                return _plan(view, *started)
-        return self._go_on(view, running, ran, waiting)
+        if not self.adaptive or worth.pending.sum() >= ran.pending.sum():
+            starts = self._start(view, waiting, worth, view.pool.num_free)
+            if len(starts):
+                return _plan(view, starts)
+        return self._go_on(view, running, ran, waiting, worth)
 
     def _start(
-        self,
-        view: View,
-        waiting: np.ndarray,
-        worth: Worth,
-        free: int,
-        holders: int,
-        used: int = 0,
-        tokens: int = 0,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, tokens and kinds of those who start. used, tokens: rows and tokens of the batch
-        already."""
-        limits = view.limits
+        self, view: View, waiting: np.ndarray, worth: Worth, left: int, rows: int = 0, used: int = 0
+    ) -> Starts:
+        """Who starts. left: free blocks. rows, used: rows and tokens in the batch already."""
+        limits, blocks = view.limits, view.pool.num_blocks
+        holders = len(view.table.in_state(RUNNING))
         c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
-        if holders:
-            free -= int(self.watermark * view.pool.num_blocks)
-        return (start if self.adaptive else start_in_turn)(
-            view,
-            waiting,
-            worth,
-            free=free,
-            room=c - tokens,
-            slots=limits.max_rows - max(holders, used),
+        room = Room(
+            left - (int(self.watermark * blocks) if holders else 0),
+            c - used,
+            limits.max_rows - max(holders, rows),
+            # With a decay, those who are late compete with the others by value alone.
+            spare=int(self.headroom * blocks) if holders and not self.slo_decay else 0,
             chunked=self.chunked,
         )
+        return (start if self.adaptive else start_in_turn)(view, waiting, worth, room)
 
     def _go_on(
-        self,
-        view: View,
-        rows: np.ndarray,
-        ran: Worth,
-        waiting: np.ndarray,
-        worth: Worth | None = None,
+        self, view: View, rows: np.ndarray, ran: Worth, waiting: np.ndarray, worth: Worth
     ) -> BatchPlan:
-        """A step of those that run; worth: of those that wait, who may start in it."""
-        table = view.table
+        """A step of those that run, and of those that start in a mixed batch."""
         goes, evict, left = go_on(view, rows, ran, in_turn=not self.adaptive)
         ran, rows = ran.of(goes), rows[goes]
         tokens = self._share(view, rows, ran)
-        kinds = table.kind[rows].astype(np.int64)
-        wider = np.zeros(len(rows), bool)
-        if view.rho is not None and view.rho > 0:
-            spare = int(self.headroom * view.pool.num_blocks)
-            wider = to_kv(view, rows, ran.tokens, waiting, left, spare) & (tokens > 0)
-            kinds[wider] = CacheKind.KV
-        project = rows[wider]
+        kinds = view.table.kind[rows].astype(np.int64)
+        spare = int(self.headroom * view.pool.num_blocks)
+        wider = to_kv(view, rows, ran, worth, left - spare) & (tokens > 0)
+        kinds[wider] = CacheKind.KV
         here = tokens > 0
-        parts = [(rows[here], tokens[here], kinds[here])]
-        if worth is not None and not len(evict):
-            holders, total = len(table.in_state(RUNNING)), int(tokens.sum())
-            left -= int((-(-ran.tokens[wider] // view.pool.block_size)).sum())
-            more = self._start(view, waiting, worth, left, holders, int(here.sum()), total)
-            parts.append(more)
-        rows, tokens, kinds = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return _plan(view, rows, tokens, kinds, evict, project)
+        batch = Starts(rows[here], tokens[here], kinds[here])
+        project = rows[wider]
+        if self.chunked and len(waiting) and not len(evict):
+            left -= int(view.pool.held[project].sum()) + 2 * len(project)
+            total = int(tokens.sum())
+            batch += self._start(view, waiting, worth, left, len(batch), total)
+        return _plan(view, batch, evict, project)
 
     def _share(self, view: View, rows: np.ndarray, ran: Worth) -> np.ndarray:
         """Tokens that each of those who go on computes: decodes first, then prompts by worth."""
@@ -174,26 +158,13 @@ def aptserve_fcfs() -> AptServe:
 
 
 def _plan(
-    view: View,
-    rows: np.ndarray,
-    tokens: np.ndarray,
-    kinds: np.ndarray,
-    evict: np.ndarray | None = None,
-    project: np.ndarray | None = None,
+    view: View, batch: Starts, evict: np.ndarray = NOBODY, project: np.ndarray = NOBODY
 ) -> BatchPlan:
     """Single tokens first, with room for all that a request knows."""
-    table = view.table
+    rows, tokens, kinds = batch.rows, batch.tokens, batch.kinds
     longer = tokens != 1
     if longer.any():
         order = np.argsort(longer, kind="stable")
         rows, tokens, kinds = rows[order], tokens[order], kinds[order]
-    reserve = table.prompt_len[rows] + table.generated[rows]
-    none = rows[:0]
-    return BatchPlan(
-        rows,
-        tokens,
-        reserve,
-        kinds,
-        none if evict is None else evict,
-        none if project is None else project,
-    )
+    reserve = view.table.prompt_len[rows] + view.table.generated[rows]
+    return BatchPlan(rows, tokens, reserve, kinds, evict, project)
