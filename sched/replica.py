@@ -168,7 +168,7 @@ class Replica:
                 features.num_prefills,
                 self._kv_used(),
                 len(plan.evict),
-                np.count_nonzero(hidden),
+                int(np.count_nonzero(hidden)),
             )
         )
         if self._record_rows:

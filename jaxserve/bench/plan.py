@@ -26,7 +26,6 @@ from jaxserve.sched.scheduler import Scheduler
 CANDIDATES = (50, 100, 200, 400, 800, 1600)
 REPEATS = 50
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 24, 40
-RHO = 2e-5  # seconds: a projected token of OPT-13B on an A100; hidden caches are on offer
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -92,7 +91,6 @@ def situation(count: int, waiting: int) -> Scheduler:
         block_size=BLOCK_SIZE,
         max_model_len=PROMPT + OUTPUT,
         capacity=count,
-        rho=RHO,
     )
     for number in range(count):
         if number == running:  # those before start, and write between 1 and a few tokens

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from jaxserve.experiments.apt_setting import (
     ABSORBED,
     BASELINES,
@@ -16,7 +14,7 @@ from jaxserve.experiments.apt_setting import (
     table,
 )
 from jaxserve.experiments.claims import Row, Section
-from jaxserve.experiments.crossing import Crossing, crossing, ratio
+from jaxserve.experiments.crossing import Crossing, crossing, mean, ratio
 from jaxserve.experiments.figures import chart
 from jaxserve.experiments.online import OnlineResults
 
@@ -119,7 +117,7 @@ class Effective(Panels):
         for level in self.scale.levels:
             for data in self.scale.data_sets:
                 means = [
-                    _mean([r for (_, d), r in self._against(results, level, below) if d == data])
+                    self._mean_of(data, self.ratios(results, level, PROJECTED, below)).times()
                     for below in BASELINES
                 ]
                 paper = ", ".join(f"{mean}x" for mean in PAPER_MEANS[level, data])
@@ -132,17 +130,8 @@ class Effective(Panels):
                 )
         return rows
 
-    def _against(
-        self, results: OnlineResults, level: float, below: str
-    ) -> list[tuple[tuple[str, str], Crossing]]:
-        return list(self.ratios(results, level, PROJECTED, below).items())
-
-
-def _mean(found: Sequence[Crossing]) -> str:
-    """With a bound's sign if one of them is one."""
-    bounds = {r.bound for r in found} - {""}
-    sign = "" if not bounds else bounds.pop() if len(bounds) == 1 else "?"
-    return f"{sign}{np.mean([r.rate for r in found]):.2g}x"
+    def _mean_of(self, data: str, found: dict[tuple[str, str], Crossing]) -> Crossing:
+        return mean([times for (_, of), times in found.items() if of == data])
 
 
 def spread(found: dict[tuple[str, str], Crossing]) -> str:
@@ -152,9 +141,10 @@ def spread(found: dict[tuple[str, str], Crossing]) -> str:
 
     def at(key: tuple[str, str]) -> str:
         model, data = key
-        return f"{found[key]}x ({LABELS[data]}, {model})"
+        return f"{found[key].times()} ({LABELS[data]}, {model})"
 
-    return f"{_mean(list(found.values()))} on average, {at(least)} to {at(most)}"
+    average = mean(list(found.values()))
+    return f"{average.times()} on average, {at(least)} to {at(most)}"
 
 
 class Absorbed(Panels):

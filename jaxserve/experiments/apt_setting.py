@@ -49,7 +49,7 @@ class Scale:
     long_rates: tuple[float, ...] = (0.25, 0.5, 1, 2, 4)
 
 
-QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.6,), (1,), (1, 1 / 4), (8,), 2, (1,))
+QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.9,), (1,), (1, 1 / 4), (8,), 2, (1,))
 
 
 class Part(ABC):

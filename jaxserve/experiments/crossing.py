@@ -20,13 +20,17 @@ def rate_at(index: int) -> float:
 class Crossing:
     """The rate where attainment falls below a level, requests/s. bound: "" if it was found between
     two rates, "<" if the lowest rate tried already misses the level, ">" if the highest attains
-    it."""
+    it. "?": a ratio of two bounds that say nothing."""
 
     rate: float
     bound: str = ""
 
     def __str__(self) -> str:
         return f"{self.bound}{self.rate:.3g}"
+
+    def times(self) -> str:
+        """As a factor."""
+        return "unknown" if self.bound == "?" else f"{self}x"
 
 
 def crossing(points: Mapping[float, float], level: float) -> Crossing:
@@ -66,12 +70,20 @@ def _next(found: Mapping[int, float], start: int, level: float) -> Iterator[int]
 
 
 def ratio(above: Crossing, below: Crossing) -> Crossing:
-    """How many times the one rate is of the other. Where one is a bound, so is this; where both
-    are and point different ways, it says nothing and is None-like: the bound is "?"."""
+    """How many times the one rate is of the other; a bound where one of them is one."""
     flipped = {"": "", "<": ">", ">": "<"}[below.bound]
-    bounds = {above.bound, flipped} - {""}
-    bound = "" if not bounds else bounds.pop() if len(bounds) == 1 else "?"
-    return Crossing(above.rate / below.rate, bound)
+    return Crossing(above.rate / below.rate, _joint((above.bound, flipped)))
+
+
+def mean(found: Sequence[Crossing]) -> Crossing:
+    """Their mean; a bound where one of them is one."""
+    rate = sum(one.rate for one in found) / len(found)
+    return Crossing(rate, _joint([one.bound for one in found]))
+
+
+def _joint(bounds: Sequence[str]) -> str:
+    different = set(bounds) - {""}
+    return "" if not different else different.pop() if len(different) == 1 else "?"
 
 
 Attain = Callable[[int], float | None]

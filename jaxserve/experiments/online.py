@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -121,18 +120,19 @@ def run(case: OnlineCase) -> OnlineNumbers:
     size = batches.num_decodes + batches.num_prefills
     ttft = requests.ttft
     return OnlineNumbers(
-        summary["slo_attainment"],
-        share(SLO(case.ttft, None)),
-        share(SLO(None, case.tbt)),
-        *(_short(float(np.quantile(ttft, q))) for q in (0.5, 0.99)),
-        _short(float(batches.duration.mean())),
-        _short(float(size.mean())),
-        _short(float((batches.num_hidden / size).mean())),
-        _short(summary["mean_kv_used"]),
-        summary["num_evictions"],
-        _short(summary["makespan_s"]),
-        _quantiles(ttft) if case.quantiles else (),
-        _quantiles(_p99_tbt(requests)) if case.quantiles else (),
+        attainment=summary["slo_attainment"],
+        ttft_attainment=share(SLO(case.ttft, None)),
+        tbt_attainment=share(SLO(None, case.tbt)),
+        ttft_p50=_short(float(np.quantile(ttft, 0.5))),
+        ttft_p99=_short(float(np.quantile(ttft, 0.99))),
+        step=_short(float(batches.duration.mean())),
+        batch_size=_short(float(size.mean())),
+        hidden=_short(float((batches.num_hidden / size).mean())),
+        kv_used=_short(summary["mean_kv_used"]),
+        evictions=summary["num_evictions"],
+        makespan=_short(summary["makespan_s"]),
+        ttft_quantiles=_quantiles(ttft) if case.quantiles else (),
+        tbt_quantiles=_quantiles(_p99_tbt(requests)) if case.quantiles else (),
     )
 
 
@@ -154,9 +154,6 @@ def _short(value: float) -> float:
 
 def read_numbers(**values: Any) -> OnlineNumbers:
     """From JSON, where tuples are lists."""
-    return OnlineNumbers(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    )
-
-
-Vary = Callable[[float], OnlineCase]  # a rate's case
+    for name in ("ttft_quantiles", "tbt_quantiles"):
+        values[name] = tuple(values[name])
+    return OnlineNumbers(**values)
