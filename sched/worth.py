@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import RUNNING, WAITING
 
 STEP = 0.02  # seconds of a step, where nothing predicts them
 NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
@@ -38,11 +37,12 @@ class Worth:
 
 
 def weigh(
-    view: View, rows: np.ndarray, clock: float, step: float, rho: float | None, decay: float
+    view: View, rows: np.ndarray, *, clock: float, step: float, delay: float | None, decay: float
 ) -> Worth:
     """Eq. 5 and 6, with the fallback for those that are late. clock: seconds, when the planned step
-    starts. rho: None for K and V alone. decay: share of its value that a late request keeps; 0
-    stands for next to nothing.
+    starts. step: the least that a request is worth, see `decode_time`. delay: seconds by which a
+    token in a hidden cache delays all requests together, n rho; None for K and V alone. decay:
+    share of its value that a late request keeps; 0 stands for next to nothing.
 
     Late is who waits for its next token for longer than its target now. That an earlier token was
     late is not in the table, so a request that has caught up counts as in time again.
@@ -54,9 +54,8 @@ def weigh(
     late = pending > np.where(table.received[rows] == 0, table.ttft[rows], table.tbt[rows])
     tokens = table.prompt_len[rows] + table.generated[rows]
     value, penalty = np.maximum(pending, step), None
-    if rho is not None:
-        number = len(table.in_state(RUNNING)) + len(table.in_state(WAITING))
-        penalty = number * rho * tokens
+    if delay is not None:
+        penalty = delay * tokens
     if np.count_nonzero(late):
         value[late] *= decay or NEAR_ZERO
         if penalty is not None:

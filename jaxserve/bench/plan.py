@@ -5,13 +5,16 @@ step before it.
     python -m jaxserve.bench plan --policies=sarathi,edf --candidates=1600 --json
 
 Two situations for each number of candidates: all of them decode, or half of them decode while the
-other half waits and memory lasts for some. Times are of this thread's CPU, so a busy machine
-disturbs them little.
+other half waits and memory lasts for some. For policies that plan hidden caches every second
+request that runs has one, and there are two more: all but an eighth wait ("prefill"), and all
+decode, but the pool lacks half of the blocks that they need next ("scarce"). Times are of this
+thread's CPU, so a busy machine disturbs them little.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -19,13 +22,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.sched.policy import Limits, make_policy, policies
+import numpy as np
+
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, View, make_policy, policies, uses_hidden
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.systems import system
+from jaxserve.sched.table import State
 
 CANDIDATES = (50, 100, 200, 400, 800, 1600)
 REPEATS = 50
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 24, 40
+RHO = 1e-6  # seconds a hidden token
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -72,25 +82,67 @@ def show(args: argparse.Namespace) -> int:
 
 def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of a plan by situation and number of candidates."""
-    times: dict[str, dict[str, float]] = {"decode": {}, "mixed": {}}
+    hidden = uses_hidden(make_policy(name))
+    times: dict[str, dict[str, float]] = {}
     for count in counts:
-        times["decode"][str(count)] = _median(name, situation(count, waiting=0), repeats)
-        times["mixed"][str(count)] = _median(name, situation(count, waiting=count // 2), repeats)
+        made = {
+            "decode": situation(count, 0, hidden=hidden),
+            "mixed": situation(count, count // 2, hidden=hidden),
+        }
+        if hidden:
+            made["prefill"] = situation(count, count - count // 8, hidden=True)
+            made["scarce"] = scarce(count)
+        for which, scheduler in made.items():
+            times.setdefault(which, {})[str(count)] = _median(name, scheduler, repeats)
     return times
 
 
-def situation(count: int, waiting: int) -> Scheduler:
+class _EverySecondHidden:
+    """Starts whom Sarathi starts, every second one with a hidden cache."""
+
+    chunked, hypothetical = True, False
+
+    def __init__(self) -> None:
+        self._policy = make_policy("sarathi_pc", watermark=0.0)
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        plan = self._policy.plan(view, now)
+        kinds = np.where(
+            view.table.state[plan.rows] == State.WAITING,
+            plan.rows % 2,
+            view.table.kind[plan.rows],
+        )
+        return dataclasses.replace(plan, kinds=kinds.astype(np.int64))
+
+
+def scarce(count: int) -> Scheduler:
+    """All of them decode, and there are blocks for half of what they need in the next step."""
+    scheduler = situation(count, 0, hidden=True, capacity=3 * count)
+    table, pool = scheduler.table, scheduler.pool
+    rows = table.in_state(State.RUNNING)
+    need = pool.needed(rows, table.computed[rows] + 1, table.kind[rows])
+    for row in range(count, 3 * count):  # rows that no request has take the rest
+        excess = pool.num_free - int(need.sum()) // 2
+        pool.open(row, CacheKind.HIDDEN)
+        pool.grow(row, min(excess, pool.width) * BLOCK_SIZE)
+    return scheduler
+
+
+def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int = 0) -> Scheduler:
     """A scheduler in mid-flight with `count` requests; `waiting` of them have not started, and the
-    pool has room for an eighth of those."""
+    pool has room for an eighth of those. hidden: every second request that runs has a hidden
+    cache. capacity: rows, if more than there are requests."""
     running = count - waiting
     blocks = 2 * -(-(PROMPT + OUTPUT) // BLOCK_SIZE) * running
     scheduler = Scheduler(
-        make_policy("sarathi_pc", watermark=0.0),
+        _EverySecondHidden() if hidden else make_policy("sarathi_pc", watermark=0.0),
         Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
         num_blocks=blocks + waiting // 8 * 2 * -(-PROMPT // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         max_model_len=PROMPT + OUTPUT,
-        capacity=count,
+        capacity=capacity or count,
+        cost_model=system("opt-13b@a100-40g").cost_model if hidden else None,
+        rho=RHO if hidden else None,
     )
     for number in range(count):
         if number == running:  # those before start, and write between 1 and a few tokens

@@ -63,12 +63,13 @@ class AptServe:
 
     def plan(self, view: View, now: float) -> BatchPlan:
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
-        rho = view.rho if self.hybrid_cache else None
+        hidden = self.hybrid_cache and view.rho is not None
+        delay = (len(waiting) + len(running)) * (view.rho or 0.0) if hidden else None
         clock, step = now, decode_time(view, running)
         if len(waiting) and not self.chunked:
             clock += in_flight(view, running)
-        ran = weigh(view, running, clock, step, rho, self.slo_decay)
-        worth = weigh(view, waiting, clock, step, rho, self.slo_decay)
+        ran = weigh(view, running, clock=clock, step=step, delay=delay, decay=self.slo_decay)
+        worth = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
         if self.chunked or not len(waiting):
             return self._go_on(view, running, ran, waiting, worth)
         if not self.adaptive or worth.pending.sum() >= ran.pending.sum():

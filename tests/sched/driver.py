@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import PLANES, CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, make_policy
@@ -32,6 +33,7 @@ class Drive:
         max_model_len: int = 64,
         seed: int = 0,
         rho: float | None = None,
+        cost_model: CostModel | None = None,
         **overrides: Any,
     ) -> None:
         self.policy = make_policy(policy, **overrides)
@@ -43,6 +45,7 @@ class Drive:
             block_size=block_size,
             max_model_len=max_model_len,
             capacity=64,
+            cost_model=cost_model,
             seed=seed,
             rho=rho,
         )

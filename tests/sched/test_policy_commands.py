@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve import policies as command
 from jaxserve.bench import cli, plan
-from jaxserve.sched.policy import policies
+from jaxserve.sched.policy import make_policy, policies
+from jaxserve.sched.table import State
 
 
 def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +34,27 @@ def test_times_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"sarathi", "vllm+ef"}
     assert set(found["sarathi"]) == {"decode", "mixed"}
     assert set(found["sarathi"]["mixed"]) == {"8", "16"}
+
+
+def test_times_plans_with_hidden_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["plan", "--policies=aptserve", "--candidates=16", "--repeats=2", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["plan_ms"]
+    assert set(found["aptserve"]) == {"decode", "mixed", "prefill", "scarce"}
+
+
+@pytest.mark.parametrize("name", ["aptserve", "aptserve_s", "aptserve_fcfs"])
+def test_the_situations_with_hidden_caches_are_what_they_say(name: str) -> None:
+    policy = make_policy(name)
+    prefill = plan.situation(64, 56, hidden=True)
+    assert prefill.table.kind[prefill.table.in_state(State.RUNNING)].tolist() == [0, 1] * 4
+    decided = policy.plan(prefill.view, 1.0)
+    started = prefill.table.state[decided.rows] == State.WAITING
+    assert 0 < started.sum() < 56 and decided.kinds.any()
+    scarce = plan.scarce(64)
+    decided = policy.plan(scarce.view, 1.0)
+    assert len(decided.evict) > 0 and len(decided) + len(decided.evict) <= 64
 
 
 def test_the_situations_are_what_they_say() -> None:
