@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.hybrid import NOT_SERVED, Offers, choose, fit
+from jaxserve.sched.hybrid import Offers, choose, fit
 from jaxserve.sched.kinds import PLANES, CacheKind
 from jaxserve.sched.policy import View
 from jaxserve.sched.worth import NEAR_ZERO, Worth
@@ -38,13 +38,14 @@ def go_on(
     value = worth.value
     if in_turn:
         gain = -np.arange(len(rows), dtype=np.float64)
-        kept = fit(np.arange(len(rows)), held + need, free + int(held.sum()))
+        until = np.searchsorted(np.cumsum(held + need), free + int(held.sum()), side="right")
+        kept = np.arange(int(until))
     else:
         if worth.penalty is not None:
             hidden = kinds == _HIDDEN
             value = np.where(hidden, np.maximum(value - worth.penalty, value * NEAR_ZERO), value)
         choice = choose(Offers(value, held + need), free + int(held.sum()))
-        gain, kept = choice.gain, np.flatnonzero(choice.kinds != NOT_SERVED)
+        gain, kept = choice.gain, choice.served
     goes = np.zeros(len(rows), bool)
     goes[kept] = True
     left = free - int(need[kept].sum())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.hybrid import NOT_SERVED, Choice, Offers, choose, fit
+from jaxserve.sched.hybrid import Choice, Offers, choose, fit
 from jaxserve.sched.kinds import PLANES, CacheKind
 from jaxserve.sched.policy import View
 from jaxserve.sched.worth import Worth
@@ -75,7 +75,7 @@ def _start(view: View, rows: np.ndarray, worth: Worth, room: Room) -> Starts:
         short = np.flatnonzero(worth.tokens <= room.tokens)
         rows, worth = rows[short], worth.of(short)
     choice = _choose(view, worth, room.blocks)
-    order = _in_order(choice)
+    order = choice.served
     tokens = worth.tokens[order]
     before = np.cumsum(tokens) - tokens
     if len(order) > room.slots or int(tokens.sum()) > room.tokens:
@@ -87,7 +87,7 @@ def _start(view: View, rows: np.ndarray, worth: Worth, room: Room) -> Starts:
         kept = np.sort(order[keep[: room.slots]])
         rows, worth = rows[kept], worth.of(kept)
         choice = _choose(view, worth, room.blocks)
-        order = _in_order(choice)
+        order = choice.served
         tokens = worth.tokens[order]
         before = np.cumsum(tokens) - tokens
     # Kept ones may be in another order now, and the last to be cut another; who gets none waits.
@@ -101,11 +101,6 @@ def _choose(view: View, worth: Worth, free: int) -> Choice:
     if worth.penalty is None:
         return choose(Offers(worth.value, 2 * blocks), free)
     return choose(Offers(worth.value, 2 * blocks, blocks, worth.penalty), free)
-
-
-def _in_order(choice: Choice) -> np.ndarray:
-    served = np.flatnonzero(choice.kinds != NOT_SERVED)
-    return served[np.argsort(-choice.gain[served], kind="stable")]
 
 
 def start_in_turn(view: View, rows: np.ndarray, worth: Worth, room: Room) -> Starts:

@@ -57,10 +57,11 @@ class Offers:
 @dataclass(frozen=True)
 class Choice:
     """kinds int64 [n]: `CacheKind`, or NOT_SERVED. gain float64 [n]: value a block of what each
-    would be served with first; the greedy's order."""
+    would be served with first. served: indices of those who are, by falling gain."""
 
     kinds: np.ndarray
     gain: np.ndarray
+    served: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def choose(offers: Offers, budget: int) -> Choice:
             value -= float(offers.penalty[alone])
         if offers.worth(kinds) < value:
             kinds = _with_alone(entries, alone, kind, budget, count, offers)
-    return Choice(kinds, entries.gain)
+    firsts = order[order < count]
+    return Choice(kinds, entries.gain, firsts[kinds[firsts] != NOT_SERVED])
 
 
 def _entries(offers: Offers, budget: int) -> _Entries:

@@ -72,6 +72,7 @@ class AptServe:
         worth = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
         if self.chunked or not len(waiting):
             return self._go_on(view, running, ran, waiting, worth)
+        # The times themselves, of late requests too: the fallback changes values, not waiting.
         if not self.adaptive or worth.pending.sum() >= ran.pending.sum():
             starts = self._start(view, waiting, worth, view.pool.num_free)
             if len(starts):
