@@ -74,7 +74,7 @@ class PrefillFirst:
         table, pool = view.table, view.pool
         free, room = pool.num_free, view.limits.max_batch_tokens
         keep = int(self._policy.watermark * pool.num_blocks)
-        chosen = []
+        chosen: list[int] = []
         for row in waiting.tolist():
             need = int(table.prompt_len[row] + table.generated[row])
             blocks = 2 * -(-need // pool.block_size)

@@ -52,13 +52,15 @@ def section(scale: Scale, times: Times) -> Section:
     paper = f"{PAPER[most]:g} ms" if most in PAPER else "no time"
     return Section(
         "5. The time of a plan (section 6.6, Table 6)",
-        "Milliseconds of one plan, medians of the CPU's time, in two situations: all requests "
-        "decode, or half of them do and half wait for memory that lasts for some. Measured by "
-        "`python -m jaxserve.bench plan --policies=aptserve`.",
+        "Milliseconds of one plan, medians of the CPU's time, where half of those that run have "
+        "hidden caches and: all requests decode; half of them do, and half wait for memory that "
+        "lasts for some (mixed); all but an eighth wait (prefill); all decode, but the pool lacks "
+        "half of the blocks that they need next (scarce). Measured as `python -m jaxserve.bench "
+        "plan --policies=aptserve` does, on the machine that made this page.",
         [
             Row(
                 f"{paper} with {most:,} requests",
-                f"{slowest:.2g} ms in the slower situation",
+                f"{slowest:.2g} ms in the slowest situation",
                 "Arrays instead of loops over requests; and the paper's machine is another.",
             )
         ],
