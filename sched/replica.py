@@ -28,6 +28,7 @@ BATCH_COLUMNS = (
     "num_prefills",
     "kv_used",
     "evictions",
+    "num_hidden",
 )
 
 
@@ -146,12 +147,13 @@ class Replica:
         generated = table.generated[rows]
         decoding = emits & (counts == 1) & (generated > 1)
         contexts = table.computed[rows] - counts
+        hidden = plan.kinds == CacheKind.HIDDEN
         features = BatchFeatures.of(
             counts,
             contexts,
             decoding,
             padding=self._padding,
-            hidden=plan.kinds == CacheKind.HIDDEN,
+            hidden=hidden,
             projected_tokens=int(contexts[np.isin(rows, plan.project)].sum()),
         )
         start = max(self._clock, self._device_free)
@@ -166,6 +168,7 @@ class Replica:
                 features.num_prefills,
                 self._kv_used(),
                 len(plan.evict),
+                int(np.count_nonzero(hidden)),
             )
         )
         if self._record_rows:

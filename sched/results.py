@@ -76,7 +76,8 @@ class RequestRecords:
 class BatchRecords:
     """Arrays over the batches, replica by replica, each in the order in which they ran. start and
     duration in seconds; num_tokens computed; kv_used: tokens that the cache has room for, whole
-    blocks; evictions: requests that lost their cache when the batch was planned."""
+    blocks; evictions: requests that lost their cache when the batch was planned; num_hidden:
+    requests of it with hidden caches."""
 
     start: np.ndarray
     duration: np.ndarray
@@ -85,6 +86,7 @@ class BatchRecords:
     num_prefills: np.ndarray
     kv_used: np.ndarray
     evictions: np.ndarray
+    num_hidden: np.ndarray
     replica: np.ndarray
 
     @classmethod

@@ -11,11 +11,79 @@ import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
+from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.table import State
 from jaxserve.sched.unified import Reserve, UnifiedPolicy
 
 WAITING, RUNNING = State.WAITING, State.RUNNING
+
+
+def shortened(policy: Policy) -> Policy:
+    """The policy with a shortcut, or as it is if none applies to it."""
+    if type(policy) is not UnifiedPolicy:
+        return policy  # what is derived from it may have changed anything
+    assert isinstance(policy, UnifiedPolicy)
+    if policy.key is not None or policy.requeue:
+        return policy
+    if policy.groups == DECODE_FIRST and policy.hybrid:
+        return DecodeFirst(policy)
+    whole = not policy.chunked and policy.full_prefill
+    plain = policy.reserve is Reserve.PROMPT and policy.max_rows is None
+    if policy.groups == PREFILL_FIRST and not policy.hybrid and whole and plain:
+        return PrefillFirst(policy)
+    return policy
+
+
+class PrefillFirst:
+    """Plans for a unified policy that takes whole prefills first, and decodes where nobody can
+    start: vLLM."""
+
+    def __init__(self, policy: UnifiedPolicy) -> None:
+        self._policy = policy
+        self.chunked, self.hypothetical = policy.chunked, policy.hypothetical
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        found = self._short(view)
+        return self._policy.plan(view, now) if found is None else found
+
+    def _short(self, view: View) -> BatchPlan | None:
+        table, pool, limits = view.table, view.pool, view.limits
+        running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
+        known = table.prompt_len[running] + table.generated[running]
+        if np.count_nonzero(known - table.computed[running] != 1):
+            return None  # a prefill goes on
+        count = len(running)
+        if count + len(waiting) > limits.max_rows or count > limits.max_batch_tokens:
+            return None
+        starts = self._starts(view, waiting, alone=not count)
+        if len(starts):
+            tokens = table.prompt_len[starts] + table.generated[starts]
+            return _plan(starts, tokens, tokens, np.zeros(len(starts), np.int64))
+        growing = known > pool.held[running] * pool.block_size
+        if np.count_nonzero(growing):
+            short = running[growing]
+            new = pool.needed(short, known[growing], table.kind[short])
+            if int(np.add.reduce(new)) > pool.num_free:
+                return None
+        return _plan(running, np.ones(count, np.int64), known, table.kind[running])
+
+    def _starts(self, view: View, waiting: np.ndarray, alone: bool) -> np.ndarray:
+        """As many of the waiting, in order, as C and M leave room for. alone: nobody holds cache,
+        so that the first need not mind the watermark."""
+        table, pool = view.table, view.pool
+        free, room = pool.num_free, view.limits.max_batch_tokens
+        keep = int(self._policy.watermark * pool.num_blocks)
+        chosen: list[int] = []
+        for row in waiting.tolist():
+            need = int(table.prompt_len[row] + table.generated[row])
+            blocks = 2 * -(-need // pool.block_size)
+            if need > room or blocks > free - (0 if alone and not chosen else keep):
+                break
+            chosen.append(row)
+            free -= blocks
+            room -= need
+        return np.array(chosen, np.int64)
 
 
 class DecodeFirst:
@@ -25,17 +93,6 @@ class DecodeFirst:
     def __init__(self, policy: UnifiedPolicy) -> None:
         self._policy = policy
         self.chunked, self.hypothetical = policy.chunked, policy.hypothetical
-
-    @staticmethod
-    def of(policy: Policy) -> Policy:
-        """The policy with the shortcut, or as it is if that does not apply to it."""
-        if type(policy) is not UnifiedPolicy:
-            return policy  # what is derived from it may have changed anything
-        assert isinstance(policy, UnifiedPolicy)
-        plain = policy.groups == DECODE_FIRST and policy.hybrid
-        if plain and policy.key is None and not policy.requeue:
-            return DecodeFirst(policy)
-        return policy
 
     def plan(self, view: View, now: float) -> BatchPlan:
         found = self._short(view)

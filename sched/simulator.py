@@ -21,7 +21,7 @@ from jaxserve.sched.policy import Limits, Policy, make_policy
 from jaxserve.sched.replica import Replica
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.sched.shortcut import DecodeFirst
+from jaxserve.sched.shortcut import shortened
 from jaxserve.sched.systems import System
 from jaxserve.sched.unified import UnifiedPolicy
 from jaxserve.sched.workload import Workload
@@ -111,7 +111,7 @@ def simulate(
     machines = [
         books.replica(
             SimulatedScheduler(
-                DecodeFirst.of(one) if coast else one,
+                shortened(one) if coast else one,
                 limits,
                 **room,
                 cost_model=cost,

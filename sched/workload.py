@@ -47,6 +47,13 @@ class Lengths:
             raise WorkloadError(f"{count} requests are asked for, of {len(self)} lengths")
         return Lengths(self.prompt_len[:count], self.output_len[:count])
 
+    def within(self, total: int) -> Lengths:
+        """The same with prompts, then outputs cut so that none has more than `total` tokens."""
+        if total < 2:
+            raise WorkloadError(f"a request has at least 2 tokens, got a limit of {total}")
+        prompt = np.minimum(self.prompt_len, total - 1)
+        return Lengths(prompt, np.minimum(self.output_len, total - prompt))
+
 
 @dataclass(frozen=True)
 class Workload:

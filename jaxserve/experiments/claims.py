@@ -1,4 +1,4 @@
-"""What the seven comparisons of `infermax.py` have in common."""
+"""What the comparisons of `infermax.py` and `aptserve.py` have in common."""
 
 from __future__ import annotations
 
@@ -51,6 +51,19 @@ class Section:
     rows: list[Row]
     figures: list[tuple[str, str]]
     notes: list[str]
+
+    def lines(self) -> list[str]:
+        """Of the page."""
+        lines = [f"## {self.title}", "", self.setting, ""]
+        if self.rows:
+            lines += ["| the paper | here | why they differ |", "|---|---|---|"]
+            lines += [f"| {row.claim} | {row.ours} | {row.why} |" for row in self.rows]
+            lines += [""]
+        for note in self.notes:
+            lines += [note, ""]
+        for name, caption in self.figures:
+            lines += [f"![{caption}.](figures/{name})", ""]
+        return lines
 
 
 class Comparison(ABC):

@@ -19,6 +19,13 @@ COLOURS = {
     "rank_org": "#7f7f7f",
     "rank_i": "#d62728",
     "rank_o": "#17becf",
+    "fastgen": "#2ca02c",
+    "aptserve": "#d62728",
+    "aptserve, absorbed": "#9467bd",
+    "aptserve_kv": "#17becf",
+    "aptserve_fcfs": "#7f7f7f",
+    "aptserve_s": "#8c564b",
+    "aptserve, decay 0.4": "#e377c2",
 }
 DASHED = "+ef"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -41,6 +41,11 @@ class Case:
         prompt, output, count = map(int, self.workload[6:].split("x"))
         at_once = max(1, min(count, self.kv_tokens // (prompt + output)))
         return output * count // at_once
+
+    def named(self) -> dict[str, Any]:
+        """A trace without its folder."""
+        switches = dict(self.switches)
+        return {**asdict(self), "workload": Path(self.workload).name, "switches": switches}
 
 
 @dataclass(frozen=True)
@@ -95,48 +100,64 @@ def run(case: Case) -> Numbers:
     )
 
 
-def run_all(cases: Iterable[Case], jobs: int, known: Results | None = None) -> Results:
+class AnyCase(Protocol):
+    """A run that can be done in another process; hashable. cost: a guess of how long it takes;
+    named: what identifies it in a file."""
+
+    @property
+    def cost(self) -> float: ...
+
+    def named(self) -> dict[str, Any]: ...
+
+
+C = TypeVar("C", bound=AnyCase)
+N = TypeVar("N")
+
+
+def run_all(
+    cases: Iterable[C], jobs: int, work: Callable[[C], N], known: Mapping[C, N] | None = None
+) -> dict[C, N]:
     """Every case once, those that are known apart, with a progress bar on stderr."""
     wanted = set(cases)
-    results: Results = {case: n for case, n in (known or {}).items() if case in wanted}
+    results = {case: n for case, n in (known or {}).items() if case in wanted}
     todo = sorted(wanted - set(results), key=lambda case: (-case.cost, str(case)))
     bar = tqdm(total=len(todo), desc="simulations", unit="run", file=sys.stderr)
     with bar:
         if jobs == 1:
             for case in todo:
-                results[case] = run(case)
+                results[case] = work(case)
                 bar.update()
             return results
         with ProcessPoolExecutor(jobs) as pool:
-            futures = {pool.submit(run, case): case for case in todo}
+            futures = {pool.submit(work, case): case for case in todo}
             for future in as_completed(futures):
                 results[futures[future]] = future.result()
                 bar.update()
     return results
 
 
-def dump(results: Results, path: Path) -> None:
-    """The numbers as JSON, one line a run, in a fixed order; a trace without its folder."""
-    rows = [{"case": _named(case), "numbers": asdict(n)} for case, n in results.items()]
+def dump(results: Mapping[C, Any], path: Path) -> None:
+    """The numbers, which are dataclasses, as JSON, one line a run, in a fixed order."""
+    rows = [{"case": case.named(), "numbers": asdict(n)} for case, n in results.items()]
     lines = sorted(json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
-def load(path: Path, cases: Iterable[Case]) -> Results:
-    """Those of the cases that `dump` wrote. ValueError if the file is something else."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        found = {_key(row["case"]): Numbers(**row["numbers"]) for row in rows}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the numbers of an earlier run ({error})") from error
-    keys = {case: _key(_named(case)) for case in cases}
-    return {case: found[key] for case, key in keys.items() if key in found}
+class Known(Generic[N]):
+    """What `dump` wrote. ValueError if the file is something else."""
 
+    def __init__(self, path: Path, numbers: Callable[..., N]) -> None:
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            self._found = {_key(row["case"]): numbers(**row["numbers"]) for row in rows}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not the numbers of an earlier run ({error})") from error
 
-def _named(case: Case) -> dict[str, Any]:
-    switches = dict(case.switches)
-    return {**asdict(case), "workload": Path(case.workload).name, "switches": switches}
+    def of(self, cases: Iterable[C]) -> dict[C, N]:
+        """Those of the cases that are in it."""
+        keys = {case: _key(case.named()) for case in cases}
+        return {case: self._found[key] for case, key in keys.items() if key in self._found}
 
 
 def _key(named: dict[str, Any]) -> str:

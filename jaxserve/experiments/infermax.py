@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxserve.experiments import azure, optimum
 from jaxserve.experiments.claims import QUICK, Comparison, Scale, Section
 from jaxserve.experiments.contention import HighContention, LowContention
-from jaxserve.experiments.grid import Case, dump, load, run_all
+from jaxserve.experiments.grid import Case, Known, Numbers, dump, run, run_all
 from jaxserve.experiments.memory import EvictionFree, MemorySize
 from jaxserve.experiments.ranks import Ranks
 
@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no --azure=PATH: the seventh comparison is left out", file=sys.stderr)
     figures = Path(args.out) / "figures"
     try:
-        known = load(Path(args.numbers), cases) if args.numbers else None
-        results = run_all(cases, args.jobs, known)
+        known = Known(Path(args.numbers), Numbers).of(cases) if args.numbers else None
+        results = run_all(cases, args.jobs, run, known)
         dump(results, figures / "infermax.json")
         instances = optimum.solve_all(scale, args.time_limit, args.jobs)
         sections = [comparison.section(results, figures) for comparison in comparisons]
@@ -79,15 +79,7 @@ def _page(scale: Scale, sections: Sequence[Section], quick: bool) -> str:
         lines += ["**Toy sizes (`--quick`): these numbers say nothing about the claims.**", ""]
     lines += [INTRODUCTION.format(kv_tokens=scale.kv_tokens), ""]
     for section in sections:
-        lines += [f"## {section.title}", "", section.setting, ""]
-        if section.rows:
-            lines += ["| the paper | here | why they differ |", "|---|---|---|"]
-            lines += [f"| {row.claim} | {row.ours} | {row.why} |" for row in section.rows]
-            lines += [""]
-        for note in section.notes:
-            lines += [note, ""]
-        for name, caption in section.figures:
-            lines += [f"![{caption}.](figures/{name})", ""]
+        lines += section.lines()
     return "\n".join(lines).rstrip() + "\n"
 
 

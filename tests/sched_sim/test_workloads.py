@@ -221,3 +221,11 @@ def test_words_make_workloads(tmp_path: Path) -> None:
 def test_wrong_words_are_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(WorkloadError, match=problem):
         WorkloadSpec(**fields).make()  # type: ignore[arg-type]
+
+
+def test_lengths_are_cut_to_a_limit() -> None:
+    lengths = Lengths(np.array([5, 90, 200, 1]), np.array([7, 20, 3, 500])).within(100)
+    np.testing.assert_array_equal(lengths.prompt_len, [5, 90, 99, 1])
+    np.testing.assert_array_equal(lengths.output_len, [7, 10, 1, 99])
+    with pytest.raises(WorkloadError, match="at least 2"):
+        lengths.within(1)
