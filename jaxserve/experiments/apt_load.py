@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ def workload(rate: float, repeat: int, count: int) -> Workload:
     return Workload.of(poisson_arrivals(rate, count, rng), Lengths(prompt, output))
 
 
-def config_of(policy: str) -> Any:
-    config = opt_125m_cpu.get_config()
+def config_of(policy: str, config: Any) -> Any:
+    """The configuration, for serving with this policy from a small pool."""
     config.scheduler.policy = policy
     config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = LONGEST + 1
     config.engine.max_model_len = LONGEST + 1
@@ -75,16 +75,19 @@ def config_of(policy: str) -> Any:
 
 
 def measure(
-    rates: Sequence[float] = RATES, count: int = REQUESTS, repeats: int = REPEATS
+    rates: Sequence[float] = RATES,
+    count: int = REQUESTS,
+    repeats: int = REPEATS,
+    base: Callable[[], Any] = opt_125m_cpu.get_config,
 ) -> list[Load]:
     """On this machine. Repeats go round all policies and rates, so that a disturbance falls on one
-    sample of several."""
+    sample of several. base: the configuration to start from."""
     from jaxserve.engine.build import build_engine
 
     engines: dict[str, Any] = {}
     try:
         for policy in POLICIES:
-            engines[policy] = build_engine(config_of(policy), progress=sys.stderr.isatty())
+            engines[policy] = build_engine(config_of(policy, base()), progress=sys.stderr.isatty())
             engines[policy].start()
             runs.warm_up(EngineTarget(engines[policy]), 8, 32, 16, 0)
         kinds = {policy: _Kinds(engine) for policy, engine in engines.items()}

@@ -47,7 +47,7 @@ def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
 
 
 def test_loads_are_served_and_rendered(tmp_path: Path) -> None:
-    found = apt_load.measure((200.0,), 12, 1, base=few_shapes)
+    found = apt_load.measure((200.0,), 40, 1, base=few_shapes)
     assert [one.policy for one in found] == list(apt_load.POLICIES)
     assert all(0 <= one.attainment <= 1 and one.ttft > 0 for one in found)
     assert [one.hidden_share > 0 for one in found] == [False, False, True]
