@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve import sharding
 from jaxserve.compile_check.case import Case, param_sharding
+from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
+from jaxserve.engine.hidden_options import rotates
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
@@ -65,12 +67,18 @@ def _params(case: Case) -> Any:
     )
 
 
-def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
+def _model(case: Case, *, hidden: bool) -> StepModel:
+    """hidden: with caches of both kinds, read as the engine's auto has it."""
     repeat = case.pool_heads // case.config.num_kv_heads
     mesh = case.mesh if case.shards > 1 else None
+    read = (PROJECTED if rotates(case.family, case.config) else ABSORBED) if hidden else None
+    length = case.config.max_position
+    return StepModel(case.family, case.config, case.backend, mesh, repeat, read, length)
+
+
+def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     pool = _pool(case)
-    model = StepModel(case.family, case.config, case.backend, mesh, repeat)
-    step = make_model_step(model, pool.format)
+    step = make_model_step(_model(case, hidden=layout.hidden), pool.format)
     last_token = _array(case, (layout.slots,), jnp.int32)
     packed = _array(case, (layout.size,), jnp.int32)
     lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
@@ -79,20 +87,28 @@ def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     return lowered
 
 
-def _decode_step(case: Case) -> jax.stages.Lowered:
-    return _step(case, _decode_layout(case))
+def _decode_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
+    return _step(case, _decode_layout(case, hidden=hidden))
 
 
-def _mixed_step(case: Case) -> jax.stages.Lowered:
-    return _step(case, _mixed_layout(case))
+def _mixed_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
+    return _step(case, _mixed_layout(case, hidden=hidden))
 
 
-def _decode_layout(case: Case) -> Layout:
-    return case.buckets.decode(case.sizes.max_rows)
+def _widen(case: Case) -> jax.stages.Lowered:
+    pool, layout = _pool(case), case.buckets.widening()
+    packed = _array(case, (layout.size,), jnp.int32)
+    widen = make_widen(_model(case, hidden=True), pool.format)
+    lowered: jax.stages.Lowered = widen.lower(_params(case), pool, packed, layout=layout)
+    return lowered
 
 
-def _mixed_layout(case: Case) -> Layout:
-    return case.buckets.mixed(case.sizes.max_batch_tokens)
+def _decode_layout(case: Case, *, hidden: bool = False) -> Layout:
+    return case.buckets.decode(case.sizes.max_rows, hidden=hidden)
+
+
+def _mixed_layout(case: Case, *, hidden: bool = False) -> Layout:
+    return case.buckets.mixed(case.sizes.max_batch_tokens, hidden=hidden)
 
 
 def _batch(case: Case, layout: Layout) -> AttentionBatch:
@@ -203,8 +219,11 @@ def _stage_in(case: Case) -> jax.stages.Lowered:
 
 
 PROGRAMS = (
-    Program("decode step", _decode_step, whole=True),
-    Program("prefill and mixed step", _mixed_step, whole=True),
+    Program("decode step", functools.partial(_decode_step, hidden=False), whole=True),
+    Program("prefill and mixed step", functools.partial(_mixed_step, hidden=False), whole=True),
+    Program("hybrid decode step", functools.partial(_decode_step, hidden=True), True, True),
+    Program("hybrid mixed step", functools.partial(_mixed_step, hidden=True), True, True),
+    Program("hidden to KV", _widen, hidden=True, whole=True),
     Program("write", functools.partial(_write, hidden=False)),
     Program("decode attention", functools.partial(_attention, decode=True)),
     Program("prefill attention", functools.partial(_attention, decode=False)),

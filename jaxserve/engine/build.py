@@ -22,7 +22,6 @@ from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.hidden_options import choose_read, given_rho
 from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
@@ -353,8 +352,8 @@ def _hidden_work(
     demand: Demand,
     shards: int,
 ) -> int:
-    gathers = shards > 1 and read == PROJECTED
-    gathered = demand.max_rows * demand.max_model_len if gathers else 0
+    # Chunks of prompts project, however decodes are read.
+    gathered = demand.max_rows * demand.max_model_len if shards > 1 else 0
     widened = buckets.widening().tokens
     return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)
 

@@ -91,9 +91,9 @@ def hidden_workspace(
 ) -> int:
     """Bytes on each device, at most. widened_tokens: whose vectors of all layers are read at once
     when hidden caches become KV; gathered_tokens: whose vectors of one layer every shard needs
-    whole to project them."""
+    whole to project them, twice while they are put together."""
     vector = config.d_model * jnp.dtype(dtype).itemsize
-    return (widened_tokens * config.num_layers + gathered_tokens) * vector
+    return (widened_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:

@@ -41,7 +41,14 @@ from jaxserve.models.layers import (
     table_leaf,
     vocab_logits,
 )
-from jaxserve.models.rope import Rope, angles, rope_from_hf, rotate, stretched_max_position
+from jaxserve.models.rope import (
+    Rope,
+    angle_table,
+    angles,
+    rope_from_hf,
+    rotate,
+    stretched_max_position,
+)
 from jaxserve.sharding import constrain
 
 PREFIX = "model."
@@ -186,9 +193,7 @@ def logits(
 
 def kv_projection(params: LlamaParams, config: LlamaConfig, max_len: int) -> KVProjection:
     """See `jaxserve.models.base.KVProjection`."""
-    with jax.ensure_compile_time_eval():
-        cos, sin = angles(config.rope, config.head_dim, jnp.arange(max_len, dtype=jnp.int32))
-        rotation = jnp.stack([cos[:, 0], sin[:, 0]])
+    rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))
     return KVProjection(_kv_weights(params.layers), config.norm_eps, rotation)
 
 

@@ -135,6 +135,14 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     return (keep * base + (1.0 - keep) * stretched).astype(np.float32)
 
 
+def angle_table(rope: Rope, head_dim: int, max_len: int) -> np.ndarray:
+    """cos and sin of all positions below max_len: float32 [2, max_len, head_dim // 2]. A constant
+    of whatever uses it: on no device, even inside of a jitted function."""
+    positions = np.arange(max_len, dtype=np.float32)
+    phase = positions[:, None] * inverse_frequencies(rope, head_dim)
+    return np.stack([np.cos(phase), np.sin(phase)]) * np.float32(rope.amplitude)
+
+
 def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin for positions [T]: float32 [T, 1, head_dim // 2] each."""
     phase = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(rope, head_dim)
