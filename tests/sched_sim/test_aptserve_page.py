@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxserve.experiments import apt_plan, aptserve
+from jaxserve.experiments.apt_effective import cheapest
 from jaxserve.experiments.apt_setting import MODELS, SLOS, Scale
 from jaxserve.experiments.online import OnlineCase, OnlineNumbers, place_of, run, workload_of
 from jaxserve.sched.systems import system
+from jaxserve.sched.workload import Lengths
 
 DOCS = Path(__file__).parents[2] / "docs"
 PNG = b"\x89PNG"
@@ -108,3 +110,10 @@ def test_plan_times_are_kept(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not the times"):
         apt_plan.load(path, (50,))
+
+
+def test_what_the_cheapest_requests_take() -> None:
+    same = Lengths(np.full(10, 30), np.full(10, 20))
+    assert cheapest(same, 0.6) == pytest.approx(0.6)
+    # 2 x (9 + 1) = 20 and 10 x (3 + 5) = 80 of 100: the shorter prompt is the dearer request.
+    assert cheapest(Lengths(np.array([9, 3]), np.array([2, 10])), 0.5) == pytest.approx(0.2)
