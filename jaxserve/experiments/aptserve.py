@@ -1,12 +1,15 @@
 """Makes docs/aptserve.md: what Apt-Serve (SIGMOD 2025) claims, and what the simulator says.
 
     python -m jaxserve.experiments.aptserve
+    python -m jaxserve.experiments.aptserve --measure=steps,load
     python -m jaxserve.experiments.aptserve --numbers=docs/figures/aptserve.json
     python -m jaxserve.experiments.aptserve --quick --out=/some/folder
 
 Every number and figure on the page comes from the runs of this command, on all cores. --numbers
 takes what an earlier run has simulated, and the plans' times beside it, from there and runs only
-what is missing: after a change of a text, say. --quick runs toy sizes that say nothing about the
+what is missing: after a change of a text, say. --measure runs the engine itself on this machine,
+which should have nothing else to do: `steps` times decode steps by cache (minutes), `load` serves
+(a quarter of an hour); what is not asked for is shown as it was measured last. --quick runs toy sizes that say nothing about the
 claims.
 """
 
@@ -14,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.experiments import apt_plan
+from jaxserve.experiments import apt_load, apt_plan, apt_steps
 from jaxserve.experiments.apt_effective import Absorbed, Effective
 from jaxserve.experiments.apt_general import Chunked, LongContexts
 from jaxserve.experiments.apt_latency import Latencies
@@ -58,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         apt_plan.dump(times, figures / TIMES)
         sections = [part.section(results, figures) for part in parts]
         sections.insert(PLAN_AT, apt_plan.section(scale, times))
+        sections += _measured(args.measure, figures, args.numbers)
     except (ValueError, OSError) as error:
         print(f"jaxserve.experiments.aptserve: {error}", file=sys.stderr)
         return 1
@@ -67,6 +72,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     page.write_text(_page(scale, sections, quick=args.quick), encoding="utf-8")
     print(f"wrote {page}, its numbers and {sum(len(s.figures) for s in sections)} figures")
     return 0
+
+
+def _measured(wanted: Sequence[str], figures: Path, numbers: str) -> list[Section]:
+    """The sections on the engine itself. wanted: what to measure now; the rest is as it was
+    measured last, beside the numbers of the earlier run if there is one."""
+    if "steps" in wanted:
+        apt_steps.dump(apt_steps.measure(), figures / apt_steps.FILE_NAME)
+    if "load" in wanted:
+        apt_load.dump(apt_load.measure(), figures / apt_load.FILE_NAME)
+    for name in (apt_steps.FILE_NAME, apt_load.FILE_NAME):
+        earlier = Path(numbers).with_name(name)
+        if numbers and earlier.exists() and not (figures / name).exists():
+            shutil.copy(earlier, figures / name)
+    first = len(PARTS) + 2
+    return [
+        apt_steps.section(figures / apt_steps.FILE_NAME, first),
+        apt_load.section(figures / apt_load.FILE_NAME, figures, first + 1),
+    ]
+
+
+def _measurements(text: str) -> list[str]:
+    """Of --measure."""
+    names = [name for name in text.split(",") if name]
+    if unknown := set(names) - {"steps", "load"}:
+        raise argparse.ArgumentTypeError(f"steps, load or both, not {', '.join(sorted(unknown))}")
+    return names
 
 
 def simulate_all(
@@ -150,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")
     add("--numbers", metavar="PATH", default="", help="aptserve.json of an earlier run")
+    add("--measure", type=_measurements, default=[], help="steps, load or both: run the engine")
     add("--quick", action="store_true", help="toy sizes, for the test")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     return parser
