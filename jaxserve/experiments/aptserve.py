@@ -8,9 +8,9 @@
 Every number and figure on the page comes from the runs of this command, on all cores. --numbers
 takes what an earlier run has simulated, and the plans' times beside it, from there and runs only
 what is missing: after a change of a text, say. --measure runs the engine itself on this machine,
-which should have nothing else to do: `steps` times decode steps by cache (minutes), `load` serves
-(a quarter of an hour); what is not asked for is shown as it was measured last. --quick runs toy sizes that say nothing about the
-claims.
+which should have nothing else to do: `steps` times decode steps by cache, `load` serves, for about
+a quarter of an hour in all; what is not asked for is shown as it was measured last. --quick runs
+toy sizes that say nothing about the claims.
 """
 
 from __future__ import annotations
