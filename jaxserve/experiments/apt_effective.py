@@ -86,7 +86,7 @@ class Panels(Lines):
             [self.panel(results, model, data, names) for model in self.scale.models]
             for data in self.scale.data_sets
         ]
-        chart(path, charts, "requests/s")
+        chart(path, charts, "requests/s", dpi=95)
 
 
 class Effective(Panels):
