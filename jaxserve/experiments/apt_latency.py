@@ -67,13 +67,14 @@ class Latencies(Part):
                         for system in SWITCHES
                     },
                     log_y=False,
+                    markers=False,
                 )
                 for data in self.scale.data_sets
             ]
             for read in READS
             for label, quantiles in (("TTFT", "ttft_quantiles"), ("P99 TBT", "tbt_quantiles"))
         ]
-        chart(path, panels, "seconds")
+        chart(path, panels, "seconds", dpi=95)
 
     def rows(self, found: Found) -> list[Row]:
         def each(system: str) -> str:

@@ -219,8 +219,23 @@ class Ablations(Part):
                 "adaptive scheduling attains 36.2 to 86.4 points more than FCFS",
                 f"projected: {points(PROJECTED, FCFS)}. Absorbed: "
                 f"{points(ABSORBED, FCFS_ABSORBED)}",
+                self.eager(results),
             ),
         ]
+
+    def eager(self, results: OnlineResults) -> str:
+        """Why FCFS suffers from projecting."""
+        data, rate, cv = next(self.settings())
+
+        def of(system: str) -> str:
+            n = results[self.of(system, data, rate, cv)]
+            return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms a step"
+
+        return (
+            "First come, first served takes a hidden cache whenever K and V do not fit, at any "
+            f"price ({LABELS[data]}, {rate:g}/s, CV {cv}: {of(FCFS)}; absorbed "
+            f"{of(FCFS_ABSORBED)})."
+        )
 
     def dear(self) -> str:
         """What a projected hidden cache costs."""
@@ -268,9 +283,15 @@ class Ablations(Part):
         return (
             "`aptserve` if a projected token cost less than we derive: attainment in percent, the "
             "share of a batch's requests with hidden caches, and the mean step. From there on the "
-            f"hybrid cache attains as much as K and V only: {enough}.\n\n"
+            f"hybrid cache attains as much as K and V only: {enough}. Below x {self._equal():.3g} "
+            "a hidden token is cheaper to read than its K and V.\n\n"
             + table(["CV 1", "K and V only", *heads], rows)
         )
+
+    def _equal(self) -> float:
+        """The factor with which a hidden token costs what its K and V do."""
+        k = place_of(self.of(PROJECTED, "longbench", 1.0, 1)).cost_model.coefficients
+        return k.decode_kv / k.hidden_token
 
     def _breaks_even(self, results: OnlineResults, data: str, rate: float) -> str:
         """The largest factor from which on, downwards, the hybrid cache is no worse."""

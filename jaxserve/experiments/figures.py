@@ -28,19 +28,24 @@ COLOURS = {
     "aptserve, decay 0.4": "#e377c2",
 }
 DASHED = "+ef"
+DPI = 110
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: lines of (x, y) by policy; a missing y is left out. A title, and what y is."""
+    """One chart: lines of (x, y) by policy; a missing y is left out. A title, and what y is.
+    markers: on every point."""
 
     title: str
     y_label: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     log_y: bool = True
+    markers: bool = True
 
 
-def chart(path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str) -> None:
+def chart(
+    path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str, dpi: int = DPI
+) -> None:
     """A grid of charts with one legend; None leaves a place empty. Eviction-free variants are
     dashed. Lines that coincide stay visible: the later, the thinner."""
     from matplotlib.figure import Figure
@@ -58,7 +63,7 @@ def chart(path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str) ->
             if i == rows - 1:
                 place.set_xlabel(x_label, fontsize=8)
     figure.legend(known.values(), known.keys(), ncols=6, loc="outside lower center", fontsize=8)
-    save(figure, path)
+    save(figure, path, dpi)
 
 
 def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
             x,
             y,
             color=COLOURS[name.removesuffix(DASHED)],
-            marker=".",
+            marker="." if panel.markers else None,
             markersize=max(3.0, 8.0 - 1.2 * number),
             linewidth=max(0.9, 2.4 - 0.35 * number),
             linestyle="--" if name.endswith(DASHED) else "-",
@@ -102,7 +107,7 @@ def bars(path: Path, names: Sequence[str], values: Sequence[float], y_label: str
     save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the library's version in it, the same numbers give the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
