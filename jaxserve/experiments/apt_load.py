@@ -78,6 +78,7 @@ def measure(
     rates: Sequence[float] = RATES,
     count: int = REQUESTS,
     repeats: int = REPEATS,
+    policies: Sequence[str] = POLICIES,
     base: Callable[[], Any] = opt_125m_cpu.get_config,
 ) -> list[Load]:
     """On this machine. Repeats go round all policies and rates, so that a disturbance falls on one
@@ -86,12 +87,12 @@ def measure(
 
     engines: dict[str, Any] = {}
     try:
-        for policy in POLICIES:
+        for policy in policies:
             engines[policy] = build_engine(config_of(policy, base()), progress=sys.stderr.isatty())
             engines[policy].start()
             runs.warm_up(EngineTarget(engines[policy]), 8, 32, 16, 0)
         kinds = {policy: _Kinds(engine) for policy, engine in engines.items()}
-        wanted = [(n, rate, p) for n in range(repeats) for rate in rates for p in POLICIES]
+        wanted = [(n, rate, p) for n in range(repeats) for rate in rates for p in policies]
         shown = tqdm(wanted, desc="serving", unit="load", disable=not sys.stderr.isatty())
         return [_one(engines[p], kinds[p], p, rate, n, count) for n, rate, p in shown]
     finally:

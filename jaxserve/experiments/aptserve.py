@@ -81,9 +81,9 @@ def _measured(wanted: Sequence[str], figures: Path, numbers: str) -> list[Sectio
         apt_steps.dump(apt_steps.measure(), figures / apt_steps.FILE_NAME)
     if "load" in wanted:
         apt_load.dump(apt_load.measure(), figures / apt_load.FILE_NAME)
-    for name in (apt_steps.FILE_NAME, apt_load.FILE_NAME):
+    for name in (apt_steps.FILE_NAME, apt_load.FILE_NAME) if numbers else ():
         earlier = Path(numbers).with_name(name)
-        if numbers and earlier.exists() and not (figures / name).exists():
+        if earlier.exists() and not (figures / name).exists():
             shutil.copy(earlier, figures / name)
     first = len(PARTS) + 2
     return [

@@ -48,12 +48,10 @@ def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
 
 
 def test_loads_are_served_and_rendered(tmp_path: Path) -> None:
-    found = apt_load.measure((200.0,), 40, 1, base=few_shapes)
-    assert [one.policy for one in found] == list(apt_load.POLICIES)
-    assert all(0 <= one.attainment <= 1 and one.ttft > 0 for one in found)
-    # Whether there are hidden caches depends on rho as measured; where, it does not.
-    assert [one.hidden_share for one in found[:2]] == [0.0, 0.0]
-    assert 0 <= found[2].hidden_share <= 1
+    found = apt_load.measure((200.0,), 40, 1, ("aptserve",), few_shapes)
+    (one,) = found
+    assert one.policy == "aptserve" and one.ttft > 0
+    assert 0 <= one.attainment <= 1 and 0 <= one.hidden_share <= 1
     path = tmp_path / apt_load.FILE_NAME
     apt_load.dump(found, path)
     text = "\n".join(apt_load.section(path, tmp_path, 9).lines())

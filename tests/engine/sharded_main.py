@@ -1,6 +1,7 @@
 """Run by test_sharded.py in a process of its own with 8 virtual devices: serves the same requests
 on 1, 2 and 4 shards and prints tokens and log-probabilities as JSON. "mixed" as the last argument:
-in caches of both kinds, for which Llama gets as many KV heads as heads."""
+KV caches on one shard against caches of both kinds on several, for which Llama gets as many KV
+heads as heads."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests.engine import mixed_caches  # noqa: F401, registers its policies
+from jaxserve.engine import build
+from tests.engine import mixed_caches
 from tests.engine.harness import SHAPES, engine, send, write_shape
 
 PROMPTS = [[5, 9, 4], [7] * 21, [11, 3, 8, 60, 61, 62, 63], list(range(3, 33))]
@@ -16,10 +18,11 @@ PROMPTS = [[5, 9, 4], [7] * 21, [11, 3, 8, 60, 61, 62, 63], list(range(3, 33))]
 
 def main(folder: Path, family: str, mixed: bool) -> None:
     SHAPES[family]["vocab_size"] = 97  # no multiple of the shards
-    fields = {}
+    hybrid = {}
     if mixed:
         SHAPES["llama"]["num_key_value_heads"] = 4
-        fields = {"scheduler__policy": "mixed_chunks", "cache__rho": "0"}
+        build.make_policy = mixed_caches.make
+        hybrid = {"scheduler__policy": "mixed_chunks", "cache__rho": "0"}
     path = write_shape(folder, family)
     report = {}
     for shards in (1, 4) if mixed else (1, 2, 4):  # compiling for several takes long
@@ -31,7 +34,7 @@ def main(folder: Path, family: str, mixed: bool) -> None:
             engine__token_buckets=(16,),
             scheduler__max_batch_tokens=16,
             scheduler__max_rows=4,
-            **fields,
+            **(hybrid if shards > 1 else {}),
         ) as running:
             streams = [
                 send(running, p, max_tokens=12, logprobs=20, ignore_eos=True)[1] for p in PROMPTS
@@ -43,7 +46,7 @@ def main(folder: Path, family: str, mixed: bool) -> None:
                 }
                 for stream in streams
             ]
-            if mixed:
+            if mixed and shards > 1:
                 seen = running._scheduler.policy.seen  # type: ignore[attr-defined]
                 assert seen.mixed and seen.projected, seen
     print(json.dumps(report))

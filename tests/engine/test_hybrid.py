@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden_options import choose_read
-from jaxserve.sched.policy import make_policy
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
 from tests.engine.harness import SHAPES, engine, generate, send
@@ -30,8 +30,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # model, how its hidden caches are read
 CASES = [("opt", "absorbed"), ("opt", "projected")]
-CASES += [(name, "projected") for name in ("llama", "qwen3", "windowed")]
+CASES += [(name, "projected") for name in ("qwen3", "windowed")]
 SCARCE = {"cache__num_blocks": 36}
+
+
+@pytest.fixture(autouse=True)
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "make_policy", mixed_caches.make)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +96,12 @@ def test_both_kinds_at_once(
     assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
 
 
-@pytest.mark.parametrize(("model", "read"), [("opt", "absorbed"), ("llama", "projected")])
 @pytest.mark.parametrize(
-    "fields",
-    [SCARCE, {"cache__block_size": 16, "engine__overlap": False}],
+    ("model", "read", "fields"),
+    [
+        ("opt", "absorbed", SCARCE),
+        ("llama", "projected", {"cache__block_size": 16, "engine__overlap": False}),
+    ],
     ids=["preempted", "blocks of 16 without overlap"],
 )
 def test_whole_prompts(
@@ -129,7 +136,7 @@ def test_grouped_queries_keep_kv_and_it_is_said(
 ) -> None:
     family, config, _ = load_config(str(shapes["llama"]))
     with caplog.at_level(logging.WARNING):
-        assert choose_read("auto", CHUNKS, make_policy(CHUNKS), family, config) is None
+        assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), family, config) is None
     (said,) = caplog.records
     assert "no hidden caches, all are KV" in said.getMessage()
     assert "no fewer than the 32 of K and V" in said.getMessage()

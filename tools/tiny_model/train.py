@@ -93,8 +93,11 @@ def loss_fn(
     one_row = causal_attend(config)
 
     def attend(carry: Carry, layer: jax.Array, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
-        split = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[1:]), inputs)
-        mixed = jax.vmap(lambda row: one_row(carry, layer, row)[1])(split)
+        def one(*row: jax.Array) -> jax.Array:
+            return one_row(carry, layer, AttentionInput(*row, inputs.weights))[1]
+
+        of_tokens = (inputs.q, inputs.k, inputs.v, inputs.x)
+        mixed = jax.vmap(one)(*(a.reshape(rows, length, *a.shape[1:]) for a in of_tokens))
         return carry, mixed.reshape(inputs.q.shape)
 
     inputs, targets = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
