@@ -68,12 +68,10 @@ def step(soft_cap: float | None, *, shared: bool = False, axis_name: str | None 
         weights = jnp.exp(scores - peak)
         fade = jnp.exp(state.peak - peak)
         total = state.total * fade + weights.sum(axis=-1, keepdims=True)
-        weights = weights.astype(v.dtype)
         if shared:
             weights = jnp.broadcast_to(weights, (*v.shape[:2], *weights.shape[2:]))
-        out = lax.dot_general(
-            weights, v, (((3,), (2,)), BATCH_AND_HEAD), preferred_element_type=jnp.float32
-        )
+        # Weights of 16 bits would lose as much again as the inputs have lost.
+        out = lax.dot_general(weights, v.astype(jnp.float32), (((3,), (2,)), BATCH_AND_HEAD))
         return Softmax(peak, total, state.acc * fade + out)
 
     return add

@@ -43,6 +43,7 @@ class StepTimes:
 def measure(
     rows: Sequence[int] = ROWS,
     tokens: Sequence[int] = TOKENS,
+    reads: Sequence[str] = READS,
     base: Callable[[], Any] = opt_125m_cpu.get_config,
 ) -> list[StepTimes]:
     """On this machine; an engine for either way of reading. base: the configuration to start
@@ -51,7 +52,7 @@ def measure(
     from jaxserve.engine.build import build_engine
 
     found = []
-    for read in READS:
+    for read in reads:
         engine = build_engine(_config(base(), read, rows, tokens), progress=False)
         timer = StepTimer(engine._executor)
         for count in rows:

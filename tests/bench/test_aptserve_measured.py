@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ def few_shapes() -> ConfigDict:
 
 
 def test_steps_are_measured_and_rendered(tmp_path: Path) -> None:
-    found = apt_steps.measure((2,), (8, 30), base=few_shapes)
+    found = apt_steps.measure((2,), (8, 30), ("absorbed",), few_shapes)
     assert [(one.read, one.rows, one.tokens) for one in found] == [
-        (read, rows, tokens) for read in apt_steps.READS for rows in (2,) for tokens in (8, 30)
+        ("absorbed", 2, 8),
+        ("absorbed", 2, 30),
     ]
     assert all(0 < one.kv < 10 and 0 < one.hidden < 10 for one in found)
     path = tmp_path / apt_steps.FILE_NAME
-    apt_steps.dump(found, path)
+    apt_steps.dump([*found, *(replace(one, read="projected") for one in found)], path)
     assert "| 2 | 30 |" in "\n".join(apt_steps.section(path, 8).lines())
 
 
