@@ -150,9 +150,7 @@ def _choose(config: ConfigDict) -> _Choices:
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
-        hidden_work=0
-        if read is None
-        else _hidden_work(model, dtype, read, buckets, demand, tensor),
+        hidden_work=_hidden_work(model, dtype, buckets, demand, tensor),
     )
     repeat = pool_heads // model.num_kv_heads
     step_model = StepModel(family, model, backend, mesh, repeat, read, max_model_len)
@@ -345,13 +343,10 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
 
 
 def _hidden_work(
-    model: ModelConfig,
-    dtype: jnp.dtype,
-    read: str,
-    buckets: Buckets,
-    demand: Demand,
-    shards: int,
+    model: ModelConfig, dtype: jnp.dtype, buckets: Buckets, demand: Demand, shards: int
 ) -> int:
+    if not buckets.hybrid:
+        return 0
     # Chunks of prompts project, however decodes are read.
     gathered = demand.max_rows * demand.max_model_len if shards > 1 else 0
     widened = buckets.widening().tokens
