@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.sharding import TENSOR
+from jaxserve.models.sharding import TENSOR
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
 from jaxserve.weights.config import DTYPES
 from jaxserve.weights.orbax_io import save_orbax

@@ -23,13 +23,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.sched.optimal import OBJECTIVES, OptimalError, Problem, Solution, solve
+from jaxserve.sched.optimal.replay import ReplayError, Schedule
+from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.replay import ReplayError, Schedule
-from jaxserve.sched.simulator import RULES, policy_under
-from jaxserve.sched.specs import WorkloadSpec
-from jaxserve.sched.systems import UnknownSystem, system
-from jaxserve.sched.workload import WorkloadError
+from jaxserve.sched.simulation.simulator import RULES, policy_under
+from jaxserve.sched.simulation.systems import UnknownSystem, system
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.workload import WorkloadError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def _improved() -> Callable[[float, float], None]:
 def _picture(
     args: argparse.Namespace, problem: Problem, found: Solution, start: Schedule | None
 ) -> None:
-    from jaxserve import schedule_view
+    from jaxserve.figures import schedule_view
 
     assert found.replay is not None and found.objective is not None
     panels = [(f"{found.status}: {problem.objective} {found.objective * 1e3:.2f} ms", found.replay)]
@@ -120,7 +120,7 @@ def _text(problem: Problem, found: Solution) -> str:
     if found.objective is not None and found.replay is not None and found.schedule is not None:
         lines[0] += f": {problem.objective} {found.objective * 1e3:.4f} ms"
         lines += [
-            f"  {len(found.schedule)} batches, {found.schedule.evictions} evictions, latency "
+            f"  {len(found.schedule)} batches, {found.schedule.preemptions} preemptions, latency "
             f"{found.replay.latency * 1e3:.4f} ms, mean TTFT {found.replay.mean_ttft * 1e3:.4f} ms"
         ]
     if found.bound is not None:
@@ -136,11 +136,11 @@ def _text(problem: Problem, found: Solution) -> str:
 
 def _json(problem: Problem, found: Solution) -> dict[str, Any]:
     """batches: per batch its start and duration, the tokens that each request computes, by the
-    request's number, and who is evicted."""
+    request's number, and who is preempted."""
     batches = []
     if found.replay is not None and found.schedule is not None:
-        for j, (tokens, evict) in enumerate(
-            zip(found.schedule.tokens, found.schedule.evict, strict=True)
+        for j, (tokens, preempt) in enumerate(
+            zip(found.schedule.tokens, found.schedule.preempt, strict=True)
         ):
             batches.append(
                 {
@@ -148,7 +148,7 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
                     "duration_s": float(found.replay.duration[j]),
                     "kv_used": int(found.replay.kv_used[j]),
                     "tokens": {str(i): int(tokens[i]) for i in tokens.nonzero()[0].tolist()},
-                    "evicted": evict.nonzero()[0].tolist(),
+                    "preempted": preempt.nonzero()[0].tolist(),
                 }
             )
     played = found.replay
@@ -162,7 +162,7 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
         "makespan_s": None if played is None else played.makespan,
         "mean_ttft_s": None if played is None else played.mean_ttft,
         "num_batches": len(batches),
-        "num_evictions": None if found.schedule is None else found.schedule.evictions,
+        "num_preemptions": None if found.schedule is None else found.schedule.preemptions,
         "max_batches": found.max_batches,
         "all_batches": found.all_batches,
         "unit_s": found.unit,

@@ -34,7 +34,7 @@ from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams, Tier
-from jaxserve.sched.systems import System
+from jaxserve.sched.simulation.systems import System
 from jaxserve.server import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
@@ -44,11 +44,11 @@ GAP_STEPS = 60
 
 
 def shapes(
-    padding: Padding, max_rows: int, max_prefill: int, max_len: int, hybrid: bool = False
+    padding: Padding, max_rows: int, max_prefill: int, max_len: int, hidden: bool = False
 ) -> list[Shape]:
     """What to measure: every row bucket at four context lengths, every token bucket as one chunk
     and as several after different contexts, and chunks beside decodes. None is longer than
-    max_len tokens in a row or max_prefill in a batch. hybrid: those that read a cache, once more
+    max_len tokens in a row or max_prefill in a batch. hidden: those that read a cache, once more
     with hidden ones."""
     found = []
     most = max(1, int(0.9 * max_len))
@@ -73,7 +73,7 @@ def shapes(
             if rows > 0 and count > 1:
                 found.append(Shape((quarter,) * rows, ((count, 0),)))
                 found.append(Shape((half,) * rows, ((count, min(quarter, max_len - count)),)))
-    if hybrid:
+    if hidden:
         reading = [shape for shape in found if shape.contexts.any()]
         found += [dataclasses.replace(shape, hidden=True) for shape in reading]
     return list(dict.fromkeys(found))
@@ -92,7 +92,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
         limits.max_rows,
         limits.max_prefill_tokens,
         min(info.max_model_len, info.pool_tokens),
-        hybrid=info.hidden_read is not None,
+        hidden=info.hidden_read is not None,
     )
     taken: list[list[float]] = [[] for _ in wanted]
     begin = time.perf_counter()

@@ -26,15 +26,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.sched import simulator
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import make_policy
 from jaxserve.sched.request import SLO, InvalidRequest
-from jaxserve.sched.results import SimulationResult, write_table
-from jaxserve.sched.simulator import SimulationError
-from jaxserve.sched.specs import ARRIVALS, WorkloadSpec
-from jaxserve.sched.systems import HIDDEN_READS, UnknownSystem, system
-from jaxserve.sched.workload import WorkloadError
+from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.results import SimulationResult, write_table
+from jaxserve.sched.simulation.simulator import SimulationError
+from jaxserve.sched.simulation.systems import HIDDEN_READS, UnknownSystem, system
+from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
+from jaxserve.sched.workloads.workload import WorkloadError
 
 REFUSED = (
     SimulationError,
@@ -237,7 +237,7 @@ def _write(
                 name = name.with_stem(f"{name.stem}-{number}")
             write_table(table(result), name)
     if args.plots:
-        from jaxserve import plots  # matplotlib takes a second
+        from jaxserve.figures import plots  # matplotlib takes a second
 
         for figure in plots.draw_all(Path(args.plots), summaries, results, args.views):
             print(f"wrote {figure}", file=sys.stderr)
@@ -252,7 +252,7 @@ _COLUMNS = {
     "mean_ttft_s": ("TTFT, s", "{:.4f}"),
     "mean_tpot_s": ("TPOT, s", "{:.5f}"),
     "num_batches": ("batches", "{}"),
-    "num_evictions": ("evictions", "{}"),
+    "num_preemptions": ("preemptions", "{}"),
     "slo_attainment": ("SLO", "{:.1%}"),
 }
 

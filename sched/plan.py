@@ -18,7 +18,7 @@ class BatchPlan:
     rows [n]: table rows, single-token ones first. num_tokens [n]: how many of its pending tokens
     each computes now. reserve [n]: cache tokens to have room for afterwards (at least computed +
     num_tokens; more where a policy allocates ahead, as Sarathi does for a whole prompt).
-    kinds [n]: `CacheKind` of each row. evict: rows that lose their cache and wait again; they are
+    kinds [n]: `CacheKind` of each row. preempt: rows that lose their cache and wait again; they are
     recomputed when next scheduled (InferMax section 2.2, "refill"). project: those of `rows` that
     hold hidden blocks and are planned as KV: their cached vectors become K and V in place before
     the step, with nothing recomputed.
@@ -28,7 +28,7 @@ class BatchPlan:
     num_tokens: np.ndarray = field(default_factory=_none)
     reserve: np.ndarray = field(default_factory=_none)
     kinds: np.ndarray = field(default_factory=_none)
-    evict: np.ndarray = field(default_factory=_none)
+    preempt: np.ndarray = field(default_factory=_none)
     project: np.ndarray = field(default_factory=_none)
 
     def __len__(self) -> int:

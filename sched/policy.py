@@ -155,10 +155,10 @@ def register_variant(suffix: str, summary: str, source: str) -> Callable[[_Chang
 
 def policies() -> dict[str, PolicyEntry]:
     """Every registered policy by name, without variants; imports the files in
-    `sched/policies/`."""
+    `sched/policies/` and its folders."""
     package = importlib.import_module("jaxserve.sched.policies")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
     return dict(sorted(_REGISTRY.items()))
 
 

@@ -46,7 +46,7 @@ class Scheduler:
         self.table = RequestTable(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)
         self.view = View(self.table, self.pool, limits, cost_model, seed, rho)
-        self.evictions = 0
+        self.preemptions = 0
         self._served = 0
 
     def add(self, request: Request) -> int:
@@ -61,8 +61,8 @@ class Scheduler:
         plan = self.policy.plan(self.view, now)
         self._check(plan)
         table, rows = self.table, plan.rows
-        if len(plan.evict):
-            self._evict(plan.evict)
+        if len(plan.preempt):
+            self._preempt(plan.preempt)
         starts = np.flatnonzero(table.state[rows] == WAITING)
         if len(starts):
             for i in starts.tolist():
@@ -74,13 +74,13 @@ class Scheduler:
             table.kind[plan.project] = CacheKind.KV
         self.pool.grow_all(rows, plan.reserve)
         table.computed[rows] += plan.num_tokens
-        table.served[rows] = np.arange(self._served, self._served + len(rows))
+        table.last_batch_order[rows] = np.arange(self._served, self._served + len(rows))
         self._served += len(rows)
         emits = table.pending(rows) == 0
         table.generated[rows] += emits
         return plan, emits
 
-    def settle(self, plan: BatchPlan) -> np.ndarray:
+    def release_finished(self, plan: BatchPlan) -> np.ndarray:
         """Frees the blocks of the plan's requests that need no further step, and returns their
         rows. Called once the step is launched: later steps run after it, so the blocks can go to
         others at once."""
@@ -106,15 +106,15 @@ class Scheduler:
             self.table.output_lengths.add(int(self.table.received[row]))
         self.table.remove(row)
 
-    def _evict(self, rows: np.ndarray) -> None:
+    def _preempt(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
             self.pool.release(row)
         table, count = self.table, len(rows)
         table.computed[rows] = 0
         table.preemptions[rows] += 1
-        table.evicted[rows] = np.arange(self.evictions + 1, self.evictions + count + 1)
+        table.preempted_order[rows] = np.arange(self.preemptions + 1, self.preemptions + count + 1)
         table.move(rows, WAITING)
-        self.evictions += count
+        self.preemptions += count
 
     def _check(self, plan: BatchPlan) -> None:
         table, limits, rows, tokens = self.table, self.view.limits, plan.rows, plan.num_tokens
@@ -122,13 +122,13 @@ class Scheduler:
         waiting, running = state == WAITING, state == RUNNING
         holders = len(table.in_state(RUNNING)) + int(np.count_nonzero(waiting))
         free = self.pool.num_free
-        if len(plan.evict):
-            _demand(_different(plan.evict, table.capacity), "a row is evicted twice")
-            _demand(not np.isin(rows, plan.evict).any(), "a row is planned and evicted")
-            cached = table.state[plan.evict] == RUNNING
-            _demand(cached.all(), "a row without cache is evicted")
-            holders -= len(plan.evict)
-            free += sum(self.pool.returned_by(row) for row in plan.evict.tolist())
+        if len(plan.preempt):
+            _demand(_different(plan.preempt, table.capacity), "a row is preempted twice")
+            _demand(not np.isin(rows, plan.preempt).any(), "a row is planned and preempted")
+            cached = table.state[plan.preempt] == RUNNING
+            _demand(cached.all(), "a row without cache is preempted")
+            holders -= len(plan.preempt)
+            free += sum(self.pool.returned_by(row) for row in plan.preempt.tolist())
         _demand(_different(rows, table.capacity), "a row is planned twice")
         _demand((waiting | running).all(), "a row that has nothing to compute is planned")
         _demand((np.diff((tokens == 1).astype(np.int8)) <= 0).all(), "chunks before single tokens")
@@ -150,7 +150,7 @@ class Scheduler:
             "rows that go from hidden to KV are not those to be projected",
         )
         same_kind = (table.kind[rows] == plan.kinds) | waiting | widens
-        _demand(same_kind.all(), "a KV cache becomes hidden without being evicted")
+        _demand(same_kind.all(), "a KV cache becomes hidden without being preempted")
 
 
 def _different(rows: np.ndarray, capacity: int) -> bool:

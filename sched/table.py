@@ -3,7 +3,7 @@
 A policy ranks thousands of requests with array operations; nothing here is per object.
 Tokens are counted in three numbers: `prompt_len + generated` are known, `computed` of them are in
 the cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after an
-eviction and a decode are all "compute the next c of the pending tokens".
+preemption and a decode are all "compute the next c of the pending tokens".
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class RequestTable:
         self.capacity = capacity
         self.state = np.zeros(capacity, np.int8)
         self.seq = np.zeros(capacity, np.int64)  # order of arrival
-        self.served = np.zeros(capacity, np.int64)  # order of the last times in a batch
-        self.evicted = np.zeros(capacity, np.int64)  # number of its last eviction, 0 for none
+        self.last_batch_order = np.zeros(capacity, np.int64)  # order of the last times in a batch
+        self.preempted_order = np.zeros(capacity, np.int64)  # of its last preemption, from 1
         self.arrival = np.zeros(capacity)
         self.last_token = np.zeros(capacity)
         self.prompt_len = np.zeros(capacity, np.int64)
@@ -112,7 +112,7 @@ class RequestTable:
         self.max_tokens[row] = request.sampling.max_tokens
         for column in (self.generated, self.received, self.computed, self.preemptions, self.kind):
             column[row] = 0
-        self.served[row] = self.evicted[row] = 0
+        self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):
             column[row] = np.inf if target is None else target

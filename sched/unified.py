@@ -1,7 +1,8 @@
 """InferMax Algorithm 1: one scheduler from whose parameters the known ones come (section 3.1).
 
-Order and group the requests (1), skip those whose phase does not match the batch unless hybrid
-batching is on (2), check C, P and M (3), and on a lack of M evict lower-priority requests (4).
+Order and group the requests (1), skip those whose phase does not match the batch unless
+hybrid batching is on (2), check C, P and M (3), and on a lack of M preempt those of
+lower priority (4).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.sched.batch_budget import BatchBudget, Candidates
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View, register_variant
 from jaxserve.sched.table import RUNNING, WAITING, RequestTable
-from jaxserve.sched.trial import Candidates, Trial
 
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
@@ -25,8 +26,8 @@ Key = Callable[[View, np.ndarray, float], Sequence[np.ndarray]]
 
 
 class Phase(enum.Flag):
-    """WAITING holds no cache: it starts, or is refilled after an eviction. PREFILL is in the middle
-    of that. DECODE has all but its newest token in the cache."""
+    """WAITING holds no cache: it starts, or is refilled after a preemption. PREFILL is in the
+    middle of that. DECODE has all but its newest token in the cache."""
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
@@ -47,13 +48,13 @@ class Reserve(enum.Enum):
 class Group:
     """Requests in some phases, considered one after the other in the policy's order.
 
-    evicts: on a lack of memory (or of a slot to hold cache in), evict running requests of lower
+    preempts: on a lack of memory (or of a slot to hold cache in), preempt running requests of lower
     priority, a running candidate itself last. Otherwise, and if that is not enough, no further
     request starts in this step: head-of-line blocking.
     """
 
     phases: Phase
-    evicts: bool = False
+    preempts: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,23 @@ class Ranking:
 
 @dataclass(frozen=True)
 class UnifiedPolicy:
-    """groups: in order of priority. hybrid: prefills and decodes may share a batch. chunked: a
+    """groups: in order of priority. mixed_batches: prefills and decodes may share one. chunked: a
     prefill may be cut to what C and P leave.
 
     full_prefill: P = C, whatever the limits say. reserve: memory for a request that starts.
     watermark: fraction of the pool that a start leaves free while others run, so that the next
-    decodes do not evict at once. max_rows: requests that hold cache, where that is the policy's
+    decodes do not preempt at once. max_rows: requests that hold cache, where that is the policy's
     own limit.
 
     key: view, rows, now -> arrays by which to order requests, smallest first, the most significant
     array first; ties, or all if there is no key, by arrival. Groups are gone through, and victims
     chosen, in this one order. requeue: instead of by arrival alone, as InferMax's own simulator
-    does: an evicted request goes to the head of the waiting, and those running that arrived at the
+    does: a preempted request goes to the head of the waiting, and those running that arrived at the
     same time are in the order of their last batches.
     """
 
     groups: tuple[Group, ...]
-    hybrid: bool
+    mixed_batches: bool
     chunked: bool
     full_prefill: bool = False
     reserve: Reserve = Reserve.PROMPT
@@ -96,21 +97,21 @@ class UnifiedPolicy:
 
     def plan(self, view: View, now: float) -> BatchPlan:
         ranking = self.ranking(view, now)
-        trial = Trial(
+        budget = BatchBudget(
             view,
             max_rows=self.max_rows,
             prefill_tokens=view.limits.max_batch_tokens if self.full_prefill else None,
             expected=self.expected(view),
         )
-        filling = _Filling(self, trial, ranking)
+        filling = _Filling(self, budget, ranking)
         decoding = view.table.decoding(ranking.running)
         for group in self.groups:
             rows = _members(group.phases, ranking, decoding)
-            if self.hybrid:
-                filling.fill(rows, group.evicts)
+            if self.mixed_batches:
+                filling.fill(rows, group.preempts)
             elif len(rows):
-                self._fill_one_phase(filling, rows, group.evicts)
-        return trial.finish()
+                self._fill_one_phase(filling, rows, group.preempts)
+        return budget.finish()
 
     def ranking(self, view: View, now: float) -> Ranking:
         """Who is how urgent."""
@@ -119,7 +120,8 @@ class UnifiedPolicy:
         return rank(view, keys, self.requeue)
 
     def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Rows -> cache tokens that each will end with, if the policy has an idea; see `Trial`."""
+        """Rows -> cache tokens that each will end with, if the policy has an idea, as in
+        `BatchBudget`."""
         return None
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
@@ -132,48 +134,48 @@ class UnifiedPolicy:
             reserve = np.maximum(reserve, whole)
         return Candidates(rows, tokens, reserve, np.zeros(len(rows), np.int64), prefill)
 
-    def cut(self, trial: Trial, head: Candidates) -> Candidates | None:
+    def cut(self, budget: BatchBudget, head: Candidates) -> Candidates | None:
         """The prefill `head` shortened to what C and P leave, or None if it cannot be."""
-        room = min(trial.batch_left, trial.prefill_left)
+        room = min(budget.batch_left, budget.prefill_left)
         if not (self.chunked and head.prefill[0] and 0 < room < head.tokens[0]):
             return None
         tokens, reserve = np.array([room]), head.reserve
         if self.reserve is Reserve.CHUNK:
-            reserve = trial.view.table.computed[head.rows] + tokens
+            reserve = budget.view.table.computed[head.rows] + tokens
         return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
 
-    def _fill_one_phase(self, filling: _Filling, rows: np.ndarray, evicts: bool) -> None:
+    def _fill_one_phase(self, filling: _Filling, rows: np.ndarray, preempts: bool) -> None:
         """The batch is of one phase: that of whoever is in it first."""
-        trial = filling.trial
-        prefill = ~trial.view.table.decoding(rows)
-        if not trial.chosen:
-            filling.fill(rows[prefill == prefill[0]], evicts)
-            if trial.chosen:
+        budget = filling.budget
+        prefill = ~budget.view.table.decoding(rows)
+        if not budget.chosen:
+            filling.fill(rows[prefill == prefill[0]], preempts)
+            if budget.chosen:
                 return
-            filling.fill(rows[prefill != prefill[0]], evicts)
+            filling.fill(rows[prefill != prefill[0]], preempts)
         else:
-            filling.fill(rows[prefill == trial.chosen[0].prefill[0]], evicts)
+            filling.fill(rows[prefill == budget.chosen[0].prefill[0]], preempts)
 
 
 class _Filling:
     """Step 3 and 4 of the algorithm for one plan."""
 
-    def __init__(self, policy: UnifiedPolicy, trial: Trial, ranking: Ranking) -> None:
-        self.policy, self.trial, self.ranking = policy, trial, ranking
-        self._table: RequestTable = trial.view.table
-        self._watermark = int(policy.watermark * trial.view.pool.num_blocks)
-        # Whoever is evicted waits again, at its place in the queue: those behind it start later.
+    def __init__(self, policy: UnifiedPolicy, budget: BatchBudget, ranking: Ranking) -> None:
+        self.policy, self.budget, self.ranking = policy, budget, ranking
+        self._table: RequestTable = budget.view.table
+        self._watermark = int(policy.watermark * budget.view.pool.num_blocks)
+        # Whoever is preempted waits again, at its place in the queue: those behind it start later.
         self._last_start = NEVER
         self._prefills = True  # C and P leave something
 
-    def fill(self, rows: np.ndarray, evicts: bool) -> None:
+    def fill(self, rows: np.ndarray, preempts: bool) -> None:
         """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked
         at than may matter."""
         first, size = 0, FIRST_LOOK
-        while first < len(rows) and self.trial.rows_left and self.trial.batch_left:
+        while first < len(rows) and self.budget.rows_left and self.budget.batch_left:
             part = rows[first : first + size]
             part = part[self._may_join(part)]
-            self._fill(self.policy.candidates(self.trial.view, part), evicts)
+            self._fill(self.policy.candidates(self.budget.view, part), preempts)
             first, size = first + size, size * LOOK_GROWTH
             if first < len(rows) and not (self._prefills and self._last_start >= 0):
                 rows, first = rows[first:], 0  # nobody who waits may join any more
@@ -183,41 +185,41 @@ class _Filling:
         """Mask of those that are not ruled out by what has happened in this plan."""
         if self._prefills and self._last_start == NEVER:
             return slice(None)
-        ok = ~self.trial.settled[rows]
+        ok = ~self.budget.settled[rows]
         if not self._prefills:
             return ok & self._table.decoding(rows)
         waiting = self._table.state[rows] == WAITING
         return ok & (~waiting | (self.ranking.place[rows] < self._last_start))
 
-    def _fill(self, cands: Candidates, evicts: bool) -> None:
-        trial = self.trial
+    def _fill(self, cands: Candidates, preempts: bool) -> None:
+        budget = self.budget
         while len(cands):
-            fits = trial.fits_budget(cands)
+            fits = budget.fits_budget(cands)
             if fits:
-                fits = min(fits, trial.fits_memory(cands, self._watermark))
-            trial.add(cands if fits == len(cands) else cands[:fits])
+                fits = min(fits, budget.fits_memory(cands, self._watermark))
+            budget.add(cands if fits == len(cands) else cands[:fits])
             cands = cands[fits:]
-            if not len(cands) or not trial.rows_left:
+            if not len(cands) or not budget.rows_left:
                 return
             head = cands[:1]
-            if not trial.fits_budget(head):
+            if not budget.fits_budget(head):
                 if not head.prefill[0]:
                     return  # not a token is left
-                cut = self.policy.cut(trial, head)
-                if cut is None or self._joins(cut, evicts):
+                cut = self.policy.cut(budget, head)
+                if cut is None or self._joins(cut, preempts):
                     self._prefills = False
                 else:
                     cands = self._without_head(cands)
-            elif not (evicts and self._make_room(head)):
+            elif not (preempts and self._make_room(head)):
                 cands = self._without_head(cands)
             cands = cands[self._may_join(cands.rows)]
 
-    def _joins(self, cut: Candidates, evicts: bool) -> bool:
+    def _joins(self, cut: Candidates, preempts: bool) -> bool:
         """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
-        while not self.trial.fits_memory(cut, self._watermark):
-            if not (evicts and self._make_room(cut)) or self.trial.settled[cut.rows[0]]:
+        while not self.budget.fits_memory(cut, self._watermark):
+            if not (preempts and self._make_room(cut)) or self.budget.settled[cut.rows[0]]:
                 return False
-        self.trial.add(cut)
+        self.budget.add(cut)
         return True
 
     def _without_head(self, cands: Candidates) -> Candidates:
@@ -226,31 +228,31 @@ class _Filling:
             self._last_start = -1
             return cands[1:]
         rest = cands[1:]
-        return rest[self.trial.new_blocks(rest) <= self.trial.free]
+        return rest[self.budget.new_blocks(rest) <= self.budget.free]
 
     def _make_room(self, head: Candidates) -> bool:
-        """Evicts running requests of lower priority that are not in the batch, the lowest first,
-        until the head fits; a running head may be the last of them. Whether any was evicted."""
-        trial, place = self.trial, self.ranking.place
+        """Preempts running requests of lower priority that are not in the batch, the lowest first,
+        until the head fits; a running head may be the last of them. Whether any was preempted."""
+        budget, place = self.budget, self.ranking.place
         row = head.rows[0]
         victims = self.ranking.running
-        victims = victims[~trial.settled[victims] & (place[victims] >= place[row])]
+        victims = victims[~budget.settled[victims] & (place[victims] >= place[row])]
         if self._table.state[row] == WAITING and not self._worth(head, victims):
             return False
         for victim in victims[::-1].tolist():
-            trial.evict(victim)
+            budget.preempt(victim)
             self._last_start = min(self._last_start, int(place[victim]))
-            if victim == row or trial.fits_memory(head, self._watermark):
+            if victim == row or budget.fits_memory(head, self._watermark):
                 return True
         return len(victims) > 0
 
     def _worth(self, head: Candidates, victims: np.ndarray) -> bool:
         """Whether a request that waits could start if all of them went."""
-        trial, pool = self.trial, self.trial.view.pool
+        budget, pool = self.budget, self.budget.view.pool
         planes = np.where(pool.kind[victims] == 0, 2, 1)
-        free = trial.free + int((pool.held[victims] * planes).sum())
-        slots = trial.slots_left + len(victims)
-        return bool(slots > 0 and trial.new_blocks(head)[0] + self._watermark <= free)
+        free = budget.free + int((pool.held[victims] * planes).sum())
+        slots = budget.slots_left + len(victims)
+        return bool(slots > 0 and budget.new_blocks(head)[0] + self._watermark <= free)
 
 
 def rank(
@@ -264,11 +266,11 @@ def rank(
     if keys is None and not requeue:
         return Ranking(waiting, running, table.seq)
     if requeue:
-        again = np.flatnonzero(table.evicted[waiting])
+        again = np.flatnonzero(table.preempted_order[waiting])
         if len(again):
-            latest_first = again[np.argsort(-table.evicted[waiting[again]])]
+            latest_first = again[np.argsort(-table.preempted_order[waiting[again]])]
             waiting = np.concatenate([waiting[latest_first], np.delete(waiting, again)])
-        running = running[np.lexsort((table.served[running], table.arrival[running]))]
+        running = running[np.lexsort((table.last_batch_order[running], table.arrival[running]))]
     rows = np.concatenate([running, waiting])
     order = np.arange(len(rows))
     if keys is not None:
@@ -309,7 +311,7 @@ def eviction_free(policy: Policy) -> Policy:
         raise ValueError("+ef is for policies of the unified scheduler")
     return dataclasses.replace(
         policy,
-        groups=tuple(dataclasses.replace(group, evicts=False) for group in policy.groups),
+        groups=tuple(dataclasses.replace(group, preempts=False) for group in policy.groups),
         reserve=Reserve.WHOLE,
         watermark=0.0,
         hypothetical=True,

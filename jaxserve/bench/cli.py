@@ -41,7 +41,7 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.fit import FitError
 from jaxserve.sched.request import SLO
-from jaxserve.sched.workload import (
+from jaxserve.sched.workloads.workload import (
     Workload,
     WorkloadError,
     fixed_lengths,
@@ -187,12 +187,12 @@ def _in_process(
             rows = args.num_requests if args.command == "throughput" else 1
             runs.warm_up(target, rows, args.input_len, args.output_len, args.seed)
         recorder.steps = []
-        before = engine.stats().evictions
+        before = engine.stats().preemptions
         results = run(target)
         stats = engine.stats()
         about = {
             "steps": step_metrics(recorder.steps),
-            "evictions": stats.evictions - before,
+            "preemptions": stats.preemptions - before,
             "compiles_after_warmup": stats.compiles_after_warmup,
         }
         return target.info(), {"results": results, "engine": about}

@@ -19,9 +19,9 @@ from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.runs import NO_SLO, warm_up
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
 from jaxserve.profile import build, measure_gap, profile_engine, with_gap
-from jaxserve.sched.simulator import simulate
-from jaxserve.sched.systems import System
-from jaxserve.sched.workload import (
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import System
+from jaxserve.sched.workloads.workload import (
     Lengths,
     Workload,
     all_at_once,

@@ -29,7 +29,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, View, make_policy, policies, uses_hidden
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.systems import system
+from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import State
 
 CANDIDATES = (50, 100, 200, 400, 800, 1600)
@@ -148,7 +148,7 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
         if number == running:  # those before start, and write between 1 and a few tokens
             for _ in range(4):
                 plan, emits = scheduler.schedule(0.0)
-                scheduler.settle(plan)
+                scheduler.release_finished(plan)
                 scheduler.receive(plan.rows[emits], 0.0)
         scheduler.add(_request(number))
     if not waiting:

@@ -73,7 +73,7 @@ def _engine(engine: dict[str, Any]) -> list[str]:
         if group["count"]:
             lines.append(_line(f"{name}, ms ({group['count']})", group["step_ms"]))
             lines.append(_line("  host work in it, ms", group["host_ms"]))
-    lines.append(_line("evictions", engine["evictions"]))
+    lines.append(_line("preemptions", engine["preemptions"]))
     lines.append(_line("compiles after warm-up", engine["compiles_after_warmup"]))
     return lines
 

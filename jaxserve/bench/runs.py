@@ -20,7 +20,7 @@ from jaxserve.bench.target import (
 )
 from jaxserve.sched.metrics import load_metrics, summarise
 from jaxserve.sched.request import SLO
-from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
 NO_SLO = SLO()
 

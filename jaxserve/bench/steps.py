@@ -39,7 +39,7 @@ def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:
         "decode": _group(decode),
         "with_prefill": _group([s for s in steps if s.num_decodes < s.num_rows]),
         "fullest_decode": {"rows": most, **_group([s for s in decode if s.num_rows == most])},
-        "evictions": sum(s.evictions for s in steps),
+        "preemptions": sum(s.preemptions for s in steps),
         "padded_tokens": sum(s.padded_tokens - s.num_tokens for s in steps),
     }
 

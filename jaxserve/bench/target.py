@@ -15,7 +15,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.metrics import RequestTimes
 from jaxserve.sched.request import SLO, Request, SamplingParams
-from jaxserve.sched.workload import Workload
+from jaxserve.sched.workloads.workload import Workload
 
 clock = time.monotonic
 """The engine's own clock, so that times of both sides can be compared."""

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jaxserve
-from jaxserve import sharding
 from jaxserve.compile_check.targets import Target
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.sizing import Demand, pool_blocks
+from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve import sharding
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
 from jaxserve.engine.hidden_options import rotates
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
+from jaxserve.models import sharding
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
@@ -221,8 +221,8 @@ def _stage_in(case: Case) -> jax.stages.Lowered:
 PROGRAMS = (
     Program("decode step", functools.partial(_decode_step, hidden=False), whole=True),
     Program("prefill and mixed step", functools.partial(_mixed_step, hidden=False), whole=True),
-    Program("hybrid decode step", functools.partial(_decode_step, hidden=True), True, True),
-    Program("hybrid mixed step", functools.partial(_mixed_step, hidden=True), True, True),
+    Program("hidden decode step", functools.partial(_decode_step, hidden=True), True, True),
+    Program("hidden mixed step", functools.partial(_mixed_step, hidden=True), True, True),
     Program("hidden to KV", _widen, hidden=True, whole=True),
     Program("write", functools.partial(_write, hidden=False)),
     Program("decode attention", functools.partial(_attention, decode=True)),

@@ -198,7 +198,7 @@ _COMPILED = """\
 with {used}. What is compiled: the whole decode step at {sizes.max_rows} requests, the whole step
 for {sizes.max_batch_tokens} tokens (prefills, chunks of them and mixed batches run this one), and
 every kernel by itself, in {sizes.dtype}, over blocks of {sizes.block_size} tokens, with tables for
-the model's longest request. The hybrid steps are those with hidden caches in them, for models that
+the model's longest request. The hidden steps are those with hidden caches in them, for models that
 have such; "hidden to KV" projects the vectors of one in place."""
 
 _INTRODUCTION = """\

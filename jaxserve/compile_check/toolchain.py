@@ -21,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxserve.compile_check.targets import Target
-from jaxserve.sharding import TENSOR
+from jaxserve.models.sharding import TENSOR
 
 # libtpu asks the cloud's metadata server which TPU it sits on unless it is told.
 _TPU_ENVIRONMENT = {

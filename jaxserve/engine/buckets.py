@@ -22,14 +22,14 @@ WIDEN_TOKENS = 128
 
 @dataclass(frozen=True)
 class Buckets:
-    """rows, tokens: ascending sizes. width: block table width. slots: device slots. hybrid: there
+    """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
     are steps for rows with hidden caches, too."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     width: int
     slots: int
-    hybrid: bool = False
+    hidden: bool = False
 
     def decode(self, rows: int, *, hidden: bool = False) -> Layout:
         """The smallest decode step for that many rows."""
@@ -47,7 +47,7 @@ class Buckets:
 
     def all(self) -> list[Layout]:
         """Every step there is, decode steps first."""
-        kinds = (False, True) if self.hybrid else (False,)
+        kinds = (False, True) if self.hidden else (False,)
         decodes = [self.decode(r, hidden=hidden) for hidden in kinds for r in self.rows]
         return decodes + [self.mixed(t, hidden=hidden) for hidden in kinds for t in self.tokens]
 
@@ -62,7 +62,7 @@ def make_buckets(
     width: int,
     rows: tuple[int, ...] = (),
     tokens: tuple[int, ...] = (),
-    hybrid: bool = False,
+    hidden: bool = False,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
 
@@ -79,7 +79,7 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    return Buckets(row_sizes, token_sizes, width, max_rows, hybrid)
+    return Buckets(row_sizes, token_sizes, width, max_rows, hidden)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

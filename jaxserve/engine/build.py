@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve import __version__, sharding
+from jaxserve import __version__
 from jaxserve.engine import rho
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
@@ -28,6 +28,7 @@ from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.step_timer import StepTimer
+from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
 from jaxserve.sched.policy import Limits, Policy, make_policy
@@ -141,7 +142,7 @@ def _choose(config: ConfigDict) -> _Choices:
         width=-(-max_model_len // demand.block_size),
         rows=tuple(config.engine.row_buckets),
         tokens=tuple(config.engine.token_buckets),
-        hybrid=read is not None,
+        hidden=read is not None,
     )
     num_blocks = pool_blocks(
         demand,
@@ -345,7 +346,7 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
 def _hidden_work(
     model: ModelConfig, dtype: jnp.dtype, buckets: Buckets, demand: Demand, shards: int
 ) -> int:
-    if not buckets.hybrid:
+    if not buckets.hidden:
         return 0
     # Chunks of prompts project, however decodes are read.
     gathered = demand.max_rows * demand.max_model_len if shards > 1 else 0

@@ -58,7 +58,7 @@ class _InFlight:
     num_tokens: int
     padded_tokens: int
     num_decodes: int
-    evictions: int
+    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Engine:
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
             blocks=blocks,
-            evictions=self._scheduler.evictions,
+            preemptions=self._scheduler.preemptions,
             compiles_after_warmup=self._compiles.count,
             steps=self._steps,
         )
@@ -291,12 +291,12 @@ class Engine:
         if not self._live:
             return None
         begin = self._clock()
-        evictions = self._scheduler.evictions
+        preemptions = self._scheduler.preemptions
         plan, emits = self._scheduler.schedule(begin)
-        for row in plan.evict.tolist():
+        for row in plan.preempt.tolist():
             self._release_slot(self._live[row])
         if not len(plan):
-            if idle and not len(plan.evict):
+            if idle and not len(plan.preempt):
                 raise InvalidPlan(f"the policy plans nothing for {len(self._live)} requests")
             return None
         members = [self._live[row] for row in plan.rows.tolist()]
@@ -319,7 +319,7 @@ class Engine:
         emitting = [(i, members[i]) for i in np.flatnonzero(emits).tolist()]
         full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)
         handle = self._executor.submit(layout, packed, full=full)
-        for row in self._scheduler.settle(plan).tolist():
+        for row in self._scheduler.release_finished(plan).tolist():
             self._release_slot(self._live[row])
         now = self._clock()
         return _InFlight(
@@ -331,7 +331,7 @@ class Engine:
             num_tokens=plan.total_tokens,
             padded_tokens=layout.tokens,
             num_decodes=int((behind & (plan.num_tokens == 1)).sum()),
-            evictions=self._scheduler.evictions - evictions,
+            preemptions=self._scheduler.preemptions - preemptions,
         )
 
     def _finish_step(self, step: _InFlight) -> None:
@@ -366,7 +366,7 @@ class Engine:
             num_decodes=step.num_decodes,
             step_time=now - step.launched,
             host_time=host_time,
-            evictions=step.evictions,
+            preemptions=step.preemptions,
         )
         for observer in self._observers:
             observer.on_step(stats)

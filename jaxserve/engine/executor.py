@@ -96,7 +96,7 @@ class JaxExecutor:
         self._state = warm_up(self._state)
         for layout, full in progress(work):
             self.submit(layout, layout.empty(), full=full).result()
-        if self.buckets.hybrid:
+        if self.buckets.hidden:
             layout = self.buckets.widening()
             self.widen(layout, layout.empty())
 

@@ -17,7 +17,7 @@ class StepStats:
     """One executed batch. Times in seconds.
 
     padded_tokens: the size of its bucket, of which num_tokens are real. num_decodes: rows with
-    one token, behind their prompt. evictions: of this plan.
+    one token, behind their prompt. preemptions: of this plan.
     step_time: launch to tokens on the host. host_time: scheduling, batch building,
     detokenising and streaming of this step, whether or not the device hid it.
     """
@@ -28,7 +28,7 @@ class StepStats:
     num_decodes: int
     step_time: float
     host_time: float
-    evictions: int
+    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EngineStats:
     blocks_total: int
     blocks_free: int
     blocks: dict[tuple[str, str], int]
-    evictions: int
+    preemptions: int
     compiles_after_warmup: int
     steps: int
 

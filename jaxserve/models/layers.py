@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
-from jaxserve.sharding import constrain
+from jaxserve.models.sharding import constrain
 
 
 @flax.struct.dataclass

@@ -49,7 +49,7 @@ from jaxserve.models.rope import (
     rotate,
     stretched_max_position,
 )
-from jaxserve.sharding import constrain
+from jaxserve.models.sharding import constrain
 
 PREFIX = "model."
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -40,7 +40,7 @@ from jaxserve.models.layers import (
     table_leaf,
     vocab_logits,
 )
-from jaxserve.sharding import constrain
+from jaxserve.models.sharding import constrain
 
 POSITION_OFFSET = 2  # the table's first two rows were padding indices in the original code
 NORM_EPS = 1e-5

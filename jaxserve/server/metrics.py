@@ -128,7 +128,7 @@ class EngineMetrics(Collector):
             blocks.add_metric((self._model, kind, tier), count)
         yield blocks
         text = "Requests that lost their blocks to others."
-        yield self._counter("num_preemptions", text, stats.evictions)
+        yield self._counter("num_preemptions", text, stats.preemptions)
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)

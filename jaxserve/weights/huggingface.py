@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
-from jaxserve.sharding import padded_shape, param_sharding
+from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.tensors import TensorFiles
 

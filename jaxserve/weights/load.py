@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.sharding import check_tensor, padded_shape, param_sharding
+from jaxserve.models.sharding import check_tensor, padded_shape, param_sharding
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
-from jaxserve.sharding import padded_shape, param_sharding
+from jaxserve.models.sharding import padded_shape, param_sharding
 from jaxserve.weights.errors import CheckpointError
 
 FOLDER = "params"

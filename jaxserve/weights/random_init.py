@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
-from jaxserve.sharding import padded_shape, param_sharding
+from jaxserve.models.sharding import padded_shape, param_sharding
 
 
 def random_params(

@@ -2,7 +2,7 @@
 objectives has to beat.
 
 The deadline of a request's token j (from 0) is arrival + TTFT + j TBT. It orders the decodes, then
-the prefills and those that wait together, and the latest deadline is evicted.
+the prefills and those that wait together, and the latest deadline is preempted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 @register(
     "edf",
-    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; evicts the latest deadline",
+    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; preempts the latest deadline",
     source="earliest deadline first on InferMax 3.1",
 )
 def edf() -> UnifiedPolicy:
-    groups = (Group(Phase.DECODE, evicts=True), Group(Phase.PREFILL | Phase.WAITING))
-    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=_deadline)
+    groups = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
+    return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_deadline)
 
 
 def _deadline(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:

@@ -2,7 +2,7 @@
 
 Decodes come first and prompts, cut where necessary, fill the batch up to C. Unlike Sarathi it takes
 memory chunk by chunk, so a prompt may start before there is room for all of it; if memory ends in
-the middle, the last to arrive is evicted.
+the middle, the last to arrive is preempted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
 )
 def fastgen() -> UnifiedPolicy:
     groups = (
-        Group(Phase.DECODE, evicts=True),
-        Group(Phase.PREFILL, evicts=True),
+        Group(Phase.DECODE, preempts=True),
+        Group(Phase.PREFILL, preempts=True),
         Group(Phase.WAITING),
     )
     return UnifiedPolicy(
-        groups, hybrid=True, chunked=True, full_prefill=True, reserve=Reserve.CHUNK
+        groups, mixed_batches=True, chunked=True, full_prefill=True, reserve=Reserve.CHUNK
     )

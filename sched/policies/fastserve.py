@@ -4,7 +4,7 @@ Five queues (as in AccelGen's comparison, section 5), each with a quantum of ser
 the one above. A request joins the first queue whose quantum covers its prompt ("skip-join"), falls
 by one when it has used up a quantum, and returns to the top when it has had nothing for too long.
 Higher queues come first, each in order of arrival; whoever lacks memory takes it from the last.
-Here an evicted cache is recomputed; FastServe swaps it to the host.
+Here a preempted cache is recomputed; FastServe swaps it to the host.
 
 The unit of service is one decode. What a prompt costs in that unit comes from the cost model, or,
 where there is none, from `prompt_tokens`.
@@ -53,8 +53,8 @@ class FastServe(UnifiedPolicy):
     the next. patience: seconds without a token after which a request returns to the top.
     prompt_tokens: tokens of a prompt that cost as much as a decode, without a cost model."""
 
-    groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, evicts=True),))
-    hybrid: bool = True
+    groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, preempts=True),))
+    mixed_batches: bool = True
     chunked: bool = False
     full_prefill: bool = True
     queues: int = 5

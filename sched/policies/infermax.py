@@ -1,8 +1,8 @@
-"""InferMax's own scheduler: Sarathi that evicts short requests (InferMax section 6).
+"""InferMax's own scheduler: Sarathi that preempts short requests (InferMax section 6).
 
 A long request costs most to refill, so of those that run the longest come first and the shortest is
-evicted. And a request starts only if the memory that it and those that run are expected to end with
-is there; how long outputs get is learned from those that have ended.
+preempted. And a request starts only if the memory that it and those that run are expected to end
+with is there; how long outputs get is learned from those that have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
 
 @register(
     "infermax",
-    summary="sarathi that keeps long requests, evicts short ones and expects outputs' lengths",
+    summary="sarathi that keeps long requests, preempts short ones and expects outputs' lengths",
     source="InferMax 6",
 )
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class InferMax(UnifiedPolicy):
     ended before their lengths say anything."""
 
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
-    hybrid: bool = True
+    mixed_batches: bool = True
     chunked: bool = True
     full_prefill: bool = True
     longest_first: bool = True

@@ -1,7 +1,7 @@
 """Orca: iteration-level scheduling of a fixed number of requests.
 
 First come, first served, whole prompts beside decodes. A request that starts gets memory for its
-prompt and all the tokens it may write (`max_tokens`), so nothing is ever evicted.
+prompt and all the tokens it may write (`max_tokens`), so nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH_SIZE = 8  # in AccelGen's comparison (section 3), after Orca's own
 def orca() -> UnifiedPolicy:
     return UnifiedPolicy(
         (Group(Phase.ANY),),
-        hybrid=True,
+        mixed_batches=True,
         chunked=False,
         full_prefill=True,
         reserve=Reserve.WHOLE,

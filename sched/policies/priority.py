@@ -20,8 +20,8 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
     source="vLLM and TensorRT-LLM priority scheduling",
 )
 def priority() -> UnifiedPolicy:
-    groups = (Group(Phase.ANY, evicts=True),)
-    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=_tier_then_phase)
+    groups = (Group(Phase.ANY, preempts=True),)
+    return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_tier_then_phase)
 
 
 def _tier_then_phase(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:

@@ -14,8 +14,8 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
     source="baseline",
 )
 def random_order() -> UnifiedPolicy:
-    groups = (Group(Phase.ANY, evicts=True),)
-    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=_lot)
+    groups = (Group(Phase.ANY, preempts=True),)
+    return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_lot)
 
 
 def _lot(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:

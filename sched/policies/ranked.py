@@ -13,8 +13,10 @@ from jaxserve.sched.unified import Group, Key, Phase, UnifiedPolicy
 
 
 def _ranked(key: Key | None, hypothetical: bool = False) -> UnifiedPolicy:
-    groups = (Group(Phase.ANY, evicts=True),)
-    return UnifiedPolicy(groups, hybrid=True, chunked=True, key=key, hypothetical=hypothetical)
+    groups = (Group(Phase.ANY, preempts=True),)
+    return UnifiedPolicy(
+        groups, mixed_batches=True, chunked=True, key=key, hypothetical=hypothetical
+    )
 
 
 @register(

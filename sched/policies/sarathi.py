@@ -6,7 +6,7 @@ from __future__ import annotations
 from jaxserve.sched.policy import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
-DECODE_FIRST = (Group(Phase.DECODE, evicts=True), Group(Phase.PREFILL), Group(Phase.WAITING))
+DECODE_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL), Group(Phase.WAITING))
 
 
 @register(
@@ -15,7 +15,7 @@ DECODE_FIRST = (Group(Phase.DECODE, evicts=True), Group(Phase.PREFILL), Group(Ph
     source="InferMax 3.1, Table 1",
 )
 def sarathi() -> UnifiedPolicy:
-    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=True)
+    return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=True)
 
 
 @register(
@@ -24,7 +24,7 @@ def sarathi() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_pc() -> UnifiedPolicy:
-    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=True, full_prefill=True)
+    return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=True, full_prefill=True)
 
 
 @register(
@@ -33,7 +33,7 @@ def sarathi_pc() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_nocp() -> UnifiedPolicy:
-    return UnifiedPolicy(DECODE_FIRST, hybrid=True, chunked=False, full_prefill=True)
+    return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=False, full_prefill=True)
 
 
 @register(
@@ -42,4 +42,4 @@ def sarathi_nocp() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_nohy() -> UnifiedPolicy:
-    return UnifiedPolicy(DECODE_FIRST, hybrid=False, chunked=False, full_prefill=True)
+    return UnifiedPolicy(DECODE_FIRST, mixed_batches=False, chunked=False, full_prefill=True)

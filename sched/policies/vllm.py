@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.sched.policy import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
-PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, evicts=True))
+PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
 
 
 @register(
@@ -14,7 +14,7 @@ PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, evicts=True))
     source="InferMax 3.1, Table 1",
 )
 def vllm() -> UnifiedPolicy:
-    return UnifiedPolicy(PREFILL_FIRST, hybrid=False, chunked=False, full_prefill=True)
+    return UnifiedPolicy(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
 
 
 @register(
@@ -23,4 +23,4 @@ def vllm() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def vllm_hy() -> UnifiedPolicy:
-    return UnifiedPolicy(PREFILL_FIRST, hybrid=True, chunked=False, full_prefill=True)
+    return UnifiedPolicy(PREFILL_FIRST, mixed_batches=True, chunked=False, full_prefill=True)

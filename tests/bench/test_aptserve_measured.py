@@ -9,7 +9,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxserve.configs import tiny_cpu
-from jaxserve.experiments import apt_load, apt_steps
+from jaxserve.experiments.aptserve import load as apt_load
+from jaxserve.experiments.aptserve import steps as apt_steps
 
 STEPS = [
     apt_steps.StepTimes("absorbed", 1, 512, 0.010, 0.012),

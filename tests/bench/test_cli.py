@@ -17,7 +17,7 @@ from jaxserve.bench.target import BenchError, EngineTarget
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request
-from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine, write_shape
 
@@ -87,7 +87,7 @@ def test_throughput(bench: Callable[..., dict[str, Any]], model: str) -> None:
     assert steps["fullest_decode"]["rows"] == 6
     assert steps["all"]["host_ms"]["p50"] > 0
     assert found["engine"]["compiles_after_warmup"] == 0
-    assert found["engine"]["evictions"] == 0
+    assert found["engine"]["preemptions"] == 0
 
 
 def test_latency(bench: Callable[..., dict[str, Any]], model: str) -> None:
@@ -242,4 +242,4 @@ def test_without_json_the_summary_is_for_people(
 ) -> None:
     assert cli.main(["throughput", model, *SMALL, *LENGTHS, "--repeats=1"]) == 0
     out = capsys.readouterr().out
-    assert "output tokens/s" in out and "host work in it" in out and "evictions" in out
+    assert "output tokens/s" in out and "host work in it" in out and "preemptions" in out

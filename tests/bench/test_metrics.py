@@ -91,7 +91,7 @@ def test_nothing_finished() -> None:
 
 
 def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: float) -> StepStats:
-    return StepStats(rows, tokens, 16, decodes, step_time, host_time, evictions=1)
+    return StepStats(rows, tokens, 16, decodes, step_time, host_time, preemptions=1)
 
 
 def test_steps_are_grouped_by_what_they_compute() -> None:
@@ -111,7 +111,7 @@ def test_steps_are_grouped_by_what_they_compute() -> None:
     assert found["fullest_decode"]["rows"] == 3
     assert found["fullest_decode"]["count"] == 2
     assert found["fullest_decode"]["host_ms"]["mean"] == pytest.approx(1.5)
-    assert found["evictions"] == 4
+    assert found["preemptions"] == 4
     assert found["padded_tokens"] == 4 * 16 - 17
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.bench.pool_view import FREE, PoolView, pool_view, view_of
 from jaxserve.engine.output import Output
+from jaxserve.figures.pool_view import FREE, PoolView, pool_view, view_of
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.kinds import CacheKind, Direction
 from tests.engine.harness import engine, send, write_shape

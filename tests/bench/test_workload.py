@@ -1,4 +1,4 @@
-"""Arrivals and lengths (sched/workload.py)."""
+"""Arrivals and lengths (sched/workloads/workload.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.workload import (
+from jaxserve.sched.workloads.workload import (
     Lengths,
     Workload,
     WorkloadError,

@@ -1,7 +1,7 @@
 """Policies for tests: their requests hold caches of both kinds, and go from one to the other.
 
-A request starts hidden or KV by turns, the other way round after each eviction; every other hidden
-one becomes KV in place once it has cached enough.
+A request starts hidden or KV by turns, the other way round after each preemption; every other
+hidden one becomes KV in place once it has cached enough.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched import policy
+from jaxserve.sched.batch_budget import Candidates
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.table import RUNNING
-from jaxserve.sched.trial import Candidates
 from jaxserve.sched.unified import UnifiedPolicy
 
 ENOUGH = 13  # tokens; the middle of a block in most tests
@@ -64,7 +64,7 @@ def make(name: str) -> Policy:
     """`mixed_chunks`, `mixed_whole`, or what the registry makes of the name. They are not in the
     registry themselves: other tests go through all that is."""
     if name == "mixed_chunks":
-        return MixedCaches(DECODE_FIRST, hybrid=True, chunked=True)
+        return MixedCaches(DECODE_FIRST, mixed_batches=True, chunked=True)
     if name == "mixed_whole":
-        return MixedCaches(PREFILL_FIRST, hybrid=False, chunked=False, full_prefill=True)
+        return MixedCaches(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
     return policy.make_policy(name)

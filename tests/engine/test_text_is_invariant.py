@@ -61,15 +61,15 @@ def test_treatment(
 ) -> None:
     with engine(shapes[family], **TREATMENTS[treatment]) as running:
         texts = generate(running, prompts(), **SAMPLING)
-        evictions = running.stats().evictions
+        preemptions = running.stats().preemptions
     assert texts == alone[family]
     assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
-    assert (evictions > 0) == (treatment in PREEMPTING)
+    assert (preemptions > 0) == (treatment in PREEMPTING)
 
 
 @pytest.mark.parametrize("policy", DEPLOYABLE)
 def test_policy(shapes: dict[str, Path], alone: dict[str, list[list[int]]], policy: str) -> None:
-    """Little memory, so that all of those that evict do."""
+    """Little memory, so that all of those that preempt do."""
     with engine(
         shapes["opt"], scheduler__policy=policy, cache__num_blocks=36, scheduler__max_rows=16
     ) as running:
@@ -85,4 +85,4 @@ def test_seeded_text_survives_preemption(
     expected = generate(roomy, prompts(), **sampling)
     with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
         assert generate(running, prompts(), **sampling) == expected
-        assert running.stats().evictions > 0
+        assert running.stats().preemptions > 0

@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.models.sharding import named, pool_kv_heads
 from jaxserve.pallas_kernels.attention import paged_attention, write
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.pool import make_pool
-from jaxserve.sharding import named, pool_kv_heads
 
 
 class PagedRun:

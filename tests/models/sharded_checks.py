@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.convert import convert
 from jaxserve.models.dense import sequence_logits
-from jaxserve.sharding import make_mesh
+from jaxserve.models.sharding import make_mesh
 from jaxserve.weights import load_config, load_params, param_bytes
 from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 from tests.models.paged import PagedRun

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.registry import family_for
-from jaxserve.sharding import check_tensor, constrain, make_mesh, pool_kv_heads, spec
+from jaxserve.models.sharding import check_tensor, constrain, make_mesh, pool_kv_heads, spec
 from tests.models.fixtures import ROOT, hf_config
 
 TOLERANCE = 1e-4

@@ -39,7 +39,7 @@ def test_it_runs(notebook: NotebookNode) -> None:
     times = {}
     for line in text.splitlines():
         name, _, rest = line.partition(": ")
-        if rest.endswith("evictions"):
+        if rest.endswith("preemptions"):
             times[name] = float(rest.split()[0])
     # The solver may be out of time on a busy machine, but is never worse than where it started.
     assert times.keys() - {"optimal", "feasible"} == {"vllm+ef", "vllm"}

@@ -18,7 +18,7 @@ MAX_STEPS = 5000  # of one test: more means that it does not end
 
 
 class Drive:
-    """plans: row -> tokens, by step. evicted, ended, projected: rows in that order. hidden: rows
+    """plans: row -> tokens, by step. preempted, ended, projected: rows in that order. hidden: rows
     that were ever planned with hidden caches."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Drive:
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []
-        self.evicted: list[int] = []
+        self.preempted: list[int] = []
         self._starts: list[int] = []
         self.ended: list[int] = []
         self.projected: list[int] = []
@@ -79,13 +79,13 @@ class Drive:
         plan, emits = self.scheduler.schedule(now)
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together
-        done = self.scheduler.settle(plan)
+        done = self.scheduler.release_finished(plan)
         self.scheduler.receive(plan.rows[emits], now)
         for row in done.tolist():
             self.scheduler.finish(row)
         pool.check()
         self._starts += [s for s in seq.tolist() if s not in self._starts]
-        self.evicted += plan.evict.tolist()
+        self.preempted += plan.preempt.tolist()
         self.projected += plan.project.tolist()
         self.hidden |= set(plan.rows[plan.kinds == CacheKind.HIDDEN].tolist())
         self.ended += done.tolist()
@@ -98,9 +98,9 @@ class Drive:
             if not self.live:
                 assert self.pool.num_free == self.pool.num_blocks
                 return
-            evictions = len(self.evicted)
+            preemptions = len(self.preempted)
             planned = self.step(float(len(self.plans)))
-            assert planned or len(self.evicted) > evictions, "nothing is planned"
+            assert planned or len(self.preempted) > preemptions, "nothing is planned"
         raise AssertionError(f"{self.live} requests have not ended after {MAX_STEPS} steps")
 
     def first_plan_rows(self) -> list[int]:

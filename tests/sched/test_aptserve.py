@@ -1,4 +1,4 @@
-"""Apt-Serve's policies: types of steps, cache kinds, the fallback for late requests, evictions."""
+"""Apt-Serve's policies: types of steps, caches, the fallback for late requests, preemptions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 from jaxserve.sched.cost_model import Coefficients, CostModel, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.policies.apt.value import in_flight
 from jaxserve.sched.policy import Limits, make_policy, uses_hidden
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
-from jaxserve.sched.worth import in_flight
 from tests.sched.driver import Drive
 from tests.sched.test_policy_properties import Case, cases, quick, serve
 
@@ -72,7 +72,7 @@ def test_prefills_wait_for_memory() -> None:
     drive.add(20, 9, arrival=0.0)
     for now in (1.0, 50.0):
         assert drive.step(now) == {a: 1}
-    assert not drive.evicted
+    assert not drive.preempted
 
 
 def test_a_step_of_prefills_on_the_device_counts_as_waited() -> None:
@@ -119,7 +119,7 @@ def test_hidden_caches_let_more_start_and_become_kv_in_place() -> None:
     assert drive.hidden == set(rows)
     drive.to_the_end()
     assert set(drive.projected) == set(rows[2:])
-    assert not drive.evicted
+    assert not drive.preempted
 
 
 def test_no_hidden_cache_where_there_is_room_and_rho_is_positive() -> None:
@@ -128,7 +128,7 @@ def test_no_hidden_cache_where_there_is_room_and_rho_is_positive() -> None:
         for _ in range(6):
             drive.add(20, 9)
         drive.to_the_end()
-        assert not drive.hidden and not drive.evicted, policy
+        assert not drive.hidden and not drive.preempted, policy
 
 
 def test_everybody_keeps_a_hidden_cache_that_is_no_slower() -> None:
@@ -137,7 +137,7 @@ def test_everybody_keeps_a_hidden_cache_that_is_no_slower() -> None:
             drive = Drive(policy, rho=rho)
             rows = {drive.add(20, 9) for _ in range(6)}
             drive.to_the_end()
-            assert drive.hidden == rows and not drive.projected and not drive.evicted
+            assert drive.hidden == rows and not drive.projected and not drive.preempted
 
 
 def test_too_large_a_penalty_means_kv_only() -> None:
@@ -180,13 +180,13 @@ def test_nobody_becomes_kv_in_memory_that_others_wait_for() -> None:
 def test_nobody_is_recomputed_where_memory_is_ample(policy: str, case: Case) -> None:
     ample = Case(case.jobs, case.rows, 400, case.budget, case.prefill)
     drive = serve(policy, ample, RHO)
-    assert not drive.evicted
+    assert not drive.preempted
 
 
-# Who is evicted.
+# Who is preempted.
 
 
-def test_the_late_one_is_evicted_and_no_more_than_needed() -> None:
+def test_the_late_one_is_preempted_and_no_more_than_needed() -> None:
     """Three requests fill 12 blocks and all want another two: one has missed its target."""
     drive = Drive("aptserve", blocks=12, watermark=0.0)
     a = drive.add(7, 9)
@@ -195,7 +195,7 @@ def test_the_late_one_is_evicted_and_no_more_than_needed() -> None:
     assert set(drive.step(0.0)) == {a, late, c}
     assert drive.step(1.0) == {a: 1, late: 1, c: 1}
     assert drive.step(2.0) == {a: 1, c: 1}
-    assert drive.evicted == [late]
+    assert drive.preempted == [late]
     drive.to_the_end()
 
 
@@ -205,7 +205,7 @@ def test_who_needs_no_growth_goes_on_and_who_finds_none_pauses() -> None:
     for _ in range(6):
         drive.add(3, 9)
     drive.to_the_end()
-    assert not drive.evicted
+    assert not drive.preempted
     assert max(map(len, drive.plans)) == 4
 
 
@@ -213,7 +213,7 @@ def test_who_needs_no_growth_goes_on_and_who_finds_none_pauses() -> None:
 
 
 def test_who_is_late_starts_after_those_in_time() -> None:
-    """Room for one prompt of the two; first come, first served otherwise."""
+    """StartBudget for one prompt of the two; first come, first served otherwise."""
     for policy, slo, first in (("aptserve", 1.0, 1), ("aptserve", 99.0, 0), ("vllm", 1.0, 0)):
         drive = Drive(policy, blocks=16)
         rows = [drive.add(20, 3, ttft=slo), drive.add(20, 3, arrival=9.5, ttft=slo)]

@@ -77,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(row=rows)
     def release(self, row: int) -> None:
-        """Finish, cancel and evict are all this."""
+        """Finish, cancel and preempt are all this."""
         expected = self.pool.num_free + self.pool.returned_by(row)
         self.pool.release(row)
         assert self.pool.num_free == expected and self.empty(row)

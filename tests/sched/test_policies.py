@@ -31,7 +31,7 @@ def add(scheduler: Scheduler, prompt: int, output: int) -> int:
 def step(scheduler: Scheduler, now: float = 0.0) -> tuple[BatchPlan, list[int]]:
     """One iteration as the engine runs it; returns the plan and the rows that ended."""
     plan, emits = scheduler.schedule(now)
-    done = scheduler.settle(plan).tolist()
+    done = scheduler.release_finished(plan).tolist()
     scheduler.receive(plan.rows[emits], now)
     for row in done:
         scheduler.finish(row)
@@ -67,7 +67,7 @@ def test_vllm_preempts_the_last_to_arrive_and_recomputes_it() -> None:
     assert as_dict(step(scheduler)[0]) == {a: 8, b: 7}
     plan, _ = step(scheduler)  # a needs a third block pair: b goes
     assert as_dict(plan) == {a: 1}
-    assert plan.evict.tolist() == [b]
+    assert plan.preempt.tolist() == [b]
     assert scheduler.table.state[b] == State.WAITING
     assert scheduler.table.preemptions[b] == 1
     while scheduler.table.state[a] != State.FREE:
@@ -88,13 +88,13 @@ def test_sarathi_fills_the_budget_with_chunks_beside_decodes() -> None:
     assert as_dict(step(scheduler)[0]) == {a: 1, b: 1, c: 1}
 
 
-def test_sarathi_evicts_for_decodes_only() -> None:
+def test_sarathi_preempts_for_decodes_only() -> None:
     scheduler = make("sarathi", blocks=8)
     a, b = add(scheduler, 8, 8), add(scheduler, 7, 8)
     step(scheduler)
     plan, _ = step(scheduler)
-    assert as_dict(plan) == {a: 1} and plan.evict.tolist() == [b]
-    assert as_dict(step(scheduler)[0]) == {a: 1}, "no memory for b: it waits, nobody is evicted"
+    assert as_dict(plan) == {a: 1} and plan.preempt.tolist() == [b]
+    assert as_dict(step(scheduler)[0]) == {a: 1}, "no memory for b: it waits, nobody is preempted"
 
 
 def test_rows_limit_counts_those_that_hold_cache() -> None:
@@ -123,7 +123,7 @@ def test_limits_are_checked() -> None:
         Limits(16, 16, 0)
 
 
-def test_priority_order_survives_many_evictions() -> None:
+def test_priority_order_survives_many_preemptions() -> None:
     """First come, first served also after refills: requests end in order of arrival if all are
     alike."""
     scheduler = make("vllm", blocks=24, rows=6)
@@ -131,6 +131,6 @@ def test_priority_order_survives_many_evictions() -> None:
     ends: list[int] = []
     while len(ends) < 10:
         ends += step(scheduler)[1]
-    assert scheduler.evictions > 0
+    assert scheduler.preemptions > 0
     assert ends == order
     assert np.all(scheduler.table.state == State.FREE)

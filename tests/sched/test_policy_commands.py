@@ -54,7 +54,7 @@ def test_the_situations_with_hidden_caches_are_what_they_say(name: str) -> None:
     assert 0 < started.sum() < 56 and decided.kinds.any()
     scarce = plan.scarce(64)
     decided = policy.plan(scarce.view, 1.0)
-    assert len(decided.evict) > 0 and len(decided) + len(decided.evict) <= 64
+    assert len(decided.preempt) > 0 and len(decided) + len(decided.preempt) <= 64
 
 
 def test_the_situations_are_what_they_say() -> None:

@@ -69,13 +69,13 @@ def test_eviction_free_reserves_input_and_output_but_one(policy: str) -> None:
     for run in (tight, enough):
         a, b = run.add(4, 9), run.add(4, 9)
         run.to_the_end()
-        assert not run.evicted
+        assert not run.preempted
     assert tight.plans[:2] == [{a: 4}, {a: 1}]
     assert enough.plans[0] == {a: 4, b: 4}
     plain = drive(policy, m=17, watermark=0.0)
     a, b = plain.add(4, 9), plain.add(4, 9)
     plain.to_the_end()
-    assert plain.plans[0] == {a: 4, b: 4} and plain.evicted
+    assert plain.plans[0] == {a: 4, b: 4} and plain.preempted
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_rank_i_takes_memory_from_long_prompts() -> None:
     long = run.add(20, 8)
     run.step()
     short = run.add(10, 3)
-    assert run.step() == {short: 10} and run.evicted == [long]
+    assert run.step() == {short: 10} and run.preempted == [long]
     assert run.step() == {short: 1}, "the refill of 21 waits for memory"
     assert run.step() == {short: 1}
     assert run.step() == {long: 21}
@@ -152,15 +152,15 @@ def test_priority_takes_from_the_lower_class_only() -> None:
     low, lower = run.add(4, 9, tier=Tier.BEST_EFFORT), run.add(4, 9, tier=Tier.BEST_EFFORT)
     run.step()
     high = run.add(4, 3)
-    assert run.step() == {high: 4, low: 1} and run.evicted == [lower], "a slot"
+    assert run.step() == {high: 4, low: 1} and run.preempted == [lower], "a slot"
     higher = run.add(15, 3)
-    assert run.step() == {high: 1, higher: 15} and run.evicted == [lower, low]
+    assert run.step() == {high: 1, higher: 15} and run.preempted == [lower, low]
     last = run.add(2, 3)
     assert run.step() == {high: 1, higher: 1} and run.ended == [high], "not from its own class"
     assert run.step()[last] == 2
 
 
-def test_edf_goes_by_deadline_and_evicts_the_latest() -> None:
+def test_edf_goes_by_deadline_and_preempts_the_latest() -> None:
     run = drive("edf", m=30, c=10, p=10)
     late, soon = run.add(10, 9, ttft=9.0, tbt=9.0), run.add(10, 9, ttft=1.0, tbt=1.0)
     assert [run.step(), run.step()] == [{soon: 10}, {soon: 1, late: 9}]
@@ -168,7 +168,7 @@ def test_edf_goes_by_deadline_and_evicts_the_latest() -> None:
     assert run.step() == {soon: 1, late: 1, never: 5}
     for _ in range(2):
         run.step()
-    assert run.evicted == [never], "no target, no deadline"
+    assert run.preempted == [never], "no target, no deadline"
 
 
 def test_edf_deadlines() -> None:
@@ -188,13 +188,13 @@ def test_edf_deadlines() -> None:
     assert key(run.scheduler.view, rows, 3.0)[0].tolist() == [4.0, 3.5, np.inf, 8.0]
 
 
-def test_infermax_evicts_the_shortest() -> None:
+def test_infermax_preempts_the_shortest() -> None:
     runs = {on: drive("infermax", m=31, longest_first=on, watermark=0.0) for on in (True, False)}
     for run in runs.values():
         short, long = run.add(10, 9), run.add(20, 9)
         run.step()
-    assert runs[True].step() == {long: 1} and runs[True].evicted == [short]
-    assert runs[False].step() == {short: 1} and runs[False].evicted == [long]
+    assert runs[True].step() == {long: 1} and runs[True].preempted == [short]
+    assert runs[False].step() == {short: 1} and runs[False].preempted == [long]
 
 
 def test_infermax_expects_outputs_as_long_as_those_before() -> None:
@@ -249,28 +249,28 @@ def test_fastserve_preempts_for_a_higher_queue() -> None:
     for _ in range(3):
         run.step()
     second = run.add(4, 9)
-    assert run.step() == {second: 4} and run.evicted == [first]
+    assert run.step() == {second: 4} and run.preempted == [first]
 
 
-def test_nobody_overtakes_who_was_evicted_in_the_same_step() -> None:
-    """The evicted waits at its place in the queue, and those behind it wait behind it."""
+def test_nobody_overtakes_who_was_preempted_in_the_same_step() -> None:
+    """The preempted waits at its place in the queue, and those behind it wait behind it."""
     run = drive("sarathi", m=30, watermark=0.0)
     a, b = run.add(14, 9), run.add(15, 9)
     run.step()
     small = run.add(2, 2)
-    assert run.step() == {a: 1} and run.evicted == [b]
+    assert run.step() == {a: 1} and run.preempted == [b]
     assert run.step() == {a: 1}
     assert small not in run.plans[-1]
 
 
 def test_requeue_is_the_order_of_infermaxs_simulator() -> None:
-    """The evicted go to the head of the waiting, the last one first. Running requests that came
+    """The preempted go to the head of the waiting, the last one first. Running requests that came
     together are in the order of their last batches, so a refilled one is last."""
     run = drive("sarathi")
     a, b, c = (run.add(4, 9) for _ in range(3))
     run.step()
     d = run.add(4, 9)
-    run.scheduler._evict(np.array([a, c]))
+    run.scheduler._preempt(np.array([a, c]))
     plain, again = (rank(run.scheduler.view, requeue=on) for on in (False, True))
     assert plain.waiting.tolist() == [a, c, d] and plain.running.tolist() == [b]
     assert again.waiting.tolist() == [c, a, d] and again.running.tolist() == [b]
@@ -280,7 +280,7 @@ def test_requeue_is_the_order_of_infermaxs_simulator() -> None:
     assert again.running.tolist() == [b, a, c, d]
     late = run.add(4, 9, arrival=1.0)
     run.step()
-    run.scheduler._evict(np.array([d]))
+    run.scheduler._preempt(np.array([d]))
     assert list(run.step()) == [a, b, c, late, d], "decodes first"
     assert rank(run.scheduler.view, requeue=True).running.tolist() == [a, b, c, d, late]
 

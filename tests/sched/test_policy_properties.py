@@ -102,9 +102,9 @@ quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCh
 def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
     drive = serve(policy, case)
     assert len(drive.ended) == len(case.jobs)
-    assert len(drive.evicted) == drive.scheduler.evictions
+    assert len(drive.preempted) == drive.scheduler.preemptions
     if "+ef" in policy:
-        assert not drive.evicted
+        assert not drive.preempted
 
 
 @pytest.mark.parametrize("policy", ["aptserve_kv", *HYBRID])
@@ -114,7 +114,7 @@ def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
 def test_hidden_caches_stay_within_the_limits(policy: str, rho: float, case: Case) -> None:
     drive = serve(policy, case, rho)
     assert len(drive.ended) == len(case.jobs)
-    assert len(drive.evicted) == drive.scheduler.evictions
+    assert len(drive.preempted) == drive.scheduler.preemptions
     assert uses_hidden(drive.policy) or not drive.hidden
     assert rho > 0 or not drive.projected
 
@@ -130,5 +130,5 @@ def test_vllm_starves_nobody(case: Case) -> None:
 
 @settings(quick, max_examples=60)
 @given(case=cases)
-def test_orca_never_evicts(case: Case) -> None:
-    assert not serve("orca", case).evicted
+def test_orca_never_preempts(case: Case) -> None:
+    assert not serve("orca", case).preempted

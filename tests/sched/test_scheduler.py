@@ -30,7 +30,7 @@ class Scripted:
 def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
     fields.setdefault("reserve", tokens)
     fields.setdefault("kinds", [0] * len(rows))
-    fields.setdefault("evict", [])
+    fields.setdefault("preempt", [])
     arrays = {k: np.array(v, np.int64) for k, v in fields.items()}
     return BatchPlan(np.array(rows, np.int64), np.array(tokens, np.int64), **arrays)
 
@@ -56,8 +56,8 @@ def scheduler() -> Scheduler:
         (plan([0, 1, 2], [6, 6, 6]), "max_batch_tokens"),
         (plan([0, 1, 2], [2, 2, 2]), "max_rows"),
         (plan([0, 1], [6, 6], reserve=[12, 12]), "more blocks"),
-        (plan([0], [6], evict=[1]), "without cache"),
-        (plan([0], [6], evict=[1, 1]), "evicted twice"),
+        (plan([0], [6], preempt=[1]), "without cache"),
+        (plan([0], [6], preempt=[1, 1]), "preempted twice"),
         (plan([0, 1], [6, 1]), "chunks before single tokens"),
     ],
 )
@@ -69,16 +69,16 @@ def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
     assert scheduler.pool.num_free == 8 and (scheduler.table.computed == 0).all()
 
 
-def test_refuses_planned_and_evicted(scheduler: Scheduler) -> None:
+def test_refuses_planned_and_preempted(scheduler: Scheduler) -> None:
     policy = scheduler.policy
     policy.next = plan([0], [6])  # type: ignore[attr-defined]
     scheduler.schedule(0.0)
-    policy.next = plan([0], [1], reserve=[7], evict=[0])  # type: ignore[attr-defined]
-    with pytest.raises(InvalidPlan, match="planned and evicted"):
+    policy.next = plan([0], [1], reserve=[7], preempt=[0])  # type: ignore[attr-defined]
+    with pytest.raises(InvalidPlan, match="planned and preempted"):
         scheduler.schedule(0.0)
 
 
-def test_books_chunks_tokens_and_evictions(scheduler: Scheduler) -> None:
+def test_books_chunks_tokens_and_preemptions(scheduler: Scheduler) -> None:
     policy, table = scheduler.policy, scheduler.table
     policy.next = plan([0], [4])  # type: ignore[attr-defined]
     _, emits = scheduler.schedule(0.0)
@@ -87,11 +87,11 @@ def test_books_chunks_tokens_and_evictions(scheduler: Scheduler) -> None:
     _, emits = scheduler.schedule(0.0)
     assert emits.all() and table.generated[0] == 1
     assert table.pending(np.array([0]))[0] == 1
-    policy.next = plan([1], [6], evict=[0])  # type: ignore[attr-defined]
+    policy.next = plan([1], [6], preempt=[0])  # type: ignore[attr-defined]
     scheduler.schedule(0.0)
     assert table.state[0] == State.WAITING and table.computed[0] == 0
     assert table.pending(np.array([0]))[0] == 7, "prompt and the generated token are refilled"
-    assert scheduler.evictions == 1
+    assert scheduler.preemptions == 1
 
 
 def test_blocks_go_back_when_the_last_token_is_launched(scheduler: Scheduler) -> None:
@@ -99,7 +99,7 @@ def test_blocks_go_back_when_the_last_token_is_launched(scheduler: Scheduler) ->
     for tokens, reserve in ((6, 6), (1, 7), (1, 8), (1, 9)):
         policy.next = plan([0], [tokens], reserve=[reserve])  # type: ignore[attr-defined]
         booked, _ = scheduler.schedule(0.0)
-        done = scheduler.settle(booked)
+        done = scheduler.release_finished(booked)
     assert done.tolist() == [0]
     assert scheduler.table.state[0] == State.DRAINING
     assert scheduler.pool.num_free == 8
@@ -157,7 +157,7 @@ def test_a_hidden_cache_becomes_kv_in_place() -> None:
     run(made, [0], [1], reserve=[7], kinds=[KV], project=[0])
     assert made.pool.num_free == 0 and made.table.kind[0] == KV
     assert made.pool.tables[0, 0, :2].tolist() == before
-    assert made.table.computed[0] == 7 and made.evictions == 0
+    assert made.table.computed[0] == 7 and made.preemptions == 0
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_projections_are_said_and_are_of_planned_hidden_rows(
     assert made.pool.num_free == 6 and made.table.kind[0] == HIDDEN
 
 
-def test_a_kv_cache_becomes_hidden_through_eviction_only() -> None:
+def test_a_kv_cache_becomes_hidden_through_preemption_only() -> None:
     made = hybrid()
     run(made, [0], [6], kinds=[KV])
-    with pytest.raises(InvalidPlan, match="without being evicted"):
+    with pytest.raises(InvalidPlan, match="without being preempted"):
         run(made, [0], [1], reserve=[7], kinds=[HIDDEN])
-    run(made, [], [], evict=[0])
+    run(made, [], [], preempt=[0])
     run(made, [0], [7], kinds=[HIDDEN])
     assert made.pool.num_free == 8 - 2
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.optimal import Problem
+from jaxserve.sched.optimal.solve import Problem
 
 # One request: tokens written, tokens cached. All requests: a tuple of them.
 State = tuple[tuple[int, int], ...]

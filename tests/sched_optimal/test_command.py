@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import optimal
-from jaxserve.experiments import infermax
+from jaxserve.experiments.infermax import page as infermax
 
 pytest.importorskip("ortools")
 
@@ -32,7 +32,7 @@ def test_it_answers_in_json_with_a_picture(
     batches = found["batches"]
     assert isinstance(batches, list) and len(batches) == found["num_batches"]
     assert found["latency_s"] == pytest.approx(sum(batch["duration_s"] for batch in batches))
-    assert sum(len(batch["evicted"]) for batch in batches) == found["num_evictions"]
+    assert sum(len(batch["preempted"]) for batch in batches) == found["num_preemptions"]
     assert picture.read_bytes().startswith(PNG)
 
 

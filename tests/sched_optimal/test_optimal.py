@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched import optimal
-from jaxserve.sched.optimal import OptimalError, Problem, Solution, solve
-from jaxserve.sched.optimal_cost import ScaledCost
+from jaxserve.sched.optimal import solve as optimal
+from jaxserve.sched.optimal.cost import ScaledCost
+from jaxserve.sched.optimal.replay import Schedule
+from jaxserve.sched.optimal.solve import OptimalError, Problem, Solution, solve
 from jaxserve.sched.policy import make_policy
-from jaxserve.sched.replay import Schedule
-from jaxserve.sched.systems import PRESETS
-from jaxserve.sched.workload import Workload
+from jaxserve.sched.simulation.systems import PRESETS
+from jaxserve.sched.workloads.workload import Workload
 
 from .exhaustive import best
 
@@ -48,7 +48,7 @@ def proven(task: Problem, **how: Any) -> Solution:
 
 
 TINY = {
-    "evicts": problem((4, 3), (4, 3), m=8, chunked=False),
+    "preempts": problem((4, 3), (4, 3), m=8, chunked=False),
     "unequal": problem((2, 4), (7, 2), m=10, chunked=False),
     "three": problem((3, 2), (3, 2), (5, 3), m=9, chunked=False),
     "one_token": problem((5, 1), (3, 1), m=6, c=7, chunked=False),
@@ -96,12 +96,12 @@ def test_random_workloads(requests: list[tuple[int, int]], spare: int, objective
     assert proven(task).objective == pytest.approx(best(task), rel=EQUAL)
 
 
-def test_evicting_short_requests_pays_and_long_ones_does_not() -> None:
+def test_preempting_short_requests_pays_and_long_ones_does_not() -> None:
     """InferMax section 5.1 with two requests."""
     short = proven(problem((8, 4), (8, 4), m=16, chunked=False))
     long = proven(problem((512, 4), (512, 4), m=1024, c=4096, chunked=False))
-    assert short.schedule is not None and short.schedule.evictions == 1
-    assert long.schedule is not None and long.schedule.evictions == 0
+    assert short.schedule is not None and short.schedule.preemptions == 1
+    assert long.schedule is not None and long.schedule.preemptions == 0
 
 
 def test_is_there_a_better_one() -> None:

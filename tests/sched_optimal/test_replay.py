@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.optimal.replay import Replay, ReplayError, Schedule, replay, run
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, make_policy
-from jaxserve.sched.replay import Replay, ReplayError, Schedule, replay, run
-from jaxserve.sched.simulator import simulate
-from jaxserve.sched.systems import PRESETS
-from jaxserve.sched.workload import Workload
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import PRESETS
+from jaxserve.sched.workloads.workload import Workload
 
 COST = PRESETS["llama-2-7b@a100"].cost_model
 POLICIES = ("vllm", "vllm_hy", "sarathi", "sarathi_nohy", "sarathi+ef", "rank_i", "infermax")
@@ -27,10 +27,10 @@ def play(schedule: Schedule, load: Workload, m: int = 32, c: int = 16) -> Replay
     return replay(schedule, load, COST, limits=Limits(c, c, len(load)), kv_tokens=m)
 
 
-def schedule(*batches: list[int], evict: tuple[tuple[int, int], ...] = ()) -> Schedule:
+def schedule(*batches: list[int], preempt: tuple[tuple[int, int], ...] = ()) -> Schedule:
     tokens = np.array(batches)
     lost = np.zeros(tokens.shape, bool)
-    for batch, request in evict:
+    for batch, request in preempt:
         lost[batch, request] = True
     return Schedule(tokens, lost)
 
@@ -75,7 +75,7 @@ def test_the_simulator_comes_to_the_same(policy: str) -> None:
     np.testing.assert_allclose(result.requests.finish, ours.finish)
     np.testing.assert_array_equal(result.batches.kv_used, ours.kv_used)
     assert result.summary()["latency_s"] == pytest.approx(ours.latency)
-    assert result.summary()["num_evictions"] == ours.schedule.evictions
+    assert result.summary()["num_preemptions"] == ours.schedule.preemptions
 
 
 def test_a_batch_waits_for_its_requests() -> None:
@@ -105,7 +105,7 @@ def test_a_schedule_must_serve_its_workload(bad: Schedule, message: str) -> None
     [
         (schedule([5, 4], [1, 1]), "more tokens than are pending"),
         (schedule([4, 4], [1, 1], [1, 1], [1, 1]), "more blocks than are free"),
-        (schedule([4, 4], [1, 1], evict=((1, 1),)), "planned and evicted"),
+        (schedule([4, 4], [1, 1], preempt=((1, 1),)), "planned and preempted"),
     ],
 )
 def test_a_schedule_must_keep_to_the_limits(bad: Schedule, message: str) -> None:
@@ -113,6 +113,6 @@ def test_a_schedule_must_keep_to_the_limits(bad: Schedule, message: str) -> None
         play(bad, workload([(4, 4), (4, 4)]), m=11)
 
 
-def test_tokens_and_evictions_must_match() -> None:
+def test_tokens_and_preemptions_must_match() -> None:
     with pytest.raises(ReplayError, match="one matrix each"):
         Schedule(np.zeros((2, 3), np.int64), np.zeros((3, 2), bool))

@@ -20,7 +20,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.workload import Workload
+from jaxserve.sched.workloads.workload import Workload
 
 VOCAB = 100
 
@@ -90,7 +90,7 @@ class Recording(Scheduler):
         """With the requests' numbers instead of rows."""
         name = np.vectorize(self.numbers.__getitem__, otypes=[np.int64])
         return BatchPlan(
-            name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, name(plan.evict)
+            name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, name(plan.preempt)
         )
 
 

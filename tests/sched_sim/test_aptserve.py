@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched import lengths
 from jaxserve.sched.policy import make_policy
 from jaxserve.sched.request import SLO
-from jaxserve.sched.results import SimulationResult
-from jaxserve.sched.simulator import simulate
-from jaxserve.sched.systems import system
-from jaxserve.sched.workload import Workload, poisson_arrivals
+from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads import lengths
+from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
 
 TARGET = SLO(ttft=1.0, tbt=1.0)
 

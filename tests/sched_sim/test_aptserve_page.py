@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments import apt_plan, aptserve
-from jaxserve.experiments.apt_effective import cheapest
-from jaxserve.experiments.apt_setting import MODELS, SLOS, Scale
-from jaxserve.experiments.online import OnlineCase, OnlineNumbers, place_of, run, workload_of
-from jaxserve.sched.systems import system
-from jaxserve.sched.workload import Lengths
+from jaxserve.experiments.aptserve import page as aptserve
+from jaxserve.experiments.aptserve import plan as apt_plan
+from jaxserve.experiments.aptserve.effective import cheapest
+from jaxserve.experiments.aptserve.setting import MODELS, SLOS, Scale
+from jaxserve.experiments.common.online import OnlineCase, OnlineNumbers, place_of, run, workload_of
+from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads.workload import Lengths
 
 DOCS = Path(__file__).parents[2] / "docs"
 PNG = b"\x89PNG"
@@ -94,7 +95,7 @@ def test_numbers_of_a_run() -> None:
     case = OnlineCase("vllm", MODELS["13B"], "humaneval", 2, 5.0, 0.5, requests=20, quantiles=True)
     found = run(case)
     assert found.attainment == found.ttft_attainment == found.tbt_attainment == 1.0
-    assert found.hidden == 0.0 and found.evictions == 0
+    assert found.hidden == 0.0 and found.preemptions == 0
     assert found.ttft_quantiles[0] <= found.ttft_p50 <= found.ttft_p99 <= found.ttft_quantiles[-1]
     assert 0 < found.tbt_quantiles[0] <= found.tbt_quantiles[-1] < 0.5
     late = run(OnlineCase("vllm", MODELS["13B"], "humaneval", 2, 1e-6, 0.5, requests=20))

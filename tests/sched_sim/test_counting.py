@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.blocks import BlockPool, OutOfBlocks
-from jaxserve.sched.counting import FIRST_ROWS, CountingPool, GrowingTable
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.simulation.state import FIRST_ROWS, CountingPool, GrowingTable
 from jaxserve.sched.table import RequestTable, State
 
 ROWS, WIDTH = 4, 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.experiments.crossing import (
+from jaxserve.experiments.common.crossing import (
     REACH,
     Crossing,
     crossing,

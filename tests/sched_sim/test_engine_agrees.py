@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.simulator import simulate
-from jaxserve.sched.systems import system
-from jaxserve.sched.workload import Workload
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads.workload import Workload
 from tests.sched_sim.engine_on_a_virtual_clock import serve
 
 COST = system("llama-2-7b@a100").cost_model
@@ -45,9 +45,9 @@ def test_the_plans_are_the_same_one_by_one(
     for i, ((_, plan), batch) in enumerate(zip(plans, result.rows[0], strict=True)):
         assert plan.rows.tolist() == batch.requests.tolist(), i
         assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
-        assert plan.evict.tolist() == batch.evicted.tolist(), i
+        assert plan.preempt.tolist() == batch.preempted.tolist(), i
     if num_blocks == 80:
-        assert result.batches.evictions.sum() > 0, "the small pool should have led to evictions"
+        assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
     offsets, times = result.requests.offsets, result.requests.token_times
     for number, engines in token_times.items():
         first = int(offsets[number])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import plots
+from jaxserve.figures import plots
 from jaxserve.sched.metrics import RequestTimes, attained, meets_tbt, meets_ttft
 from jaxserve.sched.request import SLO
 from jaxserve.simulate import main
@@ -25,7 +25,7 @@ KEYS = {
     "mean_ttft_s",
     "mean_tpot_s",
     "num_batches",
-    "num_evictions",
+    "num_preemptions",
     "slo_attainment",
 }
 
@@ -81,7 +81,7 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     steps = json.loads(batches.read_text())
     assert len(steps) == found["num_batches"]
     assert sum(step["duration"] for step in steps) == pytest.approx(found["latency_s"])
-    assert sum(step["evictions"] for step in steps) == found["num_evictions"]
+    assert sum(step["preemptions"] for step in steps) == found["num_preemptions"]
 
 
 def test_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_the_schedule_view_draws_every_box() -> None:
-    from jaxserve.sched.simulator import simulate
-    from jaxserve.sched.systems import system
-    from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+    from jaxserve.sched.simulation.simulator import simulate
+    from jaxserve.sched.simulation.systems import system
+    from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
     workload = Workload.of(all_at_once(4), fixed_lengths(16, 4, 4))
     place = system("llama-2-7b@a100")
@@ -112,7 +112,7 @@ def test_the_schedule_view_draws_every_box() -> None:
     top = figure.axes[0]
     boxes = {len(c.get_paths()) for c in top.collections}
     prefills, decodes = result.batches.num_prefills.sum(), result.batches.num_decodes.sum()
-    assert boxes == {int(prefills), int(decodes), int(result.batches.evictions.sum())}
+    assert boxes == {int(prefills), int(decodes), int(result.batches.preemptions.sum())}
     with pytest.raises(ValueError, match="record_rows"):
         plots.schedule(simulate("vllm", workload, place, **options))
 

@@ -14,11 +14,11 @@ from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, View, policies
 from jaxserve.sched.request import SLO
-from jaxserve.sched.results import SimulationResult
-from jaxserve.sched.simulator import SimulationError, simulate
-from jaxserve.sched.systems import system
+from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.simulator import SimulationError, simulate
+from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import RUNNING, WAITING
-from jaxserve.sched.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 PER_TOKEN = LinearCostModel(Coefficients(1.0, 0, 0, 0, 0, 0, 0, 0, 0), 1)
@@ -44,7 +44,7 @@ def test_one_request_alone() -> None:
     assert summary["mean_ttft_s"] == 5.0
     assert summary["mean_tpot_s"] == 1.0
     assert summary["tps"] == 3 / 7
-    assert (summary["num_batches"], summary["num_evictions"]) == (3, 0)
+    assert (summary["num_batches"], summary["num_preemptions"]) == (3, 0)
 
 
 def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
@@ -58,8 +58,8 @@ def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
     assert times(direct, 1) == [3.0]
 
 
-def test_the_papers_eviction_example() -> None:
-    """M = 8 holds two prompts of 4 but not their second tokens: the second request is evicted,
+def test_the_papers_preemption_example() -> None:
+    """M = 8 holds two prompts of 4 but not their second tokens: the second request is preempted,
     waits for the first to end, and is refilled (InferMax Figure 1)."""
     workload = of([0.0, 0.0], [4, 4], [3, 3])
     result = simulate(
@@ -67,10 +67,10 @@ def test_the_papers_eviction_example() -> None:
     )
     assert times(result, 0) == [1.0, 2.0, 3.0]
     assert times(result, 1) == [1.0, 4.0, 5.0]
-    assert result.summary()["num_evictions"] == 1
+    assert result.summary()["num_preemptions"] == 1
     assert result.requests.preemptions.tolist() == [0, 1]
     assert result.rows is not None
-    who = [(b.requests.tolist(), b.tokens.tolist(), b.evicted.tolist()) for b in result.rows[0]]
+    who = [(b.requests.tolist(), b.tokens.tolist(), b.preempted.tolist()) for b in result.rows[0]]
     assert who == [
         ([0, 1], [4, 4], []),
         ([0], [1], [1]),
@@ -173,7 +173,7 @@ def compare(a: SimulationResult, b: SimulationResult) -> None:
         np.testing.assert_allclose(column, getattr(b.batches, name), rtol=1e-9, err_msg=name)
     assert a.rows is not None and b.rows is not None
     for one, other in zip(a.rows[0], b.rows[0], strict=True):
-        for mine, theirs in ((one.requests, other.requests), (one.evicted, other.evicted)):
+        for mine, theirs in ((one.requests, other.requests), (one.preempted, other.preempted)):
             assert sorted(mine.tolist()) == sorted(theirs.tolist())
         assert sorted(one.tokens.tolist()) == sorted(other.tokens.tolist())
 
@@ -258,12 +258,12 @@ def test_every_request_gets_its_tokens_within_the_limits(
     assert batches.num_tokens.max() <= limits.max_batch_tokens
     assert (batches.num_decodes + batches.num_prefills).max() <= limits.max_rows
     assert batches.kv_used.max() <= result.kv_tokens <= kv_tokens
-    assert batches.evictions.sum() == requests.preemptions.sum()
+    assert batches.preemptions.sum() == requests.preemptions.sum()
     assert (batches.start[1:] >= (batches.start + batches.duration)[:-1] - 1e-9).all()
-    # What was computed is every prompt and output but the last token, and what evictions redid.
+    # What was computed is every prompt and output but the last token, and what preemptions redid.
     needed = int((requests.prompt_len + requests.output_len - 1).sum())
     assert batches.num_tokens.sum() >= needed
-    if not batches.evictions.sum():
+    if not batches.preemptions.sum():
         assert batches.num_tokens.sum() == needed
 
 

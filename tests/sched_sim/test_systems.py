@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
-from jaxserve.sched.systems import (
+from jaxserve.sched.simulation.systems import (
     DEVICES,
     MODELS,
     Device,

@@ -7,10 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.sched.lengths import DATA_SETS, GROUPS, MIXES, Quartered, mix_lengths, sampler
-from jaxserve.sched.specs import WorkloadSpec
-from jaxserve.sched.traces import read_trace
-from jaxserve.sched.workload import Lengths, Workload, WorkloadError, on_off_arrivals
+from jaxserve.sched.workloads.lengths import (
+    DATA_SETS,
+    GROUPS,
+    MIXES,
+    Quartered,
+    mix_lengths,
+    sampler,
+)
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.traces import read_trace
+from jaxserve.sched.workloads.workload import Lengths, Workload, WorkloadError, on_off_arrivals
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -79,7 +79,7 @@ class FakeEngine:
             blocks_total=INFO.num_blocks,
             blocks_free=INFO.num_blocks - running,
             blocks={("kv", "realtime"): running, ("kv", "best_effort"): 0},
-            evictions=3,
+            preemptions=3,
             compiles_after_warmup=0,
             steps=self.steps,
         )

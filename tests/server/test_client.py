@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client import Client, Unreachable, make_request
-from jaxserve.client_cli import main
+from jaxserve.client.cli import main
 from jaxserve.sched.request import Tier
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
@@ -42,7 +42,7 @@ def test_the_module_runs_from_a_shell(server: Server, engine: FakeEngine) -> Non
 
 
 def test_the_client_does_not_import_jax() -> None:
-    script = "import sys, jaxserve.client_cli; sys.exit('jax' in sys.modules)"
+    script = "import sys, jaxserve.client.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -1,0 +1,1 @@
+"""docs/aptserve.md: Apt-Serve's claims against the simulator and the engine."""

@@ -1,0 +1,138 @@
+"""What the comparisons of `infermax.py` and `aptserve.py` have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.experiments.common.grid import Case, Numbers, Results
+
+EF = "+ef"
+Get = Callable[[Numbers], float]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. prompts: I; between: more of them where M decides how many requests fit.
+    few, many: B of the two contention levels."""
+
+    prompts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    outputs: tuple[int, ...] = (1, 32, 1024)
+    few: int = 32
+    many: int = 1024
+    kv_tokens: int = 100_000
+    memories: tuple[int, ...] = (100, 1_000, 10_000, 100_000, 1_000_000)
+    mixed: tuple[int, ...] = (16, 64, 256, 1024)
+    optimum: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    optimum_requests: int = 4
+    between: tuple[int, ...] = (3, 24, 48, 96, 140, 220, 305, 470, 700)
+
+
+QUICK = Scale((1, 64), (1, 8), 4, 48, 20_000, (100, 1_000), (8, 16), (2, 64), 2, (24,))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the paper says, what came out here, and why the two differ, if they do."""
+
+    claim: str
+    ours: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """figures: file name and caption. notes: paragraphs beneath the table."""
+
+    title: str
+    setting: str
+    rows: list[Row]
+    figures: list[tuple[str, str]]
+    notes: list[str]
+
+    def lines(self) -> list[str]:
+        """Of the page."""
+        lines = [f"## {self.title}", "", self.setting, ""]
+        if self.rows:
+            lines += ["| the paper | here | why they differ |", "|---|---|---|"]
+            lines += [f"| {row.claim} | {row.ours} | {row.why} |" for row in self.rows]
+            lines += [""]
+        for note in self.notes:
+            lines += [note, ""]
+        for name, caption in self.figures:
+            lines += [f"![{caption}.](figures/{name})", ""]
+        return lines
+
+
+class Comparison(ABC):
+    """One of the seven."""
+
+    def __init__(self, scale: Scale) -> None:
+        self.scale = scale
+
+    @abstractmethod
+    def cases(self) -> Iterator[Case]: ...
+
+    @abstractmethod
+    def section(self, results: Results, figures: Path) -> Section: ...
+
+    def fixed(self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0) -> Case:
+        count = requests or self.scale.many
+        return Case(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The largest of some values, and where it was."""
+
+    value: float
+    where: str
+
+    @classmethod
+    def of(cls, values: dict[str, float]) -> Extreme:
+        where = max(values, key=lambda key: values[key])
+        return cls(values[where], where)
+
+    def times(self) -> str:
+        value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
+        return f"{value}x ({self.where})"
+
+    def percent(self) -> str:
+        return f"{self.value - 1:+.1%} ({self.where})"
+
+
+def latency_of(n: Numbers) -> float:
+    return n.latency
+
+
+def tps_of(n: Numbers) -> float:
+    return n.tps
+
+
+def ttft_of(n: Numbers) -> float:
+    return n.ttft
+
+
+def tpot_of(n: Numbers) -> float:
+    return n.tpot
+
+
+def tpot_p99_of(n: Numbers) -> float:
+    return n.tpot_p99
+
+
+def preemptions_of(n: Numbers) -> float:
+    return n.preemptions
+
+
+def listed(values: tuple[int, ...]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+TPOT = (
+    "O is the same for all, so that a mean over requests and one over tokens are equal. The "
+    "paper's ratio lies between ours of the means and ours of the 99th percentiles."
+)

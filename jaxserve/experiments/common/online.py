@@ -1,0 +1,159 @@
+"""Requests that arrive one by one and want their tokens in time: one simulated trace a case."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.metrics import attained
+from jaxserve.sched.policy import make_policy
+from jaxserve.sched.request import SLO
+from jaxserve.sched.simulation.results import RequestRecords
+from jaxserve.sched.simulation.simulator import default_limits, simulate
+from jaxserve.sched.simulation.systems import System, system
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.workload import Workload
+
+QUANTILES = tuple(q / 100 for q in (*range(0, 100, 2), 99, 100))
+
+
+@dataclass(frozen=True)
+class OnlineCase:
+    """One trace under the rules `jaxserve`. rate: requests/s; cv: of Gamma gaps, 1 is Poisson.
+    ttft, tbt: the SLO, seconds. longest: tokens that a request is cut to, None for no limit. C is
+    max_batch_tokens, P is 512 where prompts are chunked, else C. hidden_read: as `systems.system`
+    has it; hidden_cost: factor on what a token read from a hidden cache costs. switches: parameters
+    of the policy. quantiles: keep those of the latencies."""
+
+    policy: str
+    system: str
+    workload: str
+    rate: float
+    ttft: float
+    tbt: float
+    cv: float = 1.0
+    requests: int = 1000
+    longest: int | None = 2048
+    max_batch_tokens: int = 2048
+    hidden_read: str = "auto"
+    hidden_cost: float = 1.0
+    switches: tuple[tuple[str, float], ...] = ()
+    quantiles: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Larger models have less cache, so that fewer are served at once, in more steps."""
+        return self.requests * len(self.system) * self.rate
+
+    @property
+    def slo(self) -> SLO:
+        return SLO(self.ttft, self.tbt)
+
+    def named(self) -> dict[str, Any]:
+        """Parameters that are as by default are left out."""
+        values = asdict(self)
+        usual = {f.name: f.default for f in fields(self)}
+        named = {name: value for name, value in values.items() if value != usual[name]}
+        return {**named, **({"switches": dict(self.switches)} if self.switches else {})}
+
+
+@dataclass(frozen=True)
+class OnlineNumbers:
+    """attainment: share of the requests within both targets; ttft_attainment, tbt_attainment:
+    within each. Times in seconds. hidden: share of the requests in a batch that have hidden caches,
+    mean over batches. kv_used: share of the cache in use, mean over time. ttft_quantiles,
+    tbt_quantiles: at QUANTILES, the latter of the requests' own 99th percentiles; empty if not
+    asked for."""
+
+    attainment: float
+    ttft_attainment: float
+    tbt_attainment: float
+    ttft_p50: float
+    ttft_p99: float
+    step: float
+    batch_size: float
+    hidden: float
+    kv_used: float
+    preemptions: int
+    makespan: float
+    ttft_quantiles: tuple[float, ...] = ()
+    tbt_quantiles: tuple[float, ...] = ()
+
+
+OnlineResults = dict[OnlineCase, OnlineNumbers]
+
+
+def place_of(case: OnlineCase) -> System:
+    """The case's system, with hidden caches as dear as it says."""
+    place = system(case.system, case.hidden_read)
+    if case.hidden_cost == 1 or place.rho is None:
+        return place
+    model = place.cost_model
+    per_token = model.coefficients.hidden_token * case.hidden_cost
+    coefficients = replace(model.coefficients, hidden_token=per_token)
+    rho = model.num_layers * (per_token - coefficients.decode_kv)
+    return replace(place, cost_model=replace(model, coefficients=coefficients), rho=rho)
+
+
+def workload_of(case: OnlineCase) -> Workload:
+    """Its requests: the same at every rate, for every system."""
+    kind = "poisson" if case.cv == 1 else "gamma"
+    cv = None if case.cv == 1 else case.cv
+    found = WorkloadSpec(case.workload, case.requests, kind, case.rate, cv).make()
+    if case.longest is None:
+        return found
+    return Workload.of(found.arrival, found.lengths.within(case.longest))
+
+
+def run(case: OnlineCase) -> OnlineNumbers:
+    place, policy = place_of(case), make_policy(case.policy, **dict(case.switches))
+    limits = default_limits(policy, place, max_batch_tokens=case.max_batch_tokens)
+    result = simulate(policy, workload_of(case), place, limits=limits, slo=case.slo)
+    summary, requests, batches = result.summary(case.slo), result.requests, result.batches
+    tbt, shares = requests.tbt
+
+    def share(slo: SLO) -> float:
+        return float(attained(requests.ttft, tbt, shares, slo).mean())
+
+    size = batches.num_decodes + batches.num_prefills
+    ttft = requests.ttft
+    return OnlineNumbers(
+        attainment=summary["slo_attainment"],
+        ttft_attainment=share(SLO(case.ttft, None)),
+        tbt_attainment=share(SLO(None, case.tbt)),
+        ttft_p50=_short(float(np.quantile(ttft, 0.5))),
+        ttft_p99=_short(float(np.quantile(ttft, 0.99))),
+        step=_short(float(batches.duration.mean())),
+        batch_size=_short(float(size.mean())),
+        hidden=_short(float((batches.num_hidden / size).mean())),
+        kv_used=_short(summary["mean_kv_used"]),
+        preemptions=summary["num_preemptions"],
+        makespan=_short(summary["makespan_s"]),
+        ttft_quantiles=_quantiles(ttft) if case.quantiles else (),
+        tbt_quantiles=_quantiles(_p99_tbt(requests)) if case.quantiles else (),
+    )
+
+
+def _p99_tbt(requests: RequestRecords) -> np.ndarray:
+    """Each request's, seconds; those of one token have none."""
+    tbt, shares = requests.tbt
+    parts = np.split(tbt, np.cumsum(shares)[:-1])
+    return np.array([np.quantile(part, 0.99) for part in parts if len(part)])
+
+
+def _quantiles(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(_short(v) for v in np.quantile(values, QUANTILES).tolist())
+
+
+def _short(value: float) -> float:
+    """Four digits: what a file needs."""
+    return float(f"{value:.4g}")
+
+
+def read_numbers(**values: Any) -> OnlineNumbers:
+    """From JSON, where tuples are lists."""
+    for name in ("ttft_quantiles", "tbt_quantiles"):
+        values[name] = tuple(values[name])
+    return OnlineNumbers(**values)

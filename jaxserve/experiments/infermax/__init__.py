@@ -1,0 +1,1 @@
+"""docs/infermax.md: InferMax's claims against the simulator."""

@@ -1,0 +1,1 @@
+"""Pictures of runs, schedules and the block pool; matplotlib only."""

@@ -1,0 +1,242 @@
+"""Pictures of simulations: SLO attainment against rate, distributions, KV use, and who ran when.
+
+Needs matplotlib (`pip install matplotlib`). Every function draws one figure and returns it; nothing
+is shown, and no global state of pyplot is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.simulation.results import SimulationResult
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+except ImportError as error:
+    raise ValueError("figures need matplotlib: pip install matplotlib") from error
+
+VIEWS = ("attainment", "cdf", "kv", "schedule")
+PREFILL, DECODE, PREEMPT, MEMORY = "#1a1a1a", "#b8b8b8", "#d62728", "#1f77b4"
+MAX_CELLS = 200_000
+MAX_POINTS = 2000
+Results = Sequence[tuple[str, SimulationResult]]
+
+
+def draw_all(
+    folder: Path,
+    summaries: Sequence[dict[str, Any]],
+    results: Results,
+    views: Sequence[str] | None = None,
+) -> list[Path]:
+    """Writes the figures of the given views, or all but the schedules, as PNG; returns their paths.
+
+    ValueError for an unknown view, or a schedule too large to be seen.
+    """
+    wanted = list(views or ("attainment", "cdf", "kv"))
+    unknown = [view for view in wanted if view not in VIEWS]
+    if unknown:
+        raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")
+    figures: dict[str, Figure] = {}
+    if "attainment" in wanted and len({s["rate"] for s in summaries}) > 1:
+        figures["attainment"] = attainment(summaries)
+    if "cdf" in wanted:
+        figures["cdf"] = cdfs(results)
+    if "kv" in wanted:
+        figures["kv"] = kv_over_time(results)
+    if "schedule" in wanted:
+        for number, (name, result) in enumerate(results):
+            suffix = f"-{number}" if len(results) > 1 else ""
+            figures[f"schedule{suffix}"] = schedule(result, title=name)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=150)
+        paths.append(path)
+    return paths
+
+
+def attainment(summaries: Sequence[dict[str, Any]]) -> Figure:
+    """Share of requests within their SLO against the request rate, a line a policy."""
+    figure, axes = _figure(6.4, 4.0)
+    for i, policy in enumerate(dict.fromkeys(s["policy"] for s in summaries)):
+        points = sorted(
+            (s["rate"], s["slo_attainment"]) for s in summaries if s["policy"] == policy
+        )
+        rates, shares = zip(*points, strict=True)
+        # Lines that coincide stay visible: the later, the thinner.
+        width, size = max(0.9, 3.4 - 0.8 * i), max(3.0, 10.0 - 2.0 * i)
+        marker = _MARKERS[i % len(_MARKERS)]
+        percent = [100 * share for share in shares]
+        axes.plot(rates, percent, marker + "-", lw=width, ms=size, label=policy)
+    axes.set(xlabel="requests per second", ylabel="requests within their SLO, %", ylim=(-3, 103))
+    _finish(axes)
+    return figure
+
+
+def cdfs(results: Results) -> Figure:
+    """Distributions of TTFT and of all times between tokens: a colour a policy, a dash a rate."""
+    figure = Figure(figsize=(10.8, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name, result in results:
+        color, dash = _style(name, results)
+        _cdf(left, result.requests.ttft, name, color, dash)
+        _cdf(right, result.requests.tbt[0], name, color, dash)
+    left.set(xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1.01))
+    right.set(xlabel="time between tokens, s", ylabel="share of tokens")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+    return figure
+
+
+def kv_over_time(results: Results) -> Figure:
+    """KV cache in use over time: axes a policy, a line a rate and replica."""
+    policies = list(dict.fromkeys(_policy(name) for name, _ in results))
+    figure = Figure(figsize=(8.4, 0.7 + 1.8 * len(policies)), layout="constrained")
+    grid = figure.subplots(len(policies), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, policy in zip(grid, policies, strict=True):
+        mine = [(name, result) for name, result in results if _policy(name) == policy]
+        for name, result in mine:
+            batches = result.batches
+            for replica in range(int(batches.replica.max(initial=0)) + 1):
+                rows = np.flatnonzero(batches.replica == replica)
+                rows = rows[:: max(1, len(rows) // MAX_POINTS)]
+                share = 100 * batches.kv_used[rows] / result.kv_tokens
+                label = name if replica == 0 else None
+                axes.plot(batches.start[rows], share, lw=0.9, label=label)
+        axes.set(ylim=(0, None), ylabel="KV in use, %")
+        axes.grid(alpha=0.3)
+        if len(mine) > 1:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+        else:
+            axes.set_title(mine[0][0], loc="left", fontsize=9)
+    grid[-1].set_xlabel("seconds")
+    return figure
+
+
+def schedule(result: SimulationResult, title: str = "", replica: int = 0) -> Figure:
+    """Requests x batches as in InferMax Figure 15: dark where a request prefills (or is refilled),
+    grey where it decodes, red where it loses its cache, with the tokens of a prefill written in
+    where there is room; below, the KV cache in use. For results with `record_rows`.
+
+    ValueError if who was in the batches was not recorded, or there are too many to be seen.
+    """
+    if result.rows is None:
+        raise ValueError("the schedule view needs a simulation with record_rows")
+    batches = result.rows[replica]
+    count, width = len(result.requests), len(batches)
+    if count * width > MAX_CELLS:
+        raise ValueError(
+            f"{count} requests x {width} batches are too many to be seen; at most {MAX_CELLS} "
+            "cells are drawn"
+        )
+    cell = min(0.32, 12.0 / max(width, 1))
+    height = min(0.32, 6.0 / max(count, 1))
+    size = (max(5.0, 1.3 + cell * width), 2.6 + height * count)
+    figure = Figure(figsize=size, layout="constrained")
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(0.6, height * count), 1.1])
+    _boxes(top, result, replica, lines=0.4 if cell > 0.1 else 0.0)
+    if cell > 0.25:
+        _write_prefills(top, result, replica)
+    top.set(ylim=(count - 0.4, -0.6), ylabel="request", xlim=(-0.6, width - 0.4))
+    step = max(1, count // 20)
+    top.set_yticks(range(0, count, step))
+    top.set_title(title, loc="left", fontsize=10)
+    mine = result.batches.replica == replica
+    below.step(np.arange(width), result.batches.kv_used[mine], where="mid", color=MEMORY)
+    below.axhline(result.kv_tokens, color=MEMORY, ls="--", lw=0.8)
+    below.text(
+        width - 0.5, result.kv_tokens, "M", color=MEMORY, fontsize=8, ha="right", va="bottom"
+    )
+    below.set(ylim=(0, 1.3 * result.kv_tokens), xlabel="batch", ylabel="KV tokens")
+    if width <= 40:
+        below.set_xticks(range(0, width, 1 if width <= 20 else 5))
+    figure.legend(
+        handles=[
+            Patch(color=PREFILL, label="prefill or refill"),
+            Patch(color=DECODE, label="decode"),
+            Patch(color=PREEMPT, label="preempted"),
+            Line2D([], [], color=MEMORY, label="memory"),
+        ],
+        loc="outside upper right",
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+    )
+    return figure
+
+
+def _boxes(axes: Axes, result: SimulationResult, replica: int, lines: float) -> None:
+    assert result.rows is not None
+    corners: dict[str, list[tuple[float, float]]] = {PREFILL: [], DECODE: [], PREEMPT: []}
+    for x, batch in enumerate(result.rows[replica]):
+        for color, who in (
+            (PREFILL, batch.requests[~batch.decoding]),
+            (DECODE, batch.requests[batch.decoding]),
+            (PREEMPT, batch.preempted),
+        ):
+            corners[color] += [(x, y) for y in who.tolist()]
+    for color, at in corners.items():
+        if at:
+            xy = np.array(at, float)[:, None, :]
+            box = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
+            axes.add_collection(
+                PolyCollection(xy + box, facecolors=color, edgecolors="white", linewidths=lines)
+            )
+
+
+def _write_prefills(axes: Axes, result: SimulationResult, replica: int) -> None:
+    assert result.rows is not None
+    for x, batch in enumerate(result.rows[replica]):
+        chunks = ~batch.decoding
+        pairs = zip(batch.requests[chunks].tolist(), batch.tokens[chunks].tolist(), strict=True)
+        for y, tokens in pairs:
+            axes.text(x, y, str(tokens), color="white", fontsize=6, ha="center", va="center")
+
+
+def _policy(name: str) -> str:
+    return name.partition(" at ")[0]
+
+
+def _style(name: str, results: Results) -> tuple[str, Any]:
+    """Colour and dashes of one of the results."""
+    policies = list(dict.fromkeys(_policy(other) for other, _ in results))
+    rates = list(dict.fromkeys(other.partition(" at ")[2] for other, _ in results))
+    color = f"C{policies.index(_policy(name)) % 10}"
+    return color, _LINES[rates.index(name.partition(" at ")[2]) % len(_LINES)]
+
+
+def _cdf(axes: Axes, values: np.ndarray, name: str, color: str, dash: Any) -> None:
+    if not len(values):
+        return
+    values = np.sort(values)
+    share = np.arange(1, len(values) + 1) / len(values)
+    few = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).astype(int))
+    axes.plot(np.maximum(values[few], 1e-6), share[few], color=color, ls=dash, lw=1.2, label=name)
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+_MARKERS = "osD^v<>P*X"
+_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)))

@@ -1,0 +1,187 @@
+"""BatchBudget allocation: what still fits into the batch being planned.
+
+Counts only; the pool itself is changed by `Scheduler` once the plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import View
+from jaxserve.sched.table import RUNNING, WAITING
+
+Expected = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Parallel arrays [n], most urgent first. tokens: to compute now; reserve: cache tokens to
+    have room for; kinds: `CacheKind`; prefill: whether P applies."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    reserve: np.ndarray
+    kinds: np.ndarray
+    prefill: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Candidates:
+        """A slice of them, or those that a mask or indices choose."""
+        return Candidates(
+            self.rows[part],
+            self.tokens[part],
+            self.reserve[part],
+            self.kinds[part],
+            self.prefill[part],
+        )
+
+
+class BatchBudget:
+    """A batch in the making. The checks are those of InferMax section 3.1, CanAllocate: C, P, M,
+    and the number of rows.
+
+    max_rows, prefill_tokens: the policy's own limits where they differ from the view's (never more
+    than its max_rows and C). expected: rows -> cache tokens that each is expected to end with; an
+    admission then leaves free what those that run are expected to take.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        max_rows: int | None = None,
+        prefill_tokens: int | None = None,
+        expected: Expected | None = None,
+    ) -> None:
+        self.view = view
+        limits = view.limits
+        rows = limits.max_rows if max_rows is None else min(max_rows, limits.max_rows)
+        prefill = limits.max_prefill_tokens if prefill_tokens is None else prefill_tokens
+        running = view.table.in_state(RUNNING)
+        self.batch_left = limits.max_batch_tokens
+        self.prefill_left = prefill
+        self.rows_left = rows
+        self.free = view.pool.num_free
+        self.slots_left = max(rows - len(running), 0)
+        self.chosen: list[Candidates] = []
+        self.preempted: list[int] = []
+        # By row: in the batch, or preempted for it. Neither may be preempted (again).
+        self.settled = np.zeros(view.table.capacity, bool)
+        self._holders = len(running)
+        self._expected = expected
+        # By row: blocks that it is expected to take yet. Their sum over those that run.
+        self._growth = np.zeros(view.table.capacity if expected else 0, np.int64)
+        self._promised = self._expect(running)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chosen))
+
+    @property
+    def alone(self) -> bool:
+        """Nobody holds cache: whoever comes next has the pool to itself."""
+        return self._holders == 0
+
+    def new_blocks(self, cands: Candidates) -> np.ndarray:
+        """Free blocks each candidate takes, [n]."""
+        return self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
+
+    def fits_budget(self, cands: Candidates) -> int:
+        """How many candidates, taken in order, stay within C, P and the rows of a batch."""
+        ok = len(cands)
+        total = int(cands.tokens.sum())
+        if total > self.batch_left or total > self.prefill_left:
+            tokens = np.cumsum(cands.tokens)
+            ok = _prefix(
+                (tokens <= self.batch_left) & (~cands.prefill | (tokens <= self.prefill_left))
+            )
+        return min(ok, self.rows_left)
+
+    def fits_memory(self, cands: Candidates, keep_free: int = 0) -> int:
+        """How many candidates, taken in order, find their blocks and a slot. keep_free: blocks
+        that those who start leave free. The only one to hold cache leaves none."""
+        new = self.new_blocks(cands)
+        starts = self.view.table.state[cands.rows] == WAITING
+        total, starting = int(new.sum()), int(np.count_nonzero(starts))
+        if starting == 0:
+            return len(cands) if total <= self.free else _prefix(np.cumsum(new) <= self.free)
+        if self._expected is None:
+            if starting <= self.slots_left and total + keep_free <= self.free:
+                return len(cands)
+            limit = self.free - keep_free
+            ok = (np.cumsum(new) <= np.where(starts, limit, self.free)) & (
+                np.cumsum(starts) <= self.slots_left
+            )
+        else:
+            self._expect(cands.rows[starts])
+            growth = np.where(starts, self._growth[cands.rows], new)
+            limit = self.free - keep_free - self._promised
+            ok = (np.cumsum(new) <= self.free) & (np.cumsum(starts) <= self.slots_left)
+            ok &= ~starts | (np.cumsum(growth) <= limit)
+        if self.alone and new[0] <= self.free and self.slots_left:
+            ok[0] = True
+        return _prefix(ok)
+
+    def add(self, cands: Candidates) -> None:
+        """Puts all of them into the batch; the caller has checked that they fit."""
+        if not len(cands):
+            return
+        used = int(cands.tokens.sum())
+        new = self.new_blocks(cands)
+        starts = self.view.table.state[cands.rows] == WAITING
+        starting = int(np.count_nonzero(starts))
+        self.batch_left -= used
+        self.prefill_left -= used
+        self.rows_left -= len(cands)
+        self.slots_left -= starting
+        self._holders += starting
+        self.free -= int(new.sum())
+        if self._expected is not None:
+            growth = self._growth[cands.rows]
+            before = growth[~starts].sum() if starting else growth.sum()
+            self._promised += int(np.maximum(growth - new, 0).sum()) - int(before)
+        self.settled[cands.rows] = True
+        self.chosen.append(cands)
+
+    def preempt(self, row: int) -> None:
+        """Takes the row's cache away. It must not be in the batch."""
+        self.free += self.view.pool.returned_by(row)
+        self.slots_left += 1
+        self._holders -= 1
+        if self._expected is not None:
+            self._promised -= int(self._growth[row])
+        self.settled[row] = True
+        self.preempted.append(row)
+
+    def finish(self) -> BatchPlan:
+        """The plan, rows of one token first (the steps want decodes ahead of chunks)."""
+        preempt = np.asarray(self.preempted, np.int64)
+        if not self.chosen:
+            return BatchPlan(preempt=preempt)
+        fields = ("rows", "tokens", "reserve", "kinds")
+        rows, tokens, reserve, kinds = (
+            np.concatenate([getattr(c, name) for c in self.chosen]).astype(np.int64, copy=False)
+            for name in fields
+        )
+        longer = tokens != 1
+        if not longer.any():
+            return BatchPlan(rows, tokens, reserve, kinds, preempt)
+        order = np.argsort(longer, kind="stable")
+        return BatchPlan(rows[order], tokens[order], reserve[order], kinds[order], preempt)
+
+    def _expect(self, rows: np.ndarray) -> int:
+        """Notes what these are expected to take; the sum."""
+        if self._expected is None:
+            return 0
+        kinds = self.view.table.kind[rows]
+        self._growth[rows] = self.view.pool.needed(rows, self._expected(rows), kinds)
+        return int(self._growth[rows].sum())
+
+
+def _prefix(ok: np.ndarray) -> int:
+    return len(ok) if ok.all() else int(np.argmin(ok))

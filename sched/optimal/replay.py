@@ -1,0 +1,266 @@
+"""Schedules as data: which request computes how many tokens in which batch, and their replay.
+
+A schedule may come from a constraint program (`optimal.py`), from a policy (`record`) or from
+anywhere else. `replay` runs it through the same `Scheduler`, block pool and cost model that
+policies run on; a schedule that breaks a limit raises InvalidPlan there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.table import State
+from jaxserve.sched.workloads.workload import Workload
+
+
+class ReplayError(ValueError):
+    """A schedule that does not serve its workload; one line says what is missing."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """b batches of n requests, numbered as in the workload.
+
+    tokens: int64 [b, n], how many of its tokens each request computes (c of InferMax section 5).
+    preempt: bool [b, n], who loses its cache before the batch (e).
+    """
+
+    tokens: np.ndarray
+    preempt: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2 or self.tokens.shape != self.preempt.shape:
+            raise ReplayError(
+                f"tokens {self.tokens.shape} and preempt {self.preempt.shape} must be one matrix "
+                "each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def preemptions(self) -> int:
+        return int(self.preempt.sum())
+
+    def reordered(self, order: np.ndarray) -> Schedule:
+        """Request i does what request `order[i]` did."""
+        return Schedule(self.tokens[:, order], self.preempt[:, order])
+
+
+class ScriptedPolicy:
+    """Plans the batches of a schedule, one after the other. It waits for a batch's requests to
+    have arrived. Requests must be added in the order of the workload, to one scheduler."""
+
+    chunked = True
+    hypothetical = True
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.next_batch = 0
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        if self.next_batch == len(self.schedule):
+            return BatchPlan()
+        tokens = self.schedule.tokens[self.next_batch]
+        preempt = np.flatnonzero(self.schedule.preempt[self.next_batch])
+        table = view.table
+        live = np.flatnonzero((table.state == State.WAITING) | (table.state == State.RUNNING))
+        row_of = dict(zip(table.seq[live].tolist(), live.tolist(), strict=True))
+        members = np.flatnonzero(tokens)
+        if any(i not in row_of for i in members.tolist()):
+            return BatchPlan()  # somebody has yet to arrive
+        self.next_batch += 1
+        rows = np.array([row_of[i] for i in members.tolist()], np.int64)
+        count = tokens[members]
+        order = np.argsort(count != 1, kind="stable")
+        rows, count = rows[order], count[order]
+        kinds = np.full(len(rows), CacheKind.KV, np.int64)
+        gone = np.array([row_of[i] for i in preempt.tolist() if i in row_of], np.int64)
+        return BatchPlan(rows, count, table.computed[rows] + count, kinds, gone)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What happened in b batches of n requests. Times in seconds on the workload's clock.
+
+    start, duration: float64 [b]. kv_used: int64 [b], tokens for which blocks were held during the
+    batch. decoding: bool [b, n], which of the requests in a batch were decodes. kv: int64 [b, n],
+    tokens of each request in the cache. first_token, finish: float64 [n].
+    """
+
+    workload: Workload
+    schedule: Schedule
+    start: np.ndarray
+    duration: np.ndarray
+    kv_used: np.ndarray
+    decoding: np.ndarray
+    kv: np.ndarray
+    first_token: np.ndarray
+    finish: np.ndarray
+
+    @property
+    def latency(self) -> float:
+        """Sum of the batch times: what the simulator calls latency_s."""
+        return float(self.duration.sum())
+
+    @property
+    def makespan(self) -> float:
+        """End of the last batch."""
+        return float(self.start[-1] + self.duration[-1])
+
+    @property
+    def mean_ttft(self) -> float:
+        return float((self.first_token - self.workload.arrival).mean())
+
+
+@dataclass
+class _Tape:
+    """Batches as they come."""
+
+    workload: Workload
+    tokens: list[np.ndarray] = field(default_factory=list)
+    preempt: list[np.ndarray] = field(default_factory=list)
+    decoding: list[np.ndarray] = field(default_factory=list)
+    kv: list[np.ndarray] = field(default_factory=list)
+    kv_used: list[int] = field(default_factory=list)
+    start: list[float] = field(default_factory=list)
+    duration: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first_token = np.full(len(self.workload), np.nan)
+        self.finish = np.full(len(self.workload), np.nan)
+
+    def scatter(self, seq: np.ndarray, values: np.ndarray | int | bool) -> np.ndarray:
+        line = np.zeros(len(self.workload), np.asarray(values).dtype)
+        line[seq] = values
+        return line
+
+    def replay(self) -> Replay:
+        schedule = Schedule(np.stack(self.tokens), np.stack(self.preempt))
+        return Replay(
+            self.workload,
+            schedule,
+            np.array(self.start),
+            np.array(self.duration),
+            np.array(self.kv_used),
+            np.stack(self.decoding),
+            np.stack(self.kv),
+            self.first_token,
+            self.finish,
+        )
+
+
+def run(
+    policy: Policy,
+    workload: Workload,
+    cost_model: CostModel,
+    *,
+    limits: Limits,
+    kv_tokens: int,
+    block_size: int = 1,
+) -> Replay:
+    """Serves the workload with a policy, one batch after the other, on the engine's own scheduler.
+
+    kv_tokens: M. For small workloads: everything is kept; `simulator.simulate` is for large ones.
+    ReplayError if the policy stops before every request has ended, InvalidPlan if it breaks a
+    limit.
+    """
+    lengths = workload.prompt_len + workload.output_len
+    scheduler = Scheduler(
+        policy,
+        limits,
+        num_blocks=CacheKind.KV.planes * (kv_tokens // block_size),
+        block_size=block_size,
+        max_model_len=int(lengths.max()),
+        capacity=len(workload),
+        cost_model=cost_model,
+    )
+    tape, now, added = _Tape(workload), 0.0, 0
+    while np.isnan(tape.finish).any():
+        while added < len(workload) and workload.arrival[added] <= now:
+            scheduler.add(_request(workload, added))
+            added += 1
+        took = _step(scheduler, cost_model, tape, now)
+        if took is not None:
+            now += took
+        elif added < len(workload):
+            now = float(workload.arrival[added])
+        else:
+            left = int(np.isnan(tape.finish).sum())
+            raise ReplayError(f"after {len(tape.start)} batches {left} requests have not ended")
+    return tape.replay()
+
+
+def replay(
+    schedule: Schedule,
+    workload: Workload,
+    cost_model: CostModel,
+    *,
+    limits: Limits,
+    kv_tokens: int,
+    block_size: int = 1,
+) -> Replay:
+    """`run` with a schedule in place of a policy. A batch starts when the one before it has ended
+    and its requests have arrived."""
+    if schedule.tokens.shape[1] != len(workload):
+        raise ReplayError(
+            f"the schedule is for {schedule.tokens.shape[1]} requests, not {len(workload)}"
+        )
+    policy = ScriptedPolicy(schedule)
+    played = run(
+        policy, workload, cost_model, limits=limits, kv_tokens=kv_tokens, block_size=block_size
+    )
+    if policy.next_batch < len(schedule):
+        raise ReplayError(
+            f"all requests have ended after {policy.next_batch} of {len(schedule)} batches"
+        )
+    return played
+
+
+def _request(workload: Workload, index: int) -> Request:
+    return Request(
+        str(index),
+        (0,) * int(workload.prompt_len[index]),
+        SamplingParams(max_tokens=int(workload.output_len[index]), ignore_eos=True),
+        arrival=float(workload.arrival[index]),
+    )
+
+
+def _step(scheduler: Scheduler, cost: CostModel, tape: _Tape, now: float) -> float | None:
+    """One batch; its seconds, or None if the policy has nothing to do."""
+    table, pool = scheduler.table, scheduler.pool
+    before = table.computed.copy()
+    decodes = table.decoding(np.arange(table.capacity))
+    seq = table.seq.copy()
+    plan, emits = scheduler.schedule(now)
+    before[plan.preempt] = 0
+    if not len(plan):
+        return None
+    rows = plan.rows
+    took = float(cost.batch_time(BatchFeatures.of(plan.num_tokens, before[rows], decodes[rows])))
+    running = np.flatnonzero(table.state == State.RUNNING)
+    tape.tokens.append(tape.scatter(seq[rows], plan.num_tokens))
+    tape.preempt.append(tape.scatter(seq[plan.preempt], np.ones(len(plan.preempt), bool)))
+    tape.decoding.append(tape.scatter(seq[rows], decodes[rows]))
+    tape.kv.append(tape.scatter(seq[running], table.computed[running]))
+    used = pool.num_blocks - pool.num_free
+    tape.kv_used.append(used // CacheKind.KV.planes * pool.block_size)
+    tape.start.append(now)
+    tape.duration.append(took)
+    end = now + took
+    first = seq[rows[emits & (table.generated[rows] == 1)]]
+    tape.first_token[first] = end
+    done = scheduler.release_finished(plan)
+    tape.finish[seq[done]] = end
+    scheduler.receive(rows[emits], end)
+    for row in done.tolist():
+        scheduler.finish(row)
+    return took

@@ -1,0 +1,1 @@
+"""Scheduling policies, one file a system; a folder where a system needs several."""

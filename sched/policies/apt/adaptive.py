@@ -1,0 +1,93 @@
+"""Who of the running goes on in a step of Apt-Serve, and whose hidden cache becomes K and V.
+
+Rows are rows of the table, in order of arrival.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.kinds import PLANES, CacheKind
+from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
+from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value
+from jaxserve.sched.policy import View
+
+STEPS_AHEAD = 64  # of a request, until ENOUGH outputs have ended
+ENOUGH = 32
+PROJECTED = 1000  # tokens, for which the cost model is asked
+_HIDDEN = int(CacheKind.HIDDEN)
+_PLANES = np.asarray(PLANES)
+
+
+def go_on(
+    view: View, rows: np.ndarray, worth: Value, in_turn: bool
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Who of the running keeps its cache and grows it: a mask [n], the rows to preempt, and the
+    blocks left. Everybody, as long as the blocks last; else the greedy over the whole pool decides,
+    and of the others as few as possible are preempted and the rest pauses. in_turn: the last to
+    arrive is the first to go."""
+    table, pool = view.table, view.pool
+    kinds = table.kind[rows]
+    need = pool.needed(rows, worth.tokens, kinds)
+    free, total = pool.num_free, int(need.sum())
+    everybody = np.ones(len(rows), bool)
+    if total <= free:
+        return everybody, rows[:0], free - total
+    held = pool.held[rows] * _PLANES[kinds]
+    value = worth.value
+    if in_turn:
+        gain = -np.arange(len(rows), dtype=np.float64)
+        until = np.searchsorted(np.cumsum(held + need), free + int(held.sum()), side="right")
+        kept = np.arange(int(until))
+    else:
+        if worth.penalty is not None:
+            hidden = kinds == _HIDDEN
+            value = np.where(hidden, np.maximum(value - worth.penalty, value * NEAR_ZERO), value)
+        choice = choose(Offers(value, held + need), free + int(held.sum()))
+        gain, kept = choice.gain, choice.served
+    goes = np.zeros(len(rows), bool)
+    goes[kept] = True
+    left = free - int(need[kept].sum())
+    others = np.flatnonzero(~goes)
+    others = others[np.argsort(gain[others], kind="stable")]  # the least worthy first
+    preempted = others[:0]
+    if left < 0:
+        returned = np.cumsum(held[others])
+        count = int(np.searchsorted(returned, -left)) + 1
+        preempted = others[:count]
+        left += int(returned[count - 1])
+    more = fit(others[len(preempted) :][::-1], need, left)
+    goes[more] = True
+    return goes, rows[preempted], left - int(need[more].sum())
+
+
+def to_kv(view: View, rows: np.ndarray, ran: Value, waiting: Value, left: int) -> np.ndarray:
+    """Which of these running rows turn their hidden caches into K and V, a mask [n]: the first to
+    arrive first, as far as memory lasts for them, for one more block a plane of all that run, and
+    for the K and V of all that wait. left: blocks, once the rows have grown."""
+    table, pool = view.table, view.pool
+    chosen = np.zeros(len(rows), bool)
+    hidden = np.flatnonzero(table.kind[rows] == _HIDDEN)
+    if not len(hidden) or view.rho is None or view.rho <= 0:
+        return chosen
+    left -= 2 * len(rows) + 2 * int((-(-waiting.tokens // pool.block_size)).sum())
+    if left > 0:
+        hidden = hidden[_pays(view, rows[hidden], view.rho)]
+        more = np.maximum(-(-ran.tokens // pool.block_size), pool.held[rows])
+        chosen[fit(hidden, more, left)] = True
+    return chosen
+
+
+def _pays(view: View, rows: np.ndarray, rho: float) -> np.ndarray:
+    """Which of them have, as far as the lengths of outputs tell, enough steps ahead to make good
+    what the projection of a token costs, bool [n]."""
+    if view.cost_model is None:
+        return np.ones(len(rows), bool)
+    batch = BatchFeatures(0, 0, 0, 0, 0, 0, 0, projected_tokens=np.array([0, PROJECTED]))
+    before, after = view.cost_model.batch_time(batch)
+    lengths, generated = view.table.output_lengths, view.table.generated[rows]
+    ahead = np.full(len(rows), float(STEPS_AHEAD))
+    if lengths.count >= ENOUGH:
+        ahead = lengths.expected(generated) - generated
+    return np.asarray(ahead * rho * PROJECTED >= after - before)

@@ -1,0 +1,172 @@
+"""Apt-Serve: who has waited longest for what memory it takes, in a cache of either kind.
+
+A step is one of prefills or one of decodes, whichever queue has waited longer in all (section 5).
+Of those that wait, the greedy of `knapsack.py` picks who starts in the free blocks, with K and
+V or with a hidden cache. Those that run go on as they are. Only when the pool lacks the blocks
+into which they grow does the greedy decide, over the whole pool, whom to preempt; the paper also
+recomputes caches to change their kind, here a hidden one becomes KV in place when there is memory
+to spare. `aptserve_s` puts the same on Sarathi's batches (section 6.7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policies.apt.adaptive import go_on, to_kv
+from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
+from jaxserve.sched.policies.apt.value import Value, decode_time, in_flight, weigh
+from jaxserve.sched.policy import View, register
+from jaxserve.sched.table import RUNNING, WAITING
+
+NOBODY = np.zeros(0, np.int64)
+
+
+@register(
+    "aptserve",
+    summary="hybrid cache; prefill or decode by pending time, requests by pending time a block",
+    source="Apt-Serve 4, 5",
+)
+@dataclass(frozen=True)
+class AptServe:
+    """hybrid_cache: hidden caches where the view offers them. adaptive: by value; otherwise first
+    come, first served, and prefills first, as in vLLM. chunked: Sarathi's batches, decodes first,
+    then chunks of prompts within P, and no types of steps; otherwise whole prompts, P = C.
+
+    slo_decay: share of its value that a request keeps while it misses its target (section 6.6); 0:
+    next to nothing, and it starts after those in time and leaves the headroom free. watermark:
+    share of the pool that starts leave free while others run. headroom: share that must be free
+    besides before a hidden cache becomes KV.
+    """
+
+    hybrid_cache: bool = True
+    adaptive: bool = True
+    chunked: bool = False
+    slo_decay: float = 0.0
+    watermark: float = 0.01
+    headroom: float = 0.1
+    hypothetical: bool = False
+    steady = True  # whom nobody waits for goes on, a token a step; see `simulator.coasts`
+
+    def __post_init__(self) -> None:
+        for name in ("slo_decay", "watermark", "headroom"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
+
+    @property
+    def full_prefill(self) -> bool:
+        """P = C, whatever the limits say."""
+        return not self.chunked
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
+        hidden = self.hybrid_cache and view.rho is not None
+        delay = (len(waiting) + len(running)) * (view.rho or 0.0) if hidden else None
+        clock, step = now, decode_time(view, running)
+        if len(waiting) and not self.chunked:
+            clock += in_flight(view, running)
+        ran = weigh(view, running, clock=clock, step=step, delay=delay, decay=self.slo_decay)
+        worth = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
+        if self.chunked or not len(waiting):
+            return self._go_on(view, running, ran, waiting, worth)
+        # The times themselves, of late requests too: the fallback changes values, not waiting.
+        if not self.adaptive or worth.pending.sum() >= ran.pending.sum():
+            starts = self._start(view, waiting, worth, view.pool.num_free)
+            if len(starts):
+                return _plan(view, starts)
+        return self._go_on(view, running, ran, waiting, worth)
+
+    def _start(
+        self, view: View, waiting: np.ndarray, worth: Value, left: int, rows: int = 0, used: int = 0
+    ) -> Starts:
+        """Who starts. left: free blocks. rows, used: rows and tokens in the batch already."""
+        limits, blocks = view.limits, view.pool.num_blocks
+        holders = len(view.table.in_state(RUNNING))
+        c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
+        room = StartBudget(
+            left - (int(self.watermark * blocks) if holders else 0),
+            c - used,
+            limits.max_rows - max(holders, rows),
+            # With a decay, those who are late compete with the others by value alone.
+            spare=int(self.headroom * blocks) if holders and not self.slo_decay else 0,
+            chunked=self.chunked,
+        )
+        return (start if self.adaptive else start_in_turn)(view, waiting, worth, room)
+
+    def _go_on(
+        self, view: View, rows: np.ndarray, ran: Value, waiting: np.ndarray, worth: Value
+    ) -> BatchPlan:
+        """A step of those that run, and of those that start in a mixed batch."""
+        goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
+        ran, rows = ran.of(goes), rows[goes]
+        tokens = self._share(view, rows, ran)
+        kinds = view.table.kind[rows].astype(np.int64)
+        spare = int(self.headroom * view.pool.num_blocks)
+        wider = to_kv(view, rows, ran, worth, left - spare) & (tokens > 0)
+        kinds[wider] = CacheKind.KV
+        here = tokens > 0
+        batch = Starts(rows[here], tokens[here], kinds[here])
+        project = rows[wider]
+        if self.chunked and len(waiting) and not len(preempt):
+            left -= int(view.pool.held[project].sum()) + 2 * len(project)
+            total = int(tokens.sum())
+            batch += self._start(view, waiting, worth, left, len(batch), total)
+        return _plan(view, batch, preempt, project)
+
+    def _share(self, view: View, rows: np.ndarray, ran: Value) -> np.ndarray:
+        """Tokens that each of those who go on computes: decodes first, then prompts by worth."""
+        table, limits = view.table, view.limits
+        tokens = table.pending(rows)
+        decodes = table.decoding(rows)
+        if int(tokens.sum()) <= limits.max_prefill_tokens or (
+            decodes.all() and len(rows) <= limits.max_batch_tokens
+        ):
+            return tokens
+        by = -ran.value / ran.tokens if self.adaptive else np.arange(len(rows))
+        order = np.lexsort((by, ~decodes))
+        ordered = tokens[order]
+        before = np.cumsum(ordered) - ordered
+        p = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
+        room = np.where(decodes[order], limits.max_batch_tokens, p)
+        shared = np.zeros_like(tokens)
+        shared[order] = np.clip(room - before, 0, ordered)
+        return shared
+
+
+@register(
+    "aptserve_s",
+    summary="aptserve on chunked prefill and mixed batches, as sarathi",
+    source="Apt-Serve 6.7",
+)
+def aptserve_s() -> AptServe:
+    return AptServe(chunked=True)
+
+
+@register("aptserve_kv", summary="aptserve with K and V only", source="Apt-Serve 6.5, Table 4")
+def aptserve_kv() -> AptServe:
+    return AptServe(hybrid_cache=False)
+
+
+@register(
+    "aptserve_fcfs",
+    summary="hybrid cache, but first come, first served, and prefill first as vllm",
+    source="Apt-Serve 6.5, Table 5",
+)
+def aptserve_fcfs() -> AptServe:
+    return AptServe(adaptive=False)
+
+
+def _plan(
+    view: View, batch: Starts, preempt: np.ndarray = NOBODY, project: np.ndarray = NOBODY
+) -> BatchPlan:
+    """Single tokens first, with room for all that a request knows."""
+    rows, tokens, kinds = batch.rows, batch.tokens, batch.kinds
+    longer = tokens != 1
+    if longer.any():
+        order = np.argsort(longer, kind="stable")
+        rows, tokens, kinds = rows[order], tokens[order], kinds[order]
+    reserve = view.table.prompt_len[rows] + view.table.generated[rows]
+    return BatchPlan(rows, tokens, reserve, kinds, preempt, project)

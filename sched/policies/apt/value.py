@@ -1,0 +1,90 @@
+"""What it is worth to serve a request now: Apt-Serve's quantification model (section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.policy import View
+
+STEP = 0.02  # seconds of a step, where nothing predicts them
+NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
+
+
+@dataclass(frozen=True)
+class Value:
+    """Of rows: pending, seconds without a token; value and penalty as in `Offers`; late: which
+    have missed their target. Arrays [n]; tokens: what each has cached after its next step."""
+
+    pending: np.ndarray
+    value: np.ndarray
+    penalty: np.ndarray | None
+    late: np.ndarray
+    tokens: np.ndarray
+
+    def of(self, chosen: np.ndarray) -> Value:
+        """Those that a mask or indices choose."""
+        penalty = None if self.penalty is None else self.penalty[chosen]
+        return Value(
+            self.pending[chosen],
+            self.value[chosen],
+            penalty,
+            self.late[chosen],
+            self.tokens[chosen],
+        )
+
+
+def weigh(
+    view: View, rows: np.ndarray, *, clock: float, step: float, delay: float | None, decay: float
+) -> Value:
+    """Eq. 5 and 6, with the fallback for those that are late. clock: seconds, when the planned step
+    starts. step: the least that a request is worth, see `decode_time`. delay: seconds by which a
+    token in a hidden cache delays all requests together, n rho; None for K and V alone. decay:
+    share of its value that a late request keeps; 0 stands for next to nothing.
+
+    Late is who waits for its next token for longer than its target now. That an earlier token was
+    late is not in the table, so a request that has caught up counts as in time again.
+    """
+    table = view.table
+    # Before the first token, last_token is the arrival. A token that is on its way counts as there.
+    flying = table.generated[rows] > table.received[rows]
+    pending = np.where(flying, 0.0, np.maximum(clock - table.last_token[rows], 0.0))
+    late = pending > np.where(table.received[rows] == 0, table.ttft[rows], table.tbt[rows])
+    tokens = table.prompt_len[rows] + table.generated[rows]
+    value, penalty = np.maximum(pending, step), None
+    if delay is not None:
+        penalty = delay * tokens
+    if np.count_nonzero(late):
+        value[late] *= decay or NEAR_ZERO
+        if penalty is not None:
+            # Next to nothing, it is not worth that it delays others; decayed, all of it is.
+            shrinks = late if decay else late & (penalty < 0)
+            penalty = np.where(shrinks, penalty * (decay or NEAR_ZERO), penalty)
+    return Value(pending, value, penalty, late, tokens)
+
+
+def decode_time(view: View, running: np.ndarray) -> float:
+    """Seconds of a step in which all of these decode. Who has just had a token will have been
+    without one for as long at the end of the next, so nobody is worth less."""
+    if view.cost_model is None or not len(running):
+        return STEP
+    count = np.array(len(running))
+    features = BatchFeatures.of_decodes(count, view.table.computed[running].sum() + count)
+    return float(view.cost_model.batch_time(features))
+
+
+def in_flight(view: View, running: np.ndarray) -> float:
+    """Seconds that the step on the device takes if it is one of prefills, and others wait for it;
+    0 where nobody can say. Times at which tokens arrived do not show it yet."""
+    table = view.table
+    flying = running[table.generated[running] > table.received[running]]
+    if view.cost_model is None or len(flying) == len(running):
+        return 0.0
+    if not np.count_nonzero(table.generated[flying] == 1):
+        return 0.0
+    counts = table.computed[flying]
+    nothing = np.zeros_like(counts)
+    features = BatchFeatures.of(counts, nothing, nothing > 0)
+    return float(view.cost_model.batch_time(features))

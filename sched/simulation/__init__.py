@@ -1,0 +1,1 @@
+"""Serving on a virtual clock: systems, replicas, the scheduler's counted state, results."""

@@ -1,0 +1,317 @@
+"""One simulated replica: the engine's loop on a virtual clock.
+
+The engine launches step N, finishes N - 1 on the host while N runs, and plans N + 1: so a plan is
+made when the step before the last ends, and starts when the last one does. Here it is the same,
+with the cost model for a device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan, InvalidPlan
+from jaxserve.sched.request import Request
+from jaxserve.sched.simulation.state import SimulatedScheduler
+from jaxserve.sched.table import State
+
+COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
+BATCH_COLUMNS = (
+    "start",
+    "duration",
+    "num_tokens",
+    "num_decodes",
+    "num_prefills",
+    "kv_used",
+    "preemptions",
+    "num_hidden",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Who was in a batch: requests [n] by their number in the workload, the tokens each computed
+    and whether it was a decode; preempted: requests that lost their cache when it was planned."""
+
+    requests: np.ndarray
+    tokens: np.ndarray
+    decoding: np.ndarray
+    preempted: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launched step. rows: of the plan; emitting: those that sample; steady: every request there
+    is took part with a decode and goes on."""
+
+    rows: np.ndarray
+    emitting: np.ndarray
+    end: float
+    steady: bool
+
+
+class Replica:
+    """Serves requests in virtual time. `next_time` is when its loop comes round next.
+
+    token_times: float64 over all output tokens of the workload; request i's start at offsets[i].
+    preemptions: int64 by request. Both are filled in.
+    """
+
+    def __init__(
+        self,
+        scheduler: SimulatedScheduler,
+        cost_model: CostModel,
+        *,
+        offsets: np.ndarray,
+        token_times: np.ndarray,
+        preemptions: np.ndarray,
+        overlap: bool,
+        padding: Padding | None = None,
+        coasts: bool = False,
+        record_rows: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.cost_model = cost_model
+        self.next_time = math.inf
+        self.live = 0
+        self.rows_log: list[BatchRows] = []
+        self._offsets, self._token_times = offsets, token_times
+        self._preemptions = preemptions
+        self._overlap, self._padding = overlap, padding
+        self._coasts, self._record_rows = coasts, record_rows
+        self._request_of = np.zeros(scheduler.table.capacity, np.int64)
+        self._pending: _Step | None = None  # launched, its tokens not yet on the host
+        self._last: _Step | None = None  # the last time round; None if nothing was launched
+        self._clock = 0.0
+        self._device_free = 0.0
+        self._log: list[tuple[float, ...]] = []
+        self._log_parts: list[np.ndarray] = []
+
+    def receive(self, number: int, request: Request) -> None:
+        """The request, number `number` of the workload, arrives; not before `next_time` has passed
+        what arrived earlier."""
+        row = self.scheduler.add(request)
+        if row >= len(self._request_of):
+            self._request_of = np.resize(self._request_of, self.scheduler.table.capacity)
+        self._request_of[row] = number
+        self.live += 1
+        if self.next_time == math.inf:
+            self._clock = self.next_time = max(self._clock, request.arrival)
+
+    def run(self, horizon: float) -> None:
+        """Once round the loop; several times, until `horizon`, where the outcome is certain.
+        horizon: when the next request arrives anywhere."""
+        last = self._last
+        if not (
+            last is not None
+            and last.steady
+            and len(last.rows) == self.live
+            and self._coasts
+            and self._coast(last, horizon)
+        ):
+            self._once()
+        self.next_time = self._clock if self.live else math.inf
+
+    def _once(self) -> None:
+        pending = self._pending
+        launched = self._launch()
+        if pending is not None:
+            self._finish(pending)
+        self._pending = self._last = launched
+        if launched is not None and not self._overlap:
+            self._finish(launched)
+            self._pending = None
+
+    def batches(self) -> np.ndarray:
+        """float64 [batches, len(BATCH_COLUMNS)], in the order in which they ran."""
+        self._flush_log()
+        if not self._log_parts:
+            return np.zeros((0, len(BATCH_COLUMNS)))
+        return np.concatenate(self._log_parts)
+
+    def _launch(self) -> _Step | None:
+        """Plans the next step and starts it; None if there is nothing to do yet."""
+        if not self.live:
+            return None
+        scheduler, table = self.scheduler, self.scheduler.table
+        plan, emits = scheduler.schedule(self._clock)
+        if not len(plan):
+            if self._pending is None and not len(plan.preempt):
+                raise InvalidPlan(f"the policy plans nothing for {self.live} requests")
+            return None
+        rows, counts = plan.rows, plan.num_tokens
+        generated = table.generated[rows]
+        decoding = emits & (counts == 1) & (generated > 1)
+        contexts = table.computed[rows] - counts
+        hidden = plan.kinds == CacheKind.HIDDEN
+        features = BatchFeatures.of(
+            counts,
+            contexts,
+            decoding,
+            padding=self._padding,
+            hidden=hidden,
+            projected_tokens=int(contexts[np.isin(rows, plan.project)].sum()),
+        )
+        start = max(self._clock, self._device_free)
+        duration = float(self.cost_model.batch_time(features))
+        end = self._device_free = start + duration
+        self._log.append(
+            (
+                start,
+                duration,
+                features.num_tokens,
+                features.num_decodes,
+                features.num_prefills,
+                self._kv_used(),
+                len(plan.preempt),
+                int(np.count_nonzero(hidden)),
+            )
+        )
+        if self._record_rows:
+            self._record(plan, decoding)
+        emitting = rows if np.count_nonzero(emits) == len(rows) else rows[emits]
+        at = self._offsets[self._request_of[emitting]] + table.generated[emitting] - 1
+        self._token_times[at] = end
+        done = scheduler.release_finished(plan)
+        steady = features.num_decodes == self.live and not len(done)
+        return _Step(rows, emitting, end, steady)
+
+    def _finish(self, step: _Step) -> None:
+        """The step's tokens reach the host; requests that have all of theirs are over."""
+        table = self.scheduler.table
+        self._clock = max(self._clock, step.end)
+        self.scheduler.receive(step.emitting, step.end)
+        over = table.received[step.emitting] >= table.max_tokens[step.emitting]
+        if np.count_nonzero(over):
+            for row in step.emitting[over].tolist():
+                self._end(row)
+
+    def _end(self, row: int) -> None:
+        self._preemptions[self._request_of[row]] = self.scheduler.table.preemptions[row]
+        self.scheduler.finish(row)
+        self.live -= 1
+
+    def _kv_used(self) -> int:
+        pool = self.scheduler.counts
+        return pool.num_used * pool.block_size // CacheKind.KV.planes
+
+    # Coasting: while every request decodes, nobody waits and memory lasts, the plans of a policy
+    # that leaves nobody out are known, and a stretch of steps is a few array operations.
+
+    def _coast(self, last: _Step, horizon: float) -> bool:
+        """Runs as many steps at once as are certain; False if that is none."""
+        table, rows = self.scheduler.table, last.rows
+        if np.count_nonzero(table.kind[rows] == CacheKind.HIDDEN):
+            return False  # what they read is not what a stretch counts
+        left = table.max_tokens[rows] - table.generated[rows]
+        stretch = self._stretch(rows, left, table.computed[rows], horizon)
+        if stretch is None:
+            return False
+        features, used, ends, durations = stretch
+        took = np.minimum(left, len(ends))
+        self._write_tokens(rows, took, ends)
+        self._log_stretch(features, used, ends, durations)
+        if self._record_rows:
+            self._record_stretch(rows, took)
+        if self._pending is not None:
+            self._finish(self._pending)
+        self._book(rows, took, left, ends)
+        return True
+
+    def _stretch(
+        self, rows: np.ndarray, left: np.ndarray, context: np.ndarray, horizon: float
+    ) -> tuple[BatchFeatures, np.ndarray, np.ndarray, np.ndarray] | None:
+        """Features, KV tokens used, ends and durations of the steps ahead."""
+        pool = self.scheduler.counts
+        first = BatchFeatures.of_decodes(
+            np.array([len(left)]), np.array([int(context.sum()) + len(left)]), self._padding
+        )
+        expected = float(self.cost_model.batch_time(first)[0])
+        reach = int(left.max())
+        if horizon < math.inf:
+            reach = min(reach, int((horizon - self._clock) / max(expected, 1e-9)) + 2)
+        step = np.arange(1, max(1, min(reach, COAST_CELLS // len(left))) + 1)
+        active = left[:, None] >= step
+        length = (context[:, None] + step) * active
+        planes = CacheKind.KV.planes
+        blocks = np.maximum(-(-length // pool.block_size), pool.held[rows][:, None])
+        used = (blocks * active).sum(axis=0) * planes
+        features = BatchFeatures.of_decodes(active.sum(axis=0), length.sum(axis=0), self._padding)
+        durations = np.asarray(self.cost_model.batch_time(features), np.float64)
+        ends = self._device_free + np.cumsum(durations)
+        # When each of them is planned: one step ahead of time with overlap.
+        planned = np.concatenate([[self._clock, self._device_free], ends])
+        planned = planned[: len(step)] if self._overlap else planned[1 : len(step) + 1]
+        sure = (used <= pool.num_blocks) & (planned < horizon)
+        steps = len(step) if sure.all() else int(np.argmin(sure))
+        if not steps:
+            return None
+        features = BatchFeatures.of_decodes(
+            features.num_decodes[:steps], features.decode_kv[:steps]
+        )
+        used = used[:steps] // planes * pool.block_size
+        return features, used, ends[:steps], durations[:steps]
+
+    def _write_tokens(self, rows: np.ndarray, took: np.ndarray, ends: np.ndarray) -> None:
+        first = self._offsets[self._request_of[rows]] + self.scheduler.table.generated[rows]
+        step = np.arange(int(took.sum())) - np.repeat(np.cumsum(took) - took, took)
+        self._token_times[np.repeat(first, took) + step] = ends[step]
+
+    def _book(self, rows: np.ndarray, took: np.ndarray, left: np.ndarray, ends: np.ndarray) -> None:
+        """Leaves the scheduler as if it had planned each of the steps."""
+        scheduler, table, steps = self.scheduler, self.scheduler.table, len(ends)
+        late = int(self._overlap)  # steps whose tokens are not on the host yet
+        scheduler.advance(rows, took)
+        table.received[rows] += np.minimum(took, steps - late)
+        if steps > late:
+            table.last_token[rows] = ends[np.minimum(took, steps - late) - 1]
+            self._clock = float(ends[steps - late - 1])
+        self._device_free = float(ends[-1])
+        over = (took == left) & (took <= steps - late)
+        for row in rows[over][np.argsort(took[over], kind="stable")].tolist():
+            self._end(row)
+        going = rows[~over]
+        drained = table.generated[going] >= table.max_tokens[going]
+        for row in going[drained].tolist():
+            scheduler.pool.release(row)
+        table.move(going[drained], State.DRAINING)
+        running = going[~drained]
+        scheduler.counts.grow_all(running, table.computed[running])
+        here = rows[took == steps]
+        ended = (took == left)[took == steps].any()
+        self._last = _Step(here, here, self._device_free, steady=not ended)
+        self._pending = self._last if self._overlap else None
+
+    # What is kept of the batches.
+
+    def _log_stretch(
+        self, features: BatchFeatures, used: np.ndarray, ends: np.ndarray, durations: np.ndarray
+    ) -> None:
+        self._flush_log()
+        part = np.zeros((len(ends), len(BATCH_COLUMNS)))
+        part[:, 0] = ends - durations
+        part[:, 1] = durations
+        part[:, 2] = part[:, 3] = features.num_decodes
+        part[:, 5] = used
+        self._log_parts.append(part)
+
+    def _flush_log(self) -> None:
+        if self._log:
+            self._log_parts.append(np.array(self._log, np.float64))
+            self._log = []
+
+    def _record(self, plan: BatchPlan, decoding: np.ndarray) -> None:
+        requests = self._request_of[plan.rows]
+        preempted = self._request_of[plan.preempt]
+        self.rows_log.append(BatchRows(requests, plan.num_tokens, decoding, preempted))
+
+    def _record_stretch(self, rows: np.ndarray, took: np.ndarray) -> None:
+        requests, nobody = self._request_of[rows], np.zeros(0, np.int64)
+        for step in range(1, int(took.max()) + 1):
+            here = requests[took >= step]
+            ones = np.ones(len(here), np.int64)
+            self.rows_log.append(BatchRows(here, ones, ones > 0, nobody))

@@ -1,0 +1,340 @@
+"""Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock.
+
+Event-driven: the next thing to happen is an arrival, which is routed to a replica, or a replica's
+loop coming round (`replica.py`). Nothing depends on the machine's own clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.policy import Limits, Policy, make_policy
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.simulation.replica import Replica
+from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.sched.simulation.shortcut import shortened
+from jaxserve.sched.simulation.state import SimulatedScheduler
+from jaxserve.sched.simulation.systems import System
+from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.sched.workloads.workload import Workload
+
+MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
+DEFAULT_C = 4096
+SARATHI_CHUNK = 512  # P (InferMax Table 1)
+
+
+class SimulationError(ValueError):
+    """What was asked for cannot be simulated; one line says why."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the accounting goes. overlap: a step is planned while the one before it runs, as the
+    engine does. block_size: tokens a block holds, where nothing else is said. policy: what policies
+    are made with."""
+
+    overlap: bool
+    block_size: int
+    policy: dict[str, Any] = field(default_factory=dict)
+
+
+RULES = {
+    # As the engine serves.
+    "jaxserve": Rules(overlap=True, block_size=16),
+    # As InferMax's published simulator counts: blocks of one token, all of them for whoever comes,
+    # each batch planned when the one before it has ended, its own batch times.
+    "infermax_paper": Rules(
+        overlap=False, block_size=1, policy={"watermark": 0.0, "requeue": True}
+    ),
+}
+
+
+def rules_named(name: str) -> Rules:
+    """SimulationError lists the names."""
+    if name not in RULES:
+        raise SimulationError(f"there are no rules {name!r}; known: {', '.join(RULES)}")
+    return RULES[name]
+
+
+def simulate(
+    policy: str | Policy,
+    workload: Workload,
+    system: System | CostModel,
+    *,
+    limits: Limits | None = None,
+    kv_tokens: int | None = None,
+    num_blocks: int | None = None,
+    block_size: int | None = None,
+    rules: str = "jaxserve",
+    overlap: bool | None = None,
+    replicas: int = 1,
+    routing: str = "round_robin",
+    slo: SLO | None = None,
+    tiers: np.ndarray | None = None,
+    rho: float | Literal["system"] | None = "system",
+    seed: int = 0,
+    checked: bool = False,
+    coast: bool = True,
+    record_rows: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> SimulationResult:
+    """Serves the workload to its end.
+
+    policy: a name, or a policy, which serves one replica. system: M, C and padding come from it
+    where they are not given; a bare cost model has none of them. limits: by default the system's C,
+    P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
+    counts blocks, of which K and V of block_size tokens take two. overlap: instead of the rules'.
+    slo; tiers (int [n] of `Tier`): what each request asks for. rho: what a token read from a hidden
+    cache costs a step, see `View`; by default the system's, None for no hidden caches. checked:
+    check every plan as the engine does. coast: take steps that are certain several at once; the
+    outcome is the same. record_rows: keep who was in each batch. progress(n): n more requests have
+    arrived.
+    SimulationError if a request can never be served.
+    """
+    chosen = rules_named(rules)
+    cost = system.cost_under(rules) if isinstance(system, System) else system
+    policies = _policies(policy, chosen, replicas)
+    limits = limits or default_limits(policies[0], system)
+    size = block_size or _block_size(system, chosen)
+    blocks = _num_blocks(system, kv_tokens, num_blocks, size)
+    longest = _check_fits(workload, policies[0], limits, blocks // CacheKind.KV.planes * size)
+    books = _Books(workload)
+    room = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
+    machines = [
+        books.replica(
+            SimulatedScheduler(
+                shortened(one) if coast else one,
+                limits,
+                **room,
+                cost_model=cost,
+                seed=seed,
+                rho=_rho(rho, system, cost),
+                checked=checked,
+            ),
+            cost,
+            overlap=chosen.overlap if overlap is None else overlap,
+            padding=system.padding if isinstance(system, System) else None,
+            coasts=coast and coasts(one),
+            record_rows=record_rows,
+        )
+        for one in policies
+    ]
+    requests = _Requests(workload, slo or SLO(), tiers)
+    _serve(machines, requests, router(routing), books.served_by, progress)
+    return books.result(machines, blocks // CacheKind.KV.planes * size, record_rows)
+
+
+class _Books:
+    """What becomes of each request, written by the replicas."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.offsets = np.cumsum(workload.output_len) - workload.output_len
+        self.token_times = np.full(int(workload.output_len.sum()), np.nan)
+        self.preemptions = np.zeros(len(workload), np.int64)
+        self.served_by = np.zeros(len(workload), np.int64)
+        self._workload = workload
+
+    def replica(
+        self, scheduler: SimulatedScheduler, cost_model: CostModel, **options: Any
+    ) -> Replica:
+        """A replica that writes here; options as it has them."""
+        return Replica(
+            scheduler,
+            cost_model,
+            offsets=self.offsets,
+            token_times=self.token_times,
+            preemptions=self.preemptions,
+            **options,
+        )
+
+    def result(
+        self, machines: Sequence[Replica], kv_tokens: int, with_rows: bool
+    ) -> SimulationResult:
+        requests = RequestRecords(
+            self._workload.arrival,
+            self._workload.prompt_len,
+            self._workload.output_len,
+            self.preemptions,
+            self.served_by,
+            self.token_times,
+            self.offsets,
+        )
+        batches = BatchRecords.of([machine.batches() for machine in machines])
+        rows = [machine.rows_log for machine in machines] if with_rows else None
+        return SimulationResult(requests, batches, rows, kv_tokens)
+
+
+def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
+    if replicas < 1 or (replicas > 1 and not isinstance(policy, str)):
+        raise SimulationError("replicas must be at least 1, and each needs a policy of its own")
+    return [policy_under(policy, rules) for _ in range(replicas)]
+
+
+def _block_size(system: System | CostModel, rules: Rules) -> int:
+    """The measured engine's, under the product's own rules."""
+    known = system.block_size if isinstance(system, System) else None
+    return known if known is not None and rules is RULES["jaxserve"] else rules.block_size
+
+
+def policy_under(policy: str | Policy, rules: Rules) -> Policy:
+    """The policy as the rules have it: with those of their parameters that it has."""
+    if not isinstance(policy, str):
+        return policy
+    made = make_policy(policy)
+    has: set[str] = set()
+    if dataclasses.is_dataclass(made):
+        has = {f.name for f in dataclasses.fields(made)}
+    overrides = {name: value for name, value in rules.policy.items() if name in has}
+    return make_policy(policy, **overrides)
+
+
+def coasts(policy: Policy) -> bool:
+    """Whether the policy, while nobody waits, every request decodes and memory lasts, plans a token
+    for each of them: the steps ahead are certain then. Those of the unified scheduler do; any other
+    that does says so with an attribute `steady = True`."""
+    return bool(getattr(policy, "steady", isinstance(policy, UnifiedPolicy)))
+
+
+def default_limits(
+    policy: Policy,
+    system: System | CostModel,
+    *,
+    max_batch_tokens: int | None = None,
+    max_prefill_tokens: int | None = None,
+    max_rows: int | None = None,
+) -> Limits:
+    """The system's, where nothing else is given; where that says nothing, C = 4096, Sarathi's P
+    for policies that chunk, and rows without limit."""
+    known = system if isinstance(system, System) else None
+    c = max_batch_tokens or (known.max_batch_tokens if known else DEFAULT_C)
+    p = c
+    if policy.chunked:
+        own = known.max_prefill_tokens if known else None
+        p = max_prefill_tokens or min(own or SARATHI_CHUNK, c)
+    return Limits(c, p, max_rows or (known.max_rows if known else None) or MAX_ROWS)
+
+
+def _rho(
+    rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
+) -> float | None:
+    """As given, else the system's. Batch times that leave hidden caches out offer none."""
+    if rho != "system":
+        return rho
+    return system.rho if isinstance(system, System) and cost is system.cost_model else None
+
+
+Router = Callable[[int, Sequence[Replica]], int]
+
+
+def router(name: str) -> Router:
+    """Which replica gets request number i: `round_robin`, or `least_loaded`, the first of those
+    with the fewest unfinished requests. SimulationError lists the names."""
+    if name not in ROUTERS:
+        raise SimulationError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
+    return ROUTERS[name]
+
+
+def _least_loaded(number: int, machines: Sequence[Replica]) -> int:
+    return min(range(len(machines)), key=lambda i: machines[i].live)
+
+
+ROUTERS: dict[str, Router] = {
+    "round_robin": lambda number, machines: number % len(machines),
+    "least_loaded": _least_loaded,
+}
+
+
+class _Requests:
+    """The workload's requests, made when they arrive."""
+
+    def __init__(self, workload: Workload, slo: SLO, tiers: np.ndarray | None) -> None:
+        if tiers is not None and len(tiers) != len(workload):
+            raise SimulationError(f"{len(tiers)} tiers for {len(workload)} requests")
+        self.arrival = [*workload.arrival.tolist(), math.inf]
+        self._prompts = workload.prompt_len.tolist()
+        self._outputs = workload.output_len.tolist()
+        self._tiers = None if tiers is None else [Tier(t) for t in tiers.tolist()]
+        self._slo = slo
+        self._sampling: dict[int, SamplingParams] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def make(self, number: int) -> Request:
+        output = self._outputs[number]
+        if output not in self._sampling:
+            self._sampling[output] = SamplingParams(max_tokens=output, ignore_eos=True)
+        return Request(
+            str(number),
+            (0,) * self._prompts[number],
+            self._sampling[output],
+            self._slo,
+            Tier.REALTIME if self._tiers is None else self._tiers[number],
+            self.arrival[number],
+        )
+
+
+def _serve(
+    machines: list[Replica],
+    requests: _Requests,
+    route: Router,
+    served_by: np.ndarray,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """The event loop."""
+    number, count = 0, len(requests)
+    while True:
+        machine = min(machines, key=lambda m: m.next_time)
+        arrival = requests.arrival[number]
+        if number < count and arrival <= machine.next_time:
+            chosen = route(number, machines)
+            machines[chosen].receive(number, requests.make(number))
+            served_by[number] = chosen
+            number += 1
+            if progress is not None:
+                progress(1)
+        elif machine.next_time < math.inf:
+            machine.run(arrival)
+        else:
+            return
+
+
+def _num_blocks(
+    system: System | CostModel, kv_tokens: int | None, num_blocks: int | None, block_size: int
+) -> int:
+    if num_blocks is not None:
+        if kv_tokens is not None:
+            raise SimulationError("give kv_tokens or num_blocks, not both")
+        return num_blocks
+    if kv_tokens is None:
+        if not isinstance(system, System):
+            raise SimulationError("kv_tokens or num_blocks is needed with a bare cost model")
+        kv_tokens = system.kv_tokens
+    return kv_tokens // block_size * CacheKind.KV.planes
+
+
+def _check_fits(workload: Workload, policy: Policy, limits: Limits, kv_tokens: int) -> int:
+    """The longest request in tokens. SimulationError if M or C does not hold every request. The
+    last token of a request is never stored."""
+    total = workload.prompt_len + workload.output_len
+    worst = int(total.argmax())
+    shape = f"request {worst} has {workload.prompt_len[worst]} tokens in and "
+    shape += f"{workload.output_len[worst]} out"
+    longest = int(total[worst])
+    if longest - 1 > kv_tokens:
+        raise SimulationError(f"{shape}; the cache holds {kv_tokens} tokens")
+    # After a preemption the generated tokens are part of the prompt.
+    if not policy.chunked and longest - 1 > limits.max_batch_tokens:
+        raise SimulationError(
+            f"{shape}, and the policy computes it in one step; max_batch_tokens is "
+            f"{limits.max_batch_tokens}"
+        )
+    return longest

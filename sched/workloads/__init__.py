@@ -1,0 +1,1 @@
+"""When requests arrive, how long they are, and what they ask for."""

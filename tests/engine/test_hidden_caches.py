@@ -1,0 +1,177 @@
+"""Hidden caches never change greedy text: absorbed or projected, beside KV caches, switching."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine import build
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.hidden_options import choose_read
+from jaxserve.weights import load_config
+from tests.engine import mixed_caches
+from tests.engine.harness import SHAPES, engine, generate, send
+from tests.engine.test_text_is_invariant import SAMPLING, prompts
+
+CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
+MHA = {"num_key_value_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "opt": SHAPES["opt"],
+    "llama": SHAPES["llama"] | MHA,
+    "qwen3": SHAPES["llama"] | MHA | {"model_type": "qwen3", "head_dim": 8},
+}
+# model, how its hidden caches are read
+CASES = [("opt", "absorbed"), ("opt", "projected"), ("qwen3", "projected")]
+SCARCE = {"cache__num_blocks": 36}
+
+
+@pytest.fixture(autouse=True)
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "make_policy", mixed_caches.make)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, shape in MODELS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        (found[name] / "config.json").write_text(json.dumps(shape))
+    return found
+
+
+Texts = Callable[[str], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def kv_texts(folders: dict[str, Path]) -> Texts:
+    """What KV caches give, by model."""
+
+    @cache
+    def texts(model: str) -> list[list[int]]:
+        with engine(folders[model], scheduler__max_rows=32) as running:
+            return generate(running, prompts(), **SAMPLING)
+
+    return texts
+
+
+def hybrid(folder: Path, policy: str, **fields: Any) -> Any:
+    return engine(folder, scheduler__policy=policy, cache__rho="0", **fields)
+
+
+def seen(running: Engine) -> mixed_caches.Seen:
+    policy = running._scheduler.policy
+    assert hasattr(policy, "seen")
+    found: mixed_caches.Seen = policy.seen
+    return found
+
+
+@pytest.mark.parametrize(("model", "read"), CASES)
+def test_both_kinds_at_once(
+    folders: dict[str, Path], kv_texts: Texts, model: str, read: str
+) -> None:
+    """In chunks, out of memory at times, so that requests come back with the other kind."""
+    with hybrid(
+        folders[model],
+        CHUNKS,
+        cache__hidden_read=read,
+        scheduler__max_prefill_tokens=7,
+        **SCARCE,
+    ) as running:
+        assert running.info().hidden_read == read and running.info().rho == 0.0
+        counted: list[dict[tuple[str, str], int]] = []
+        _, first = send(running, [5], lambda _: counted.append(running.stats().blocks), **SAMPLING)
+        assert generate(running, prompts(), **SAMPLING) == kv_texts(model)
+        happened = seen(running)
+        assert happened.mixed and happened.projected and running.stats().preemptions
+        first.wait()
+    assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
+
+
+@pytest.mark.parametrize(
+    ("model", "read", "fields"),
+    [
+        ("opt", "absorbed", SCARCE),
+        ("llama", "projected", {"cache__block_size": 16, "engine__overlap": False}),
+    ],
+    ids=["preempted", "blocks of 16 without overlap"],
+)
+def test_whole_prompts(
+    folders: dict[str, Path],
+    kv_texts: Texts,
+    model: str,
+    read: str,
+    fields: dict[str, Any],
+) -> None:
+    with hybrid(folders[model], WHOLE, **fields) as running:
+        assert running.info().hidden_read == read  # what auto means
+        assert generate(running, prompts(), **SAMPLING) == kv_texts(model)
+        happened = seen(running)
+        assert happened.mixed and happened.projected
+
+
+def test_long_caches_are_widened_in_pieces(tmp_path: Path) -> None:
+    """More cached tokens than become K and V at once, of several requests."""
+    shape = SHAPES["llama"] | MHA | {"max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    texts = [[(3 + 7 * i + j * j) % 90 + 3 for j in range(150 + 9 * i)] for i in range(6)]
+    same = {"scheduler__max_batch_tokens": 256, "engine__token_buckets": (64, 256)}
+    with engine(tmp_path, **same) as running:
+        expected = generate(running, texts, **SAMPLING)
+    with hybrid(tmp_path, CHUNKS, **same) as running:
+        assert generate(running, texts, **SAMPLING) == expected
+        assert seen(running).projected >= 1
+
+
+def test_grouped_queries_keep_kv_and_it_is_said(
+    shapes: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    family, config, _ = load_config(str(shapes["llama"]))
+    with caplog.at_level(logging.WARNING):
+        assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), family, config) is None
+    (said,) = caplog.records
+    assert "no hidden caches, all are KV" in said.getMessage()
+    assert "no fewer than the 32 of K and V" in said.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("opt", {"cache__hidden_read": "folded"}, "must be auto or one of absorbed, projected"),
+        ("llama", {"cache__hidden_read": "absorbed"}, "rotates its keys .* use projected"),
+        ("opt", {"cache__rho": "much"}, "cache.rho must be auto or a number of seconds"),
+        ("opt", {"cache__rho": "nan"}, "cache.rho must be auto or a number of seconds"),
+        (
+            "opt",
+            {"cache__hidden_read": "absorbed", "scheduler__policy": "sarathi"},
+            "cache.hidden_read=absorbed: scheduler.policy=sarathi keeps KV caches only",
+        ),
+        (
+            "opt",
+            {"cache__rho": "0", "scheduler__policy": "sarathi"},
+            "cache.rho=0: there are no hidden caches",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    folders: dict[str, Path], model: str, fields: dict[str, Any], message: str
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=message),
+        engine(folders[model], **{"scheduler__policy": CHUNKS, **fields}),
+    ):
+        pass
+
+
+def test_grouped_queries_refuse_what_is_asked_for(shapes: dict[str, Path]) -> None:
+    with (
+        pytest.raises(ConfigError, match="hidden_read=projected: a hidden vector has 32"),
+        engine(shapes["llama"], scheduler__policy=CHUNKS, cache__hidden_read="projected"),
+    ):
+        pass
