@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.sched.policy import policies, variants
+from jaxserve.sched.registry import policies, variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:

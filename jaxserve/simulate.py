@@ -27,7 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.policy import make_policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, InvalidRequest
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.results import SimulationResult, write_table

@@ -1,22 +1,12 @@
-"""The contract of a scheduling policy, and the registry of them.
+"""The contract of a scheduling policy: what it sees, what it answers, what it says of itself.
 
-A policy is a class in a file of its own in `sched/policies/`, decorated with `register`; nothing
-else has to change for the engine, the simulator, the commands and the tests to know it. One that
-lives elsewhere is named `path/to/file.py:name`, and a notebook's cell may use `register` too.
+The policies themselves are in `sched/policies/`, and known by name in `sched/registry.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import importlib
-import importlib.util
-import pkgutil
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.plan import BatchPlan
@@ -90,140 +80,3 @@ def uses_hidden(policy: Policy) -> bool:
     """Whether the policy ever plans hidden caches, where the view offers them: its attribute
     `hybrid_cache`, false for those without. What serves the others need not be ready for them."""
     return bool(getattr(policy, "hybrid_cache", False))
-
-
-@dataclass(frozen=True)
-class PolicyEntry:
-    """source: the paper and section that the policy comes from."""
-
-    name: str
-    make: Callable[[], Policy]
-    summary: str
-    source: str
-
-    @property
-    def deployable(self) -> bool:
-        """Whether the live server takes it."""
-        return not self.make().hypothetical
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a suffix, `name+suffix`, makes of a policy. of: raises ValueError for those it cannot
-    change."""
-
-    suffix: str
-    of: Callable[[Policy], Policy]
-    summary: str
-    source: str
-
-
-_Make = TypeVar("_Make", bound=Callable[[], Policy])
-_Change = TypeVar("_Change", bound=Callable[[Policy], Policy])
-_REGISTRY: dict[str, PolicyEntry] = {}
-_VARIANTS: dict[str, Variant] = {}
-
-
-def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
-    """Decorator: makes a policy class, or a function returning a policy, known by `name`.
-
-    The same definition run again, as a notebook's cell is, replaces the earlier one. ValueError if
-    the name is another's, or has a `+` or `:` in it.
-    """
-    if not name or set(name) & set("+:"):
-        raise ValueError(f"a policy's name must be without + and :, got {name!r}")
-
-    def add(make: _Make) -> _Make:
-        known = _REGISTRY.get(name)
-        if known is not None and _origin(known.make) != _origin(make):
-            raise ValueError(f"two policies are named {name!r}")
-        _REGISTRY[name] = PolicyEntry(name, make, summary, source)
-        return make
-
-    return add
-
-
-def register_variant(suffix: str, summary: str, source: str) -> Callable[[_Change], _Change]:
-    """Decorator: makes a function from policy to policy known as the ending `+suffix`."""
-
-    def add(of: _Change) -> _Change:
-        _VARIANTS[suffix] = Variant(suffix, of, summary, source)
-        return of
-
-    return add
-
-
-def policies() -> dict[str, PolicyEntry]:
-    """Every registered policy by name, without variants; imports the files in
-    `sched/policies/` and its folders."""
-    package = importlib.import_module("jaxserve.sched.policies")
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
-    return dict(sorted(_REGISTRY.items()))
-
-
-def variants() -> dict[str, Variant]:
-    """Every suffix that a policy's name may end in."""
-    policies()
-    return dict(sorted(_VARIANTS.items()))
-
-
-def make_policy(name: str, **overrides: Any) -> Policy:
-    """A new policy: `sarathi`, `sarathi+ef`, `path/to/file.py:mine`.
-
-    overrides: values for the policy's own parameters, the fields of its dataclass. ValueError
-    says what is wrong with a name, a parameter or a file.
-    """
-    policies()  # the built-in names are taken before a file runs
-    path, colon, rest = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        _load(path)
-    else:
-        rest = name
-    base, *suffixes = rest.split("+")
-    policy = _known("policy", base, policies()).make()
-    for suffix in suffixes:
-        policy = _known("policy variant", suffix, _VARIANTS).of(policy)
-    return _override(name, policy, overrides) if overrides else policy
-
-
-_Entry = TypeVar("_Entry")
-
-
-def _known(what: str, name: str, known: dict[str, _Entry]) -> _Entry:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"there is no {what} {name!r}{hint} Known: {', '.join(known)}")
-    return known[name]
-
-
-def _override(name: str, policy: Policy, overrides: dict[str, Any]) -> Policy:
-    names: list[str] = []
-    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):
-        names = [field.name for field in dataclasses.fields(policy) if field.init]
-    for wanted in overrides:
-        if wanted not in names:
-            has = f"it has {', '.join(names)}" if names else "it has none"
-            raise ValueError(f"policy {name!r} has no parameter {wanted!r}; {has}")
-    return dataclasses.replace(policy, **overrides)  # type: ignore[type-var]
-
-
-def _origin(make: Callable[[], Policy]) -> tuple[str | None, str | None]:
-    return getattr(make, "__module__", None), getattr(make, "__qualname__", None)
-
-
-def _load(path: str) -> None:
-    """Runs a policy's file, so that it registers what it has."""
-    full = Path(path).expanduser().resolve()
-    if not full.is_file():
-        raise ValueError(f"there is no policy file {path}")
-    module_name = "jaxserve_policy_file:" + str(full)
-    spec = importlib.util.spec_from_file_location(module_name, full)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"policy file {path}: {type(error).__name__}: {error}") from error

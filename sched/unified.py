@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxserve.sched.batch_budget import BatchBudget, Candidates
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Policy, View, register_variant
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import register_variant
 from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 
 FIRST_LOOK, LOOK_GROWTH = 64, 8

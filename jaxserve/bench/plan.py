@@ -26,7 +26,8 @@ import numpy as np
 
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, View, make_policy, policies, uses_hidden
+from jaxserve.sched.policy import Limits, View, uses_hidden
+from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.systems import system

@@ -31,7 +31,8 @@ from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
-from jaxserve.sched.policy import Limits, Policy, make_policy
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import (
     FORMATS,

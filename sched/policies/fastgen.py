@@ -7,7 +7,7 @@ the middle, the last to arrive is preempted.
 
 from __future__ import annotations
 
-from jaxserve.sched.policy import register
+from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
 
 

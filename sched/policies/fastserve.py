@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.policy import View, register
+from jaxserve.sched.policy import View
+from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, Ranking, UnifiedPolicy, rank
 
 NOBODY = -1

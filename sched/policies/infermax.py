@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
-from jaxserve.sched.policy import View, register
+from jaxserve.sched.policy import View
+from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policy import View, register
+from jaxserve.sched.policy import View
+from jaxserve.sched.registry import register
 from jaxserve.sched.table import State
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 

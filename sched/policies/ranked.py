@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policy import View, register
+from jaxserve.sched.policy import View
+from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Key, Phase, UnifiedPolicy
 
 

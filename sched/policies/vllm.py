@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.sched.policy import register
+from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))

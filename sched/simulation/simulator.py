@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.policy import Limits, Policy, make_policy
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.replica import Replica
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult

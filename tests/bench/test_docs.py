@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from jaxserve.bench import cli
-from jaxserve.sched.policy import policies
+from jaxserve.sched.registry import policies
 from jaxserve.sched.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
 from jaxserve.server import launch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched import policy
+from jaxserve.sched import registry
 from jaxserve.sched.batch_budget import Candidates
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
@@ -67,4 +67,4 @@ def make(name: str) -> Policy:
         return MixedCaches(DECODE_FIRST, mixed_batches=True, chunked=True)
     if name == "mixed_whole":
         return MixedCaches(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
-    return policy.make_policy(name)
+    return registry.make_policy(name)

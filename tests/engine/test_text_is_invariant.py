@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.policy import policies
+from jaxserve.sched.registry import policies
 from tests.engine.harness import engine, generate
 
 FAMILIES = ("opt", "llama")

@@ -9,7 +9,8 @@ import numpy as np
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import PLANES, CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, make_policy
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State

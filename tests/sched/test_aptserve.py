@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from jaxserve.sched.cost_model import Coefficients, CostModel, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.value import in_flight
-from jaxserve.sched.policy import Limits, make_policy, uses_hidden
+from jaxserve.sched.policy import Limits, uses_hidden
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, make_policy, policies
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State

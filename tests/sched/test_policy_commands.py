@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import policies as command
 from jaxserve.bench import cli, plan
-from jaxserve.sched.policy import make_policy, policies
+from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.table import State
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.policies.fastserve import FastServe
-from jaxserve.sched.policy import make_policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.table import LengthHistogram
 from jaxserve.sched.unified import rank

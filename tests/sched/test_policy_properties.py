@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.policy import make_policy, policies, uses_hidden, variants
+from jaxserve.sched.policy import uses_hidden
+from jaxserve.sched.registry import make_policy, policies, variants
 from jaxserve.sched.request import Tier
 from jaxserve.sched.unified import UnifiedPolicy
 from tests.sched.driver import Drive

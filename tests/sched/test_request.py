@@ -100,7 +100,7 @@ def test_import_sched_is_still_the_standard_library() -> None:
 
 def test_sched_never_imports_jax() -> None:
     code = (
-        "import sys; from jaxserve.sched import scheduler; from jaxserve.sched.policy import "
+        "import sys; from jaxserve.sched import scheduler; from jaxserve.sched.registry import "
         "policies; policies(); print('jax' in sys.modules)"
     )
     out = subprocess.run(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched import policy as registry
-from jaxserve.sched.policy import make_policy, policies, register
+from jaxserve.sched import registry
+from jaxserve.sched.registry import make_policy, policies, register
 from jaxserve.sched.unified import UnifiedPolicy
 from tests.sched.driver import Drive
 

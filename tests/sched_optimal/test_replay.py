@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.optimal.replay import Replay, ReplayError, Schedule, replay, run
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.policy import Limits, make_policy
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import PRESETS
 from jaxserve.sched.workloads.workload import Workload

@@ -17,7 +17,8 @@ from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, make_policy
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.workloads.workload import Workload

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched.policy import make_policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, View, policies
+from jaxserve.sched.policy import Limits, View
+from jaxserve.sched.registry import policies
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.metrics import attained
-from jaxserve.sched.policy import make_policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import RequestRecords
 from jaxserve.sched.simulation.simulator import default_limits, simulate

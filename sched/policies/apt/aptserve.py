@@ -19,7 +19,8 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.apt.adaptive import go_on, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
 from jaxserve.sched.policies.apt.value import Value, decode_time, in_flight, weigh
-from jaxserve.sched.policy import View, register
+from jaxserve.sched.policy import View
+from jaxserve.sched.registry import register
 from jaxserve.sched.table import RUNNING, WAITING
 
 NOBODY = np.zeros(0, np.int64)
