@@ -85,8 +85,8 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
     """Measures an engine that has been built but not started; the gap between steps is not part of
     it (`measure_gap`)."""
-    timer = StepTimer(engine._executor)
     info, limits = engine.info(), engine._scheduler.view.limits
+    timer = StepTimer(engine._executor, info.num_blocks)
     wanted = shapes(
         timer.padding,
         limits.max_rows,
@@ -106,8 +106,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
         Sample(shape.features(timer.padding), statistics.median(times[1:]))  # the first warms up
         for times, shape in zip(taken, wanted, strict=True)
     ]
-    layers = engine._executor.pool.shape[0]
-    found = fit(samples, layers)
+    found = fit(samples, info.num_layers)
     return _system(info, limits, timer.padding, found), found, samples
 
 

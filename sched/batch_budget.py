@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import RUNNING, WAITING
 
@@ -150,7 +150,8 @@ class BatchBudget:
 
     def preempt(self, row: int) -> None:
         """Takes the row's cache away. It must not be in the batch."""
-        self.free += self.view.pool.returned_by(row)
+        gone = np.array([*self.preempted, row])  # what two of them share is free after the second
+        self.free += int(self.view.pool.returned_by(gone)[-1])
         self.slots_left += 1
         self._holders -= 1
         if self._expected is not None:
@@ -159,26 +160,24 @@ class BatchBudget:
         self.preempted.append(row)
 
     def finish(self) -> BatchPlan:
-        """The plan, rows of one token first (the steps want decodes ahead of chunks)."""
-        preempt = np.asarray(self.preempted, np.int64)
+        """The plan."""
+        operations: tuple[Operation, ...] = ()
+        if self.preempted:
+            operations = (Preempt.whole(np.asarray(self.preempted, np.int64)),)
         if not self.chosen:
-            return BatchPlan(preempt=preempt)
+            return BatchPlan(operations=operations)
         fields = ("rows", "tokens", "reserve", "kinds")
         rows, tokens, reserve, kinds = (
             np.concatenate([getattr(c, name) for c in self.chosen]).astype(np.int64, copy=False)
             for name in fields
         )
-        longer = tokens != 1
-        if not longer.any():
-            return BatchPlan(rows, tokens, reserve, kinds, preempt)
-        order = np.argsort(longer, kind="stable")
-        return BatchPlan(rows[order], tokens[order], reserve[order], kinds[order], preempt)
+        return BatchPlan(rows, tokens, reserve, kinds, operations)
 
     def _expect(self, rows: np.ndarray) -> int:
         """Notes what these are expected to take; the sum."""
         if self._expected is None:
             return 0
-        kinds = self.view.table.kind[rows]
+        kinds = self.view.pool.kind[rows]
         self._growth[rows] = self.view.pool.needed(rows, self._expected(rows), kinds)
         return int(self._growth[rows].sum())
 

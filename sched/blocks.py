@@ -3,62 +3,187 @@
 A block holds K, or V, or hidden vectors of up to `block_size` tokens for all layers (Apt-Serve
 section 4.3). It may have two owners, one filling it from the left and one from the right (BROS
 section 5), or many readers when it is a full, shared prefix block.
+
+Nobody else knows how many blocks a token takes: everybody asks here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from jaxserve.sched.kinds import PLANES, CacheKind, Direction
+from jaxserve.sched.kinds import CacheKind, Direction
 
 NOBODY = -1
-_PLANES = np.asarray(PLANES)
+# A cache of a kind is this many planes, sets of blocks with one entry a token: K and V, or hidden.
+_PLANES = np.array([2, 1])
 
 
 class OutOfBlocks(RuntimeError):
     """The pool has fewer free blocks than were asked for; nothing was allocated."""
 
 
+def blocks_for(tokens: Any, block_size: int, kind: Any = CacheKind.KV) -> Any:
+    """Blocks that a cache of so many tokens takes in all planes; numbers or arrays."""
+    return -(-tokens // block_size) * _PLANES[kind]
+
+
+def slots_for(tokens: Any, kind: Any = CacheKind.KV) -> Any:
+    """Slots, of one plane each, that so many cached tokens take; numbers or arrays."""
+    return tokens * _PLANES[kind]
+
+
+def tokens_in(num_blocks: int, block_size: int, kind: CacheKind = CacheKind.KV) -> int:
+    """Tokens that so many blocks hold in a cache of that kind."""
+    return num_blocks // int(_PLANES[kind]) * block_size
+
+
 class BlockPool:
     """Blocks of `max_owners` rows. tables: int32 [max_owners, 2, width]; [row, 0] are the row's K
-    (or hidden) blocks in order, [row, 1] its V blocks; entries past `held[row]` are stale."""
+    (or hidden) blocks in order, [row, 1] its V blocks; entries past `held[row]` are stale.
+
+    kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows without
+    cache. held: int64 [max_owners], blocks a plane."""
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.width = width
         self.tables = np.zeros((max_owners, 2, width), np.int32)
-        self.held = np.zeros(max_owners, np.int64)  # blocks per plane
+        self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
         self.owners = np.full((num_blocks, 2), NOBODY, np.int32)  # [:, Direction]
         self.refs = np.zeros(num_blocks, np.int32)
         self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # free: [:_top]
         self._top = num_blocks
+        self._shared = False  # whether any block may have two holders
+
+    # What there is.
 
     @property
     def num_free(self) -> int:
+        """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
+        evicted when they are wanted, would count here, too."""
         return self._top
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds; one with two holders counts once."""
+        return self.num_blocks - self._top
+
+    @property
+    def shares(self) -> bool:
+        """Whether any block may have two holders."""
+        return self._shared
 
     @property
     def pool_tokens(self) -> int:
         """Tokens that the pool holds with K and V."""
-        return self.num_blocks // CacheKind.KV.planes * self.block_size
+        return tokens_in(self.num_blocks, self.block_size)
 
-    def needed(self, rows: np.ndarray, tokens: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        """Free blocks each row needs to hold `tokens` tokens in `kinds`, given what it holds now;
-        a hidden cache that is to be KV takes a V block for each of its blocks besides."""
-        held = self.held[rows]
-        new = np.maximum(-(-tokens // self.block_size) - held, 0) * _PLANES[kinds]
-        hidden = self.kind[rows] == CacheKind.HIDDEN
+    def as_tokens(self, blocks: Any) -> Any:
+        """Tokens whose K and V so many blocks would hold, halves of a pair included; numbers or
+        arrays: how much of the pool something takes, whatever its kind."""
+        return blocks * self.block_size // int(_PLANES[CacheKind.KV])
+
+    def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
+        """Blocks that a cache of so many tokens takes; numbers or arrays."""
+        return blocks_for(tokens, self.block_size, kind)
+
+    def blocks_held(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that each row holds in all planes, those it shares included, int64 [n]."""
+        return np.asarray(self.held[rows] * _PLANES[self.kind[rows]])
+
+    def room(self, rows: np.ndarray) -> np.ndarray:
+        """Cache tokens for which each row has blocks, int64 [n]."""
+        return np.asarray(self.held[rows] * self.block_size)
+
+    def blocks_of(self, row: int | np.integer) -> np.ndarray:
+        """The row's block ids, int32 [planes, held]: of K and V, or of hidden vectors."""
+        return self.tables[row, : _PLANES[self.kind[row]], : self.held[row]]
+
+    def needed(
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        kinds: np.ndarray,
+        held: np.ndarray | None = None,
+        kind: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Free blocks each row needs to hold `tokens` tokens in `kinds`, given what it holds now,
+        int64 [n]; a hidden cache that is to be KV takes a V block for each of its blocks besides.
+        held, kind: by row, instead of the pool's own: what would be after some operations."""
+        have = (self.held if held is None else held)[rows]
+        new = np.maximum(-(-tokens // self.block_size) - have, 0) * _PLANES[kinds]
+        hidden = (self.kind if kind is None else kind)[rows] == CacheKind.HIDDEN
         if np.count_nonzero(hidden):
-            new += held * (hidden & (kinds == CacheKind.KV))
-        return new
+            new += have * (hidden & (kinds == CacheKind.KV))
+        return np.asarray(new)
 
-    def returned_by(self, row: int) -> int:
-        """Blocks that `release(row)` would free: those that nobody else holds."""
-        ids = self.tables[row, : PLANES[self.kind[row]], : self.held[row]]
-        return int((self.refs[ids] == 1).sum())
+    def returned_by(self, rows: np.ndarray, keep: np.ndarray | None = None) -> np.ndarray:
+        """Blocks that each of the rows, which are different, would free if they were truncated to
+        `keep` tokens (nothing, if not given) one after the other, int64 [n]. A block that several
+        of them hold counts with the last of them, one that others hold with nobody."""
+        stay: Any = 0 if keep is None else -(-keep // self.block_size)
+        if not self._shared:
+            return np.asarray(np.maximum(self.held[rows] - stay, 0) * _PLANES[self.kind[rows]])
+        refs, found = self.refs.copy(), np.zeros(len(rows), np.int64)
+        stays = np.broadcast_to(stay, len(rows))
+        for i, row in enumerate(rows.tolist()):
+            ids = self.blocks_of(row)[:, stays[i] :].ravel()
+            refs[ids] -= 1
+            found[i] = np.count_nonzero(refs[ids] == 0)
+        return found
+
+    def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
+        """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
+        first), 2]: (block, slot)."""
+        token = np.arange(first, end)
+        index, offset = token // self.block_size, token % self.block_size
+        if self.direction[row] == Direction.RIGHT:
+            offset = self.block_size - 1 - offset
+        blocks = self.blocks_of(row)[:, index]
+        slots = np.broadcast_to(offset, blocks.shape)
+        return np.stack([blocks, slots], axis=-1).reshape(-1, 2).astype(np.int32)
+
+    def writable(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Whether each row may write its token number tokens[i] where that falls into a block which
+        it holds, bool [n]: whether the block's end is its own. A block yet to be had is."""
+        index = tokens // self.block_size
+        ok = index >= self.held[rows]
+        if not self._shared:
+            return np.ones(len(rows), bool)
+        for i in np.flatnonzero(~ok).tolist():
+            row = int(rows[i])
+            ids = self.blocks_of(row)[:, index[i] :].ravel()
+            ok[i] = bool((self.owners[ids, self.direction[row]] == row).all())
+        return np.asarray(ok)
+
+    def holders(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every used block once, and a row that holds it: ids and rows [num_used], by id."""
+        holding = np.flatnonzero(self.held)
+        ids = [self.blocks_of(row).ravel() for row in holding.tolist()]
+        if not ids:
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
+        rows = np.repeat(holding, [len(mine) for mine in ids])
+        unique, first = np.unique(np.concatenate(ids), return_index=True)
+        return unique, rows[first]
+
+    # What changes it. Whatever is raised leaves the pool as it was.
+
+    def follow(self, rows: int) -> None:
+        """Makes room for owners up to `rows`."""
+        old = len(self.held)
+        if rows <= old:
+            return
+        tables, holding = np.zeros((rows, 2, self.width), np.int32), np.flatnonzero(self.held)
+        tables[holding] = self.tables[holding]  # the others' pages are never touched
+        self.tables = tables
+        for name in ("held", "kind", "direction"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(rows - old, column.dtype)]))
 
     def open(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
@@ -68,81 +193,88 @@ class BlockPool:
         self.direction[row] = direction
 
     def grow(self, row: int, tokens: int) -> None:
-        """Makes room for `tokens` tokens in all. OutOfBlocks leaves the pool as it was."""
+        """Makes room for `tokens` tokens in all. Raises as `grow_all`."""
         self.grow_all(np.array([row]), np.array([tokens]))
 
     def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Makes room for tokens[i] tokens in all in each of the rows, which are different.
-        OutOfBlocks or ValueError leave the pool as it was."""
-        want = -(-tokens // self.block_size)
-        short = want > self.held[rows]
-        if not short.any():
+        OutOfBlocks, or ValueError if a row would be wider than a table."""
+        short = tokens > self.held[rows] * self.block_size
+        if not np.count_nonzero(short):
             return
-        rows, want = rows[short], want[short]
-        if (want > self.width).any():
+        rows, tokens = rows[short], tokens[short]
+        want = -(-tokens // self.block_size)
+        if int(want.max()) > self.width:
             worst = int(np.argmax(want))
             raise ValueError(
-                f"row {rows[worst]}: {tokens[short][worst]} tokens need {want[worst]} blocks, "
-                f"limit {self.width}"
+                f"row {rows[worst]}: {tokens[worst]} tokens need {want[worst]} blocks, limit "
+                f"{self.width}"
             )
         have, planes = self.held[rows], _PLANES[self.kind[rows]]
         counts = (want - have) * planes
-        total = int(counts.sum())
-        if total > self._top:
-            raise OutOfBlocks(f"{total} blocks wanted, {self._top} free")
-        ids = self._pop(total)
+        ids = self._pop(int(np.add.reduce(counts)))
         owner = np.repeat(rows, counts)
-        each = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        each = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = np.repeat(planes, counts)
         self.tables[owner, each % of, np.repeat(have, counts) + each // of] = ids
         self.owners[ids, self.direction[owner]] = owner
-        self.refs[ids] += 1
+        self.refs[ids] = 1
         self.held[rows] = want
 
     def widen(self, rows: np.ndarray) -> None:
         """Makes KV caches of the hidden ones of these rows, which are different: their blocks
-        become K blocks, and each row gets as many V blocks. OutOfBlocks or ValueError leave the
-        pool as it was."""
-        counts = self._widened(rows)
+        become K blocks, and each row gets as many V blocks. OutOfBlocks, or ValueError where there
+        is no hidden cache or where it shares blocks."""
+        for row in rows.tolist():
+            self.check_widens(row)
+        counts = self.held[rows]
         ids = self._pop(int(counts.sum()))
         owner = np.repeat(rows, counts)
         index = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.tables[owner, 1, index] = ids
         self.owners[ids, self.direction[owner]] = owner
-        self.refs[ids] += 1
+        self.refs[ids] = 1
         self.kind[rows] = CacheKind.KV
 
-    def _widened(self, rows: np.ndarray) -> np.ndarray:
-        """V blocks that each row takes when it is widened, once all of them may be."""
-        for row in rows[self.kind[rows] != CacheKind.HIDDEN].tolist():
+    def check_widens(self, row: int) -> None:
+        """ValueError if the row has no hidden cache of its own that could become K and V."""
+        if self.kind[row] != CacheKind.HIDDEN:
             raise ValueError(f"row {row} has no hidden cache")
-        for row in rows.tolist():
-            ids = self.tables[row, 0, : self.held[row]]
-            if (self.refs[ids] != 1).any() or (self.owners[ids, self.direction[row]] != row).any():
-                raise ValueError(f"row {row} shares blocks; they cannot be written to")
-        counts = self.held[rows]
-        if counts.sum() > self._top:
-            raise OutOfBlocks(f"{counts.sum()} blocks wanted, {self._top} free")
-        return counts
+        ids = self.blocks_of(row).ravel()
+        if (self.refs[ids] != 1).any() or (self.owners[ids, self.direction[row]] != row).any():
+            raise ValueError(f"row {row} shares blocks; they cannot be written to")
 
-    def _pop(self, total: int) -> np.ndarray:
-        """That many free blocks, the caller's now."""
-        ids = self._stack[self._top - total : self._top][::-1].copy()
-        self._top -= total
-        return ids
+    def join(self, row: int, blocks: np.ndarray) -> None:
+        """Extends the row by blocks int [k, planes], in each of which the other end belongs to
+        somebody else (BROS section 5). ValueError as `check_join`."""
+        kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
+        blocks = self.check_join(row, blocks, kind, side, int(self.held[row]))
+        first = int(self.held[row])
+        self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
+        self.owners[blocks, side] = row
+        self.refs[blocks] += 1
+        self.held[row] += len(blocks)
+        self._shared = True
 
-    def join(self, row: int, blocks: tuple[int, ...]) -> None:
-        """Extends the row by one block a plane in which the other end belongs to somebody else
-        (BROS section 5). ValueError if this row's end is taken or the block is free or shared."""
-        planes, side = PLANES[self.kind[row]], self.direction[row]
-        if len(blocks) != planes or len(set(blocks)) != planes:
-            raise ValueError(f"row {row} takes {planes} different blocks, got {blocks}")
-        for block in blocks:
-            if self.owners[block, side] != NOBODY or self.owners[block, 1 - side] == NOBODY:
-                raise ValueError(f"block {block} has no free end for row {row}")
-        for plane, block in enumerate(blocks):
-            self._take(block, row, plane, int(self.held[row]))
-        self.held[row] += 1
+    def check_join(
+        self, row: int, blocks: np.ndarray, kind: CacheKind, side: Direction, held: int
+    ) -> np.ndarray:
+        """The blocks as an array [k, planes]. ValueError if a row of that kind, which fills from
+        that side and holds so many, cannot take them: this end is taken, or the block is free or a
+        shared prefix."""
+        planes, blocks = int(_PLANES[kind]), np.asarray(blocks)
+        if blocks.ndim != 2 or blocks.shape[1] != planes:
+            raise ValueError(f"row {row} takes {planes} blocks at a time, got {blocks.tolist()}")
+        if len(np.unique(blocks)) != blocks.size:
+            raise ValueError(f"row {row} takes different blocks, got {blocks.tolist()}")
+        if held + len(blocks) > self.width:
+            raise ValueError(f"row {row}: {held + len(blocks)} blocks, limit {self.width}")
+        if ((blocks < 0) | (blocks >= self.num_blocks)).any():
+            raise ValueError(f"row {row}: blocks are 0 to {self.num_blocks - 1}, not {blocks}")
+        taken = (self.owners[blocks, side] != NOBODY) | (self.owners[blocks, 1 - side] == NOBODY)
+        if taken.any():
+            raise ValueError(f"block {blocks[taken][0]} has no free end for row {row}")
+        return blocks
 
     def share(self, source: int, row: int, blocks: int) -> None:
         """Lets `row`, which must be empty, read the first `blocks` full blocks of `source`.
@@ -151,52 +283,81 @@ class BlockPool:
             raise ValueError(f"row {row} still holds blocks")
         if blocks > self.held[source]:
             raise ValueError(f"row {source} holds {self.held[source]} blocks, not {blocks}")
-        planes = PLANES[self.kind[source]]
-        ids = self.tables[source, :planes, :blocks]
+        ids = self.blocks_of(source)[:, :blocks]
         other_end = self.owners[ids, 1 - self.direction[source]]
         if (other_end != NOBODY).any():
             raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
         self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
-        self.tables[row, :planes, :blocks] = ids
+        self.tables[row, : len(ids), :blocks] = ids
         self.refs[ids] += 1
         self.owners[ids] = NOBODY
         self.held[row] = blocks
+        self._shared = True
+
+    def copy_all(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Gives each row free blocks in place of its index[i]-th ones, which others may go on
+        holding: int32 [m, 2], (source, target); no target is a source. OutOfBlocks, or ValueError
+        if a row has no such block."""
+        which = list(zip(rows.tolist(), index.tolist(), strict=True))
+        for row, i in which:
+            if not 0 <= i < self.held[row]:
+                raise ValueError(f"row {row} holds {self.held[row]} blocks, none numbered {i}")
+        old = [self.blocks_of(row)[:, i].copy() for row, i in which]
+        new = np.split(self._pop(sum(map(len, old))), np.cumsum([len(ids) for ids in old])[:-1])
+        for (row, i), before, after in zip(which, old, new, strict=True):
+            self.tables[row, : len(before), i] = after
+            self.owners[after, self.direction[row]] = row
+            self.refs[after] = 1
+            self._give_back(before, row)
+        return np.stack([np.concatenate(old), np.concatenate(new)], axis=1)
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """Gives back what the row holds beyond room for its first `tokens` tokens."""
+        stay = -(-tokens // self.block_size)
+        if stay < self.held[row]:
+            self._give_back(self.blocks_of(row)[:, stay:].ravel(), row)
+            self.held[row] = stay
 
     def release(self, row: int) -> None:
         """Gives back all that the row holds; blocks that others still read or fill stay."""
-        planes, side = PLANES[self.kind[row]], self.direction[row]
-        ids = self.tables[row, :planes, : self.held[row]].ravel()
+        self._give_back(self.blocks_of(row).ravel(), row)
+        self.held[row] = 0
+        self.kind[row], self.direction[row] = CacheKind.KV, Direction.LEFT
+
+    def _give_back(self, ids: np.ndarray, row: int) -> None:
+        side = self.direction[row]
         self.refs[ids] -= 1
-        own = ids[self.owners[ids, side] == row]
-        self.owners[own, side] = NOBODY
-        free = ids[self.refs[ids] == 0]
+        self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
+        free = ids if not self._shared else ids[self.refs[ids] == 0]
         self._stack[self._top : self._top + len(free)] = free
         self._top += len(free)
-        self.held[row] = 0
+        if self._shared:
+            self._shared = bool((self.refs > 1).any())
 
-    def _take(self, block: int, row: int, plane: int, index: int) -> None:
-        self.tables[row, plane, index] = block
-        self.owners[block, self.direction[row]] = row
-        self.refs[block] += 1
+    def _pop(self, total: int) -> np.ndarray:
+        """That many free blocks, the caller's now."""
+        if total > self._top:
+            raise OutOfBlocks(f"{total} blocks wanted, {self._top} free")
+        ids = self._stack[self._top - total : self._top][::-1].copy()
+        self._top -= total
+        return ids
 
     def check(self) -> None:
         """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
         refs = np.zeros(self.num_blocks, np.int64)
         for row in np.flatnonzero(self.held):
-            ids = self.tables[row, : PLANES[self.kind[row]], : self.held[row]].ravel()
+            ids = self.blocks_of(row).ravel()
             assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
-            side = self.direction[row]
-            others = self.owners[ids, side]
+            others = self.owners[ids, self.direction[row]]
             assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
             refs[ids] += 1
         assert (refs == self.refs).all(), "reference counts differ from the tables"
+        assert self._shared or (refs <= 1).all(), "a block is shared and nobody knows"
         free = np.zeros(self.num_blocks, bool)
         free[self._stack[: self._top]] = True
         assert self._top == free.sum(), "a block is in the free stack twice"
         assert (free == (refs == 0)).all(), "a block leaked or is free while in use"
         for side in Direction:
-            owned = np.flatnonzero(self.owners[:, side] != NOBODY)
-            for block in owned:
-                row = self.owners[block, side]
-                held = self.tables[row, : PLANES[self.kind[row]], : self.held[row]]
+            for block in np.flatnonzero(self.owners[:, side] != NOBODY):
+                held = self.blocks_of(self.owners[block, side])
                 assert block in held, f"block {block} has an owner that does not hold it"

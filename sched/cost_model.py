@@ -2,7 +2,7 @@
 
 The features are those of InferMax section 3.2 (tokens, KV read by decodes, c^2 + 2cm of prefill
 chunks, biases, and the terms that grow with the number of requests), with the hidden cache's and
-the swapped blocks' beside them. Times are in seconds, lengths in tokens.
+the pool operations' beside them. Times are in seconds, lengths in tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class BatchFeatures:
     the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
     cached ones; prefill_m: sum of m. hidden_tokens: cached tokens read from hidden caches, which
     count neither in decode_kv nor in prefill_m. projected_tokens: those of hidden caches that
-    become KV before the step.
+    become KV before the step. copied_blocks: copied to other blocks. swapped_slots: slots, of one
+    plane each, copied to and from host memory.
     """
 
     num_tokens: Any
@@ -50,7 +51,8 @@ class BatchFeatures:
     prefill_m: Any
     hidden_tokens: Any = 0
     projected_tokens: Any = 0
-    swapped_blocks: Any = 0
+    copied_blocks: Any = 0
+    swapped_slots: Any = 0
 
     @classmethod
     def of(
@@ -62,7 +64,8 @@ class BatchFeatures:
         padding: Padding | None = None,
         hidden: np.ndarray | None = None,
         projected_tokens: int = 0,
-        swapped_blocks: int = 0,
+        copied_blocks: int = 0,
+        swapped_slots: int = 0,
     ) -> BatchFeatures:
         """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
         [n]: which rows are decodes, the others are prefill chunks; hidden [n]: which rows have
@@ -96,7 +99,8 @@ class BatchFeatures:
             prefill_m=before,
             hidden_tokens=hidden_tokens,
             projected_tokens=projected_tokens,
-            swapped_blocks=swapped_blocks,
+            copied_blocks=copied_blocks,
+            swapped_slots=swapped_slots,
         )
 
     @classmethod
@@ -133,7 +137,8 @@ class Coefficients:
     prefill_m: float
     hidden_token: float = 0.0
     projected_token: float = 0.0
-    swapped_block: float = 0.0
+    copied_block: float = 0.0
+    swapped_slot: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -180,7 +185,8 @@ class LinearCostModel:
         layer = layer + (
             k.hidden_token * f.hidden_tokens
             + k.projected_token * f.projected_tokens
-            + k.swapped_block * f.swapped_blocks
+            + k.copied_block * f.copied_blocks
+            + k.swapped_slot * f.swapped_slots
         )
         return self.num_layers * layer + self.gap
 

@@ -87,7 +87,8 @@ def _columns(f: BatchFeatures) -> list[float]:
         f.prefill_m,
         f.hidden_tokens,
         f.projected_tokens,
-        f.swapped_blocks,
+        f.copied_blocks,
+        f.swapped_slots,
     ]
 
 

@@ -15,17 +15,9 @@ class CacheKind(enum.IntEnum):
     KV = 0
     HIDDEN = 1
 
-    @property
-    def planes(self) -> int:
-        """Blocks held per `block_size` tokens."""
-        return 2 if self is CacheKind.KV else 1
-
 
 class Direction(enum.IntEnum):
     """LEFT fills a block from slot 0 up, RIGHT from the last slot down (BROS section 5.1)."""
 
     LEFT = 0
     RIGHT = 1
-
-
-PLANES = tuple(kind.planes for kind in CacheKind)

@@ -5,10 +5,14 @@ The policies themselves are in `sched/policies/`, and known by name in `sched/re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.host import HostMemory
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.table import RequestTable
 
@@ -37,6 +41,25 @@ class Limits:
             )
 
 
+class Oracle:
+    """How much each request will write, which nobody can know before it has: for hypothetical
+    policies (InferMax section 3)."""
+
+    def __init__(self, capacity: int) -> None:
+        self._lengths = np.zeros(capacity, np.int64)
+
+    def tell(self, row: int, length: int) -> None:
+        """The request in that row will write so many tokens."""
+        if row >= len(self._lengths):
+            more = np.zeros(max(len(self._lengths), row + 1), np.int64)
+            self._lengths = np.concatenate([self._lengths, more])
+        self._lengths[row] = length
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each output, int64 [n]."""
+        return np.asarray(self._lengths[rows])
+
+
 @dataclass(frozen=True)
 class View:
     """All that a policy sees. It changes none of it.
@@ -44,7 +67,8 @@ class View:
     cost_model: predicts the time of a batch; None where nobody has profiled the device. seed: for
     policies that draw lots. rho: seconds that a step takes longer for every token that it reads
     from a hidden cache instead of from K and V (Apt-Serve Eq. 6); negative if that is faster, None
-    where hidden caches cannot be had.
+    where hidden caches cannot be had. host: what it holds of checkpoints. oracle: for hypothetical
+    policies; None for all others.
     """
 
     table: RequestTable
@@ -53,30 +77,36 @@ class View:
     cost_model: CostModel | None = None
     seed: int = 0
     rho: float | None = None
+    host: HostMemory = field(default_factory=HostMemory)
+    oracle: Oracle | None = None
+
+    def most_output(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens that each may write at most, int64 [n]: its limit, or for those who know it its
+        length."""
+        if self.oracle is not None:
+            return self.oracle.lengths(rows)
+        return np.asarray(self.table.max_tokens[rows])
 
 
-class Policy(Protocol):
+class Policy(abc.ABC):
     """One scheduling system. It keeps no clock and touches no device. A new one is made for every
-    scheduler, so it may remember things between plans."""
+    scheduler, so it may remember things between plans.
 
-    @property
-    def chunked(self) -> bool:
-        """Whether a prompt may be computed in parts; if not, max_batch_tokens must hold a whole
-        one."""
-        ...
+    chunked: whether a prompt may be computed in parts; if not, max_batch_tokens must hold a whole
+    one. hypothetical: whether it knows what nobody can, `View.oracle`; simulations run it, the live
+    server refuses it. hybrid_cache: whether it ever plans hidden caches, where the view offers them
+    (`View.rho`). moves_cache: whether it ever plans `Copy`, `Checkpoint` or `Restore`; what serves
+    the others need not be ready for either. steady: whether, while nobody waits, every request
+    decodes and memory lasts, it plans a token for each of them; the steps ahead are certain then,
+    and a simulation takes several at once.
+    """
 
-    @property
-    def hypothetical(self) -> bool:
-        """Whether it knows what nobody can: it reads `RequestTable.max_tokens` as the output's
-        length (InferMax section 3). Simulations run it, the live server refuses it."""
-        ...
+    chunked: bool = True
+    hypothetical: bool = False
+    hybrid_cache: bool = False
+    moves_cache: bool = False
+    steady: bool = False
 
+    @abc.abstractmethod
     def plan(self, view: View, now: float) -> BatchPlan:
         """The next iteration. now: seconds, on the clock of `RequestTable.arrival`."""
-        ...
-
-
-def uses_hidden(policy: Policy) -> bool:
-    """Whether the policy ever plans hidden caches, where the view offers them: its attribute
-    `hybrid_cache`, false for those without. What serves the others need not be ready for them."""
-    return bool(getattr(policy, "hybrid_cache", False))

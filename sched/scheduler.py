@@ -7,25 +7,33 @@ still be at work. What arrives late is told with `receive`, what ends early with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, InvalidPlan
-from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.checks import check_plan
+from jaxserve.sched.host import HostMemory
+from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
+from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.request import Request
+from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
 
 if TYPE_CHECKING:
     from jaxserve.sched.cost_model import CostModel
 
+_NOBODY = np.zeros(0, np.int64)
+
 
 class Scheduler:
     """Rows of the table name the requests. Not thread-safe: one thread plans.
 
-    cost_model, seed, rho: what the policy sees of them, see `View`.
+    num_blocks, block_size: of the pool; host_slots: capacity of the host memory for checkpoints;
+    capacity: requests at a time; cost_model, seed, rho: what the policy sees of them, see `View`;
+    checked: whether every plan is checked before it is booked.
     """
 
     def __init__(
@@ -37,58 +45,86 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         capacity: int,
+        host_slots: int = 0,
         cost_model: CostModel | None = None,
         seed: int = 0,
         rho: float | None = None,
+        checked: bool = True,
     ) -> None:
         width = -(-max_model_len // block_size)
         self.policy = policy
-        self.table = RequestTable(capacity)
+        self.table = self._make_table(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)
-        self.view = View(self.table, self.pool, limits, cost_model, seed, rho)
+        self.host = HostMemory(host_slots)
+        self._lengths = Oracle(capacity)
+        oracle = self._lengths if policy.hypothetical else None
+        self.view = View(
+            self.table, self.pool, limits, cost_model, seed, rho, host=self.host, oracle=oracle
+        )
+        self.checked = checked
         self.preemptions = 0
-        self._served = 0
+        self._batch_order = 0
 
-    def add(self, request: Request) -> int:
-        """The row of a new, waiting request. IndexError when the table is full."""
-        return self.table.add(request)
+    def _make_table(self, capacity: int) -> RequestTable:
+        return RequestTable(capacity)
 
-    def schedule(self, now: float) -> tuple[BatchPlan, np.ndarray]:
-        """The next plan, booked, and which of its rows sample a token, bool [len(plan)].
+    def add(self, request: Request, output_len: int | None = None) -> int:
+        """The row of a new, waiting request. output_len: tokens that it will write, if that is
+        known, as it is in simulations; only hypothetical policies are told. IndexError when the
+        table is full."""
+        row = self.table.add(request)
+        self.pool.follow(self.table.capacity)
+        self._lengths.tell(row, request.sampling.max_tokens if output_len is None else output_len)
+        return row
 
-        InvalidPlan if the policy over-commits; nothing is booked then.
-        """
+    def schedule(self, now: float) -> Step:
+        """The next step, booked. InvalidPlan if the policy over-commits; nothing is booked then."""
         plan = self.policy.plan(self.view, now)
-        self._check(plan)
-        table, rows = self.table, plan.rows
-        if len(plan.preempt):
-            self._preempt(plan.preempt)
-        starts = np.flatnonzero(table.state[rows] == WAITING)
-        if len(starts):
-            for i in starts.tolist():
-                self.pool.open(int(rows[i]), CacheKind(int(plan.kinds[i])))
-            table.kind[rows[starts]] = plan.kinds[starts]
-            table.move(rows[starts], RUNNING)
-        if len(plan.project):
-            self.pool.widen(plan.project)
-            table.kind[plan.project] = CacheKind.KV
+        if self.checked:
+            check_plan(plan, self.view)
+        table, rows, counts = self.table, plan.rows, plan.num_tokens
+        moves = self._operate(plan) if plan.operations else ()
+        if dropped := self.host.take_dropped():
+            moves = (*moves, Discard(dropped))
+        self._start(plan)
         self.pool.grow_all(rows, plan.reserve)
-        table.computed[rows] += plan.num_tokens
-        table.last_batch_order[rows] = np.arange(self._served, self._served + len(rows))
-        self._served += len(rows)
-        emits = table.pending(rows) == 0
-        table.generated[rows] += emits
-        return plan, emits
+        start, before = table.computed[rows], table.generated[rows]
+        end = start + counts
+        emits = end == table.prompt_len[rows] + before
+        feeds_back = emits & (before > 0)
+        decodes = feeds_back & (counts == 1)
+        generated = before + emits
+        table.computed[rows], table.generated[rows] = end, generated
+        table.last_batch_order[rows] = np.arange(self._batch_order, self._batch_order + len(rows))
+        self._batch_order += len(rows)
+        newest = int(np.count_nonzero(feeds_back))
+        again = 0
+        if self.preemptions:
+            again = int(np.maximum(np.minimum(end, table.lost_from[rows]) - start, 0).sum())
+        return Step(
+            plan,
+            start,
+            end,
+            emits,
+            decodes,
+            feeds_back,
+            generated,
+            moves,
+            plan.preempted if plan.operations else _NOBODY,
+            num_decode_tokens=newest,
+            num_prefill_tokens=int(np.add.reduce(counts)) - newest - again,
+            num_recomputed_tokens=again,
+        )
 
-    def release_finished(self, plan: BatchPlan) -> np.ndarray:
-        """Frees the blocks of the plan's requests that need no further step, and returns their
+    def release_finished(self, step: Step) -> np.ndarray:
+        """Frees the blocks of the step's requests that have reached their limit, and returns their
         rows. Called once the step is launched: later steps run after it, so the blocks can go to
         others at once."""
         table = self.table
-        done = plan.rows[table.generated[plan.rows] >= table.max_tokens[plan.rows]]
+        done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
             for row in done.tolist():
-                self.pool.release(row)
+                self._release(row)
             table.move(done, DRAINING)
         return done
 
@@ -100,66 +136,96 @@ class Scheduler:
     def finish(self, row: int) -> None:
         """The request is over, whatever its state: its blocks and its row are free. If it has
         written anything, its length counts among `RequestTable.output_lengths`."""
-        if self.pool.held[row]:
-            self.pool.release(row)
+        self._release(row)
         if self.table.received[row]:
             self.table.output_lengths.add(int(self.table.received[row]))
         self.table.remove(row)
 
-    def _preempt(self, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self.pool.release(row)
-        table, count = self.table, len(rows)
-        table.computed[rows] = 0
+    def _release(self, row: int) -> None:
+        self.pool.release(row)
+        self.host.release(row)
+
+    def _start(self, plan: BatchPlan) -> None:
+        """Opens a cache for those who have none."""
+        table, rows = self.table, plan.rows
+        starts = np.flatnonzero(table.state[rows] == WAITING)
+        if not len(starts):
+            return
+        for i in starts.tolist():
+            side = Direction.LEFT if plan.directions is None else int(plan.directions[i])
+            self.pool.open(int(rows[i]), CacheKind(int(plan.kinds[i])), Direction(side))
+        table.move(rows[starts], RUNNING)
+
+    # Operations: each returns what is to be done on the device.
+
+    def _operate(self, plan: BatchPlan) -> tuple[Move, ...]:
+        moves: list[Move] = []
+        for operation in plan.operations:
+            moves += _BOOKING[type(operation)](self, plan, operation)
+        return tuple(moves)
+
+    def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
+        table, rows = self.table, op.rows
+        table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
+        for row, keep in zip(rows.tolist(), op.keep.tolist(), strict=True):
+            if keep:
+                self.pool.truncate(row, keep)
+            else:
+                self.pool.release(row)
+        table.computed[rows] = op.keep
         table.preemptions[rows] += 1
-        table.preempted_order[rows] = np.arange(self.preemptions + 1, self.preemptions + count + 1)
-        table.move(rows, WAITING)
-        self.preemptions += count
+        order = self.preemptions + 1
+        table.preempted_order[rows] = np.arange(order, order + len(rows))
+        self.preemptions += len(rows)
+        table.move(rows[op.keep == 0], WAITING)
+        return []
 
-    def _check(self, plan: BatchPlan) -> None:
-        table, limits, rows, tokens = self.table, self.view.limits, plan.rows, plan.num_tokens
-        state = table.state[rows]
-        waiting, running = state == WAITING, state == RUNNING
-        holders = len(table.in_state(RUNNING)) + int(np.count_nonzero(waiting))
-        free = self.pool.num_free
-        if len(plan.preempt):
-            _demand(_different(plan.preempt, table.capacity), "a row is preempted twice")
-            _demand(not np.isin(rows, plan.preempt).any(), "a row is planned and preempted")
-            cached = table.state[plan.preempt] == RUNNING
-            _demand(cached.all(), "a row without cache is preempted")
-            holders -= len(plan.preempt)
-            free += sum(self.pool.returned_by(row) for row in plan.preempt.tolist())
-        _demand(_different(rows, table.capacity), "a row is planned twice")
-        _demand((waiting | running).all(), "a row that has nothing to compute is planned")
-        _demand((np.diff((tokens == 1).astype(np.int8)) <= 0).all(), "chunks before single tokens")
-        pending = table.pending(rows)
-        _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
-        _demand((plan.reserve >= table.computed[rows] + tokens).all(), "less room than tokens")
-        _demand(plan.total_tokens <= limits.max_batch_tokens, "more tokens than max_batch_tokens")
-        _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
-        needed = self.pool.needed(rows, plan.reserve, plan.kinds)
-        _demand(needed.sum() <= free, "more blocks than are free")
-        hidden = plan.kinds == CacheKind.HIDDEN
-        _demand(
-            self.view.rho is not None or not hidden.any(),
-            "hidden caches are planned where there are none",
-        )
-        widens = running & ~hidden & (table.kind[rows] == CacheKind.HIDDEN)
-        _demand(
-            np.array_equal(np.sort(rows[widens]), np.sort(plan.project)),
-            "rows that go from hidden to KV are not those to be projected",
-        )
-        same_kind = (table.kind[rows] == plan.kinds) | waiting | widens
-        _demand(same_kind.all(), "a KV cache becomes hidden without being preempted")
+    def _to_kv(self, plan: BatchPlan, op: ToKV) -> list[Move]:
+        rows = op.rows
+        self.pool.widen(rows)
+        tables, sides = self.pool.tables[rows], self.pool.direction[rows]
+        return [Widen(rows, self.table.computed[rows], tables, sides)]
+
+    def _copy(self, plan: BatchPlan, op: Copy) -> list[Move]:
+        return [CopyBlocks(self.pool.copy_all(op.rows, op.index))] if len(op.rows) else []
+
+    def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
+        moves: list[Move] = []
+        which = zip(op.rows.tolist(), op.first.tolist(), op.end.tolist(), strict=True)
+        for row, first, end in which:
+            kind = CacheKind(self.pool.kind[row])
+            made = self.host.add(row, first, end, kind, Direction(self.pool.direction[row]))
+            moves.append(Save(made.key, self.pool.slots_of(row, first, end)))
+        return moves
+
+    def _restore(self, plan: BatchPlan, op: Restore) -> list[Move]:
+        moves: list[Move] = []
+        for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
+            segment = self.host.find(row, first)
+            assert segment is not None, f"row {row} has nothing on the host from token {first} on"
+            if self.table.state[row] == WAITING:
+                self.pool.open(row, segment.kind, segment.direction)
+                self.table.move(np.array([row]), RUNNING)
+            self.pool.grow(row, segment.end)
+            self.table.computed[row] = segment.end
+            moves.append(Load(segment.key, self.pool.slots_of(row, first, segment.end)))
+            self.host.remove(row, segment)
+        return moves
+
+    def _join(self, plan: BatchPlan, op: Join) -> list[Move]:
+        if self.table.state[op.row] == WAITING:
+            mine = plan.rows == op.row
+            directions = None if plan.directions is None else plan.directions[mine]
+            self._start(BatchPlan(plan.rows[mine], kinds=plan.kinds[mine], directions=directions))
+        self.pool.join(op.row, op.blocks)
+        return []
 
 
-def _different(rows: np.ndarray, capacity: int) -> bool:
-    last = np.empty(capacity, np.int64)
-    order = np.arange(len(rows))
-    last[rows] = order
-    return bool((last[rows] == order).all())
-
-
-def _demand(condition: bool | np.bool_, problem: str) -> None:
-    if not condition:
-        raise InvalidPlan(problem)
+_BOOKING: dict[type, Callable[[Scheduler, BatchPlan, Any], list[Move]]] = {
+    Preempt: Scheduler._preempt,
+    ToKV: Scheduler._to_kv,
+    Copy: Scheduler._copy,
+    Checkpoint: Scheduler._checkpoint,
+    Restore: Scheduler._restore,
+    Join: Scheduler._join,
+}

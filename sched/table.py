@@ -86,7 +86,7 @@ class RequestTable:
         self.received = np.zeros(capacity, np.int64)  # generated tokens that reached the host
         self.computed = np.zeros(capacity, np.int64)
         self.preemptions = np.zeros(capacity, np.int64)
-        self.kind = np.zeros(capacity, np.int8)
+        self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
         self.tier = np.zeros(capacity, np.int8)
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
@@ -110,8 +110,9 @@ class RequestTable:
         self.arrival[row] = self.last_token[row] = request.arrival
         self.prompt_len[row] = len(request.prompt)
         self.max_tokens[row] = request.sampling.max_tokens
-        for column in (self.generated, self.received, self.computed, self.preemptions, self.kind):
+        for column in (self.generated, self.received, self.computed):
             column[row] = 0
+        self.preemptions[row] = self.lost_from[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):

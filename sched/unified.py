@@ -69,7 +69,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class UnifiedPolicy:
+class UnifiedPolicy(Policy):
     """groups: in order of priority. mixed_batches: prefills and decodes may share one. chunked: a
     prefill may be cut to what C and P leave.
 
@@ -95,6 +95,7 @@ class UnifiedPolicy:
     key: Key | None = None
     requeue: bool = False
     hypothetical: bool = False
+    steady = True
 
     def plan(self, view: View, now: float) -> BatchPlan:
         ranking = self.ranking(view, now)
@@ -131,7 +132,7 @@ class UnifiedPolicy:
         prefill = (tokens != 1) | (table.generated[rows] == 0)
         reserve = table.computed[rows] + tokens
         if self.reserve is Reserve.WHOLE:
-            whole = table.prompt_len[rows] + table.max_tokens[rows] - 1
+            whole = table.prompt_len[rows] + view.most_output(rows) - 1
             reserve = np.maximum(reserve, whole)
         return Candidates(rows, tokens, reserve, np.zeros(len(rows), np.int64), prefill)
 
@@ -238,7 +239,7 @@ class _Filling:
         row = head.rows[0]
         victims = self.ranking.running
         victims = victims[~budget.settled[victims] & (place[victims] >= place[row])]
-        if self._table.state[row] == WAITING and not self._worth(head, victims):
+        if self._table.state[row] == WAITING and not self._would_fit(head, victims):
             return False
         for victim in victims[::-1].tolist():
             budget.preempt(victim)
@@ -247,11 +248,10 @@ class _Filling:
                 return True
         return len(victims) > 0
 
-    def _worth(self, head: Candidates, victims: np.ndarray) -> bool:
+    def _would_fit(self, head: Candidates, victims: np.ndarray) -> bool:
         """Whether a request that waits could start if all of them went."""
-        budget, pool = self.budget, self.budget.view.pool
-        planes = np.where(pool.kind[victims] == 0, 2, 1)
-        free = budget.free + int((pool.held[victims] * planes).sum())
+        budget = self.budget
+        free = budget.free + int(budget.view.pool.returned_by(victims).sum())
         slots = budget.slots_left + len(victims)
         return bool(slots > 0 and budget.new_blocks(head)[0] + self._watermark <= free)
 

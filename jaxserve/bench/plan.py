@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.blocks import blocks_for
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, View, uses_hidden
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
@@ -83,7 +84,7 @@ def show(args: argparse.Namespace) -> int:
 
 def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of a plan by situation and number of candidates."""
-    hidden = uses_hidden(make_policy(name))
+    hidden = make_policy(name).hybrid_cache
     times: dict[str, dict[str, float]] = {}
     for count in counts:
         made = {
@@ -98,10 +99,8 @@ def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[st
     return times
 
 
-class _EverySecondHidden:
+class _EverySecondHidden(Policy):
     """Starts whom Sarathi starts, every second one with a hidden cache."""
-
-    chunked, hypothetical = True, False
 
     def __init__(self) -> None:
         self._policy = make_policy("sarathi_pc", watermark=0.0)
@@ -111,7 +110,7 @@ class _EverySecondHidden:
         kinds = np.where(
             view.table.state[plan.rows] == State.WAITING,
             plan.rows % 2,
-            view.table.kind[plan.rows],
+            view.pool.kind[plan.rows],
         )
         return dataclasses.replace(plan, kinds=kinds.astype(np.int64))
 
@@ -121,7 +120,7 @@ def scarce(count: int) -> Scheduler:
     scheduler = situation(count, 0, hidden=True, capacity=3 * count)
     table, pool = scheduler.table, scheduler.pool
     rows = table.in_state(State.RUNNING)
-    need = pool.needed(rows, table.computed[rows] + 1, table.kind[rows])
+    need = pool.needed(rows, table.computed[rows] + 1, pool.kind[rows])
     for row in range(count, 3 * count):  # rows that no request has take the rest
         excess = pool.num_free - int(need.sum()) // 2
         pool.open(row, CacheKind.HIDDEN)
@@ -134,11 +133,11 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
     pool has room for an eighth of those. hidden: every second request that runs has a hidden
     cache. capacity: rows, if more than there are requests."""
     running = count - waiting
-    blocks = 2 * -(-(PROMPT + OUTPUT) // BLOCK_SIZE) * running
+    blocks = int(blocks_for(PROMPT + OUTPUT, BLOCK_SIZE)) * running
     scheduler = Scheduler(
         _EverySecondHidden() if hidden else make_policy("sarathi_pc", watermark=0.0),
         Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
-        num_blocks=blocks + waiting // 8 * 2 * -(-PROMPT // BLOCK_SIZE),
+        num_blocks=blocks + waiting // 8 * int(blocks_for(PROMPT, BLOCK_SIZE)),
         block_size=BLOCK_SIZE,
         max_model_len=PROMPT + OUTPUT,
         capacity=capacity or count,
@@ -148,14 +147,13 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
     for number in range(count):
         if number == running:  # those before start, and write between 1 and a few tokens
             for _ in range(4):
-                plan, emits = scheduler.schedule(0.0)
-                scheduler.release_finished(plan)
-                scheduler.receive(plan.rows[emits], 0.0)
+                step = scheduler.schedule(0.0)
+                scheduler.release_finished(step)
+                scheduler.receive(step.emitting, 0.0)
         scheduler.add(_request(number))
     if not waiting:
         for _ in range(4):
-            plan, emits = scheduler.schedule(0.0)
-            scheduler.receive(plan.rows[emits], 0.0)
+            scheduler.receive(scheduler.schedule(0.0).emitting, 0.0)
     for _ in range(64):  # for policies that learn lengths
         scheduler.table.output_lengths.add(OUTPUT)
     return scheduler

@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.layout import Layout
 
@@ -40,6 +42,13 @@ class Buckets:
         """The smallest step for that many tokens in any number of rows."""
         size = self.tokens[bisect.bisect_left(self.tokens, tokens)]
         return Layout(size, self._rows_for(size), self.width, self.slots, False, hidden)
+
+    def fitting(self, counts: np.ndarray, *, hidden: bool = False) -> Layout:
+        """The smallest step for rows of so many tokens each."""
+        total = int(counts.sum())
+        if total == len(counts):
+            return self.decode(total, hidden=hidden)
+        return self.mixed(total, hidden=hidden)
 
     def widening(self) -> Layout:
         """The batch in which hidden caches become KV."""

@@ -274,7 +274,7 @@ def _rho(config: ConfigDict, chosen: _Choices, executor: JaxExecutor) -> float |
 
     def measure() -> float:
         wanted = rho.shapes(chosen.buckets.rows, limits.max_rows, model.max_len - 1)
-        return rho.measure(StepTimer(executor).seconds, wanted)
+        return rho.measure(StepTimer(executor, chosen.num_blocks).seconds, wanted)
 
     return rho.remembered(config.engine.compilation_cache_dir, key, measure)
 
@@ -369,6 +369,7 @@ def _info(
         model=config.model.name or os.path.basename(path) or config.model.preset,
         family=family.name,
         num_params=model.num_params(),
+        num_layers=model.num_layers,
         dtype=chosen.dtype.name,
         vocab_size=model.vocab_size,
         max_model_len=step_model.max_len,

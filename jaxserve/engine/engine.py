@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -22,16 +22,17 @@ from jaxserve.engine.batching import build_batch, widening
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.engine.executor import JaxExecutor, StepHandle
+from jaxserve.engine.executor import Executor, Handle
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 from jaxserve.engine.sampling import SampleResult, slot_params
 from jaxserve.engine.sequence import NO_SLOT, Continuation, time_or
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.kinds import PLANES, CacheKind
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import InvalidRequest, Request, Tier, validate
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import State
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,12 @@ class EngineOptions:
 class _InFlight:
     """A launched step and whom its results belong to; rows i of the batch that sample."""
 
-    handle: StepHandle
+    handle: Handle
     emitting: list[tuple[int, Continuation]]
+    step: Step
+    padded_tokens: int
     launched: float
     host_time: float
-    num_rows: int
-    num_tokens: int
-    padded_tokens: int
-    num_decodes: int
-    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: JaxExecutor,
+        executor: Executor,
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         info: EngineInfo,
@@ -161,12 +159,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
         table, pool = self._scheduler.table, self._scheduler.pool
-        blocks: dict[tuple[str, str], int] = {}
-        for kind in CacheKind:
-            for tier in Tier:
-                mine = (pool.kind == kind) & (table.tier == tier)
-                held = int(pool.held[mine].sum()) * PLANES[kind]
-                blocks[kind.name.lower(), tier.name.lower()] = held
+        _, rows = pool.holders()
+        kinds, tiers = pool.kind[rows], table.tier[rows]
+        blocks = {
+            (kind.name.lower(), tier.name.lower()): int(((kinds == kind) & (tiers == tier)).sum())
+            for kind in CacheKind
+            for tier in Tier
+        }
         with self._wake:
             queued = sum(isinstance(c, _Submit) for c in self._inbox)
         return EngineStats(
@@ -291,52 +290,55 @@ class Engine:
         if not self._live:
             return None
         begin = self._clock()
-        preemptions = self._scheduler.preemptions
-        plan, emits = self._scheduler.schedule(begin)
-        for row in plan.preempt.tolist():
+        scheduler = self._scheduler
+        step = scheduler.schedule(begin)
+        for row in step.preempted.tolist():
             self._release_slot(self._live[row])
-        if not len(plan):
-            if idle and not len(plan.preempt):
+        for move in step.moves:
+            self._carry_out(move)
+        if not len(step):
+            if idle and not step.plan.operations:
                 raise InvalidPlan(f"the policy plans nothing for {len(self._live)} requests")
             return None
-        members = [self._live[row] for row in plan.rows.tolist()]
+        members = [self._live[row] for row in step.rows.tolist()]
         for member in members:
             if member.slot == NO_SLOT:
                 self._take_slot(member, begin)
-        buckets, table, pool = self._executor.buckets, self._scheduler.table, self._scheduler.pool
-        for batch in widening(buckets, plan, table, pool) if len(plan.project) else ():
-            self._executor.widen(*batch)
-        layout, packed = build_batch(
-            buckets,
-            plan,
-            emits,
-            table,
-            pool,
-            np.array([member.slot for member in members], np.int32),
-            lambda row, first, end: self._live[row].tokens(first, end),
+        slots = np.array([member.slot for member in members], np.int32)
+        layout, batch = build_batch(
+            self._executor.buckets, step, scheduler.pool, slots, self._tokens_of
         )
-        behind = table.computed[plan.rows] > table.prompt_len[plan.rows]
-        emitting = [(i, members[i]) for i in np.flatnonzero(emits).tolist()]
+        emits = step.emits[batch.order]
+        emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
         full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)
-        handle = self._executor.submit(layout, packed, full=full)
-        for row in self._scheduler.release_finished(plan).tolist():
+        handle = self._executor.submit(layout, batch.buffer, full=full)
+        for row in scheduler.release_finished(step).tolist():
             self._release_slot(self._live[row])
-        now = self._clock()
         return _InFlight(
-            handle,
-            emitting,
-            launched=begin,
-            host_time=now - begin,
-            num_rows=len(plan),
-            num_tokens=plan.total_tokens,
-            padded_tokens=layout.tokens,
-            num_decodes=int((behind & (plan.num_tokens == 1)).sum()),
-            preemptions=self._scheduler.preemptions - preemptions,
+            handle, emitting, step, layout.tokens, launched=begin, host_time=self._clock() - begin
         )
+
+    def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
+        return self._live[row].tokens(first, end)
+
+    def _carry_out(self, move: Move) -> None:
+        executor = self._executor
+        match move:
+            case Widen():
+                for layout, packed in widening(executor.buckets, move):
+                    executor.widen(layout, packed)
+            case CopyBlocks(pairs):
+                executor.copy_blocks(pairs)
+            case Save(key, slots):
+                executor.save(key, slots)
+            case Load(key, slots):
+                executor.load(key, slots)
+            case Discard(keys):
+                executor.discard(keys)
 
     def _finish_step(self, step: _InFlight) -> None:
         """Takes in a step's tokens; late ones of requests that are over are dropped."""
-        result = step.handle.result()
+        result, booked = step.handle.result(), step.step
         now = self._clock()
         mine = [(i, c) for i, c in step.emitting if not c.finished]
         table = self._scheduler.table
@@ -357,16 +359,18 @@ class Engine:
         if self._options.forbid_compile and self._compiles.count:
             raise CompiledAfterWarmup(
                 f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
-                f"{step.num_rows} rows and {step.padded_tokens} padded tokens"
+                f"{len(booked)} rows and {step.padded_tokens} padded tokens"
             )
         stats = StepStats(
-            num_rows=step.num_rows,
-            num_tokens=step.num_tokens,
+            num_rows=len(booked),
+            num_decodes=booked.num_decodes,
+            num_decode_tokens=booked.num_decode_tokens,
+            num_prefill_tokens=booked.num_prefill_tokens,
+            num_recomputed_tokens=booked.num_recomputed_tokens,
             padded_tokens=step.padded_tokens,
-            num_decodes=step.num_decodes,
             step_time=now - step.launched,
             host_time=host_time,
-            preemptions=step.preemptions,
+            preemptions=len(booked.preempted),
         )
         for observer in self._observers:
             observer.on_step(stats)

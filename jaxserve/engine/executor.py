@@ -1,6 +1,7 @@
 """Runs batches on the device: owns the parameters, the donated pool and the sampling state.
 
-`submit` returns at once; `StepHandle.result` waits. One thread uses an executor.
+`submit` returns at once; `StepHandle.result` waits. One thread uses an executor. What it is told is
+plain data, NumPy arrays and numbers, so that it could be told on other hosts as well.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.hidden import make_widen
 from jaxserve.engine.layout import Layout
+from jaxserve.engine.moves import Mover
 from jaxserve.engine.sampling import (
     SampleResult,
     SlotParams,
@@ -34,45 +36,102 @@ _SAMPLE_GREEDY = jax.jit(sample_greedy, donate_argnums=0)
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
 
-@dataclass(frozen=True)
-class StepHandle:
+class Handle(Protocol):
     """A launched step."""
-
-    _result: SampleResult
 
     def result(self) -> SampleResult:
         """The sampled tokens as NumPy arrays, [R] of the step's layout. Waits for the device;
         raises what the device raised."""
+        ...
+
+
+class Executor(Protocol):
+    """What the engine's loop needs of a device. Calls take effect in the order in which they are
+    made; none of them waits.
+
+    buckets: the layouts that it has steps for.
+    """
+
+    @property
+    def buckets(self) -> Buckets: ...
+
+    def admit(self, slot: int, params: SlotParams) -> None:
+        """Gives a device slot its request's sampling parameters, before the first step in it."""
+        ...
+
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
+        vectors were; packed: int32 [layout.size], see `batching.widening`."""
+        ...
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """pairs int32 [m, 2]: what is in the first block goes to the second, in all layers."""
+        ...
+
+    def save(self, key: int, slots: np.ndarray) -> None:
+        """Copies what is in slots int32 [m, 2], (block, slot), to host memory under `key`."""
+        ...
+
+    def load(self, key: int, slots: np.ndarray) -> None:
+        """Copies what was saved under `key` to as many other slots."""
+        ...
+
+    def discard(self, keys: tuple[int, ...]) -> None:
+        """Forgets what was saved under these keys."""
+        ...
+
+    def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
+        """Launches one step. packed: int32 [layout.size], not to be changed afterwards. full: some
+        row samples with more than plain greedy."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A step launched by `JaxExecutor`."""
+
+    _result: SampleResult
+
+    def result(self) -> SampleResult:
+        """See `Handle`."""
         return jax.tree.map(np.asarray, self._result)
 
 
 class JaxExecutor:
-    """Every step of a model over its pool, compiled for the layouts of `buckets`."""
+    """Every step of a model over its pool, compiled for the layouts of `buckets`; an `Executor`.
+    moves_cache: whether it is also ready to copy blocks, and slots to and from the host."""
 
-    def __init__(self, model: StepModel, params: Params, pool: jax.Array, buckets: Buckets) -> None:
+    def __init__(
+        self,
+        model: StepModel,
+        params: Params,
+        pool: jax.Array,
+        buckets: Buckets,
+        *,
+        moves_cache: bool = False,
+    ) -> None:
         self.buckets = buckets
         self.params = params
         self.pool = pool
         self._mesh = model.mesh
         self._place: Any = jax.devices()[0] if model.mesh is None else _replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
-        self._step = make_model_step(model, row_major(pool.sharding))
-        self._widen = make_widen(model, row_major(pool.sharding))
+        pool_format = row_major(pool.sharding)
+        self._step = make_model_step(model, pool_format)
+        self._widen = make_widen(model, pool_format)
+        self._mover = Mover(model, pool_format, self._place) if moves_cache else None
 
-    def admit(self, slot: int, row: SlotParams) -> None:
-        """Gives a device slot its request's sampling parameters, before the first step in it."""
-        self._state = admit(self._state, slot, row)
+    def admit(self, slot: int, params: SlotParams) -> None:
+        """See `Executor`."""
+        self._state = admit(self._state, slot, params)
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> StepHandle:
-        """Launches one step. packed: int32 [layout.size], not to be changed afterwards. full: some
-        row samples with more than plain greedy."""
+        """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(packed, self._place)
-            self.pool, logits = self._step(
+            self.pool, logits, slots, emit = self._step(
                 self.params, self.pool, self._state.last_token, batch, layout=layout
             )
-            slots, emit = _sampling_fields(layout, packed)
-            slots, emit = jax.device_put((slots, emit), self._place)
             sample = _SAMPLE_FULL if full else _SAMPLE_GREEDY
             self._state, result = sample(self._state, logits, slots, emit)
         for leaf in jax.tree.leaves(result):
@@ -80,11 +139,34 @@ class JaxExecutor:
         return StepHandle(result)
 
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
-        """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
-        vectors were; see `batching.widening`."""
+        """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(packed, self._place)
             self.pool = self._widen(self.params, self.pool, batch, layout=layout)
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self.pool = self._moving().copy_blocks(self.pool, pairs)
+
+    def save(self, key: int, slots: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self._moving().save(self.pool, key, slots)
+
+    def load(self, key: int, slots: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self.pool = self._moving().load(self.pool, key, slots)
+
+    def discard(self, keys: tuple[int, ...]) -> None:
+        """See `Executor`."""
+        self._moving().discard(keys)
+
+    def _moving(self) -> Mover:
+        if self._mover is None:
+            raise RuntimeError("a policy without moves_cache moves caches")
+        return self._mover
 
     def warmup(self, progress: Callable[[Iterable[Any]], Iterable[Any]]) -> None:
         """Compiles and runs every step there is, on padding, so that none compiles later.
@@ -99,11 +181,9 @@ class JaxExecutor:
         if self.buckets.hidden:
             layout = self.buckets.widening()
             self.widen(layout, layout.empty())
-
-
-def _sampling_fields(layout: Layout, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    fields = layout.views(packed)
-    return fields["slots"], fields["emit"] != 0
+        if self._mover is not None:
+            with self._mesh or contextlib.nullcontext():
+                self.pool = self._mover.warm_up(self.pool)
 
 
 def _replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:

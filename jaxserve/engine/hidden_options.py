@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, READS
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.sched.policy import Policy, uses_hidden
+from jaxserve.sched.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def choose_read(
         raise ConfigError(
             f"cache.hidden_read must be auto or one of {', '.join(READS)}, got {wanted!r}"
         )
-    if not uses_hidden(policy):
+    if not policy.hybrid_cache:
         if wanted != AUTO:
             raise ConfigError(f"{field}: scheduler.policy={policy_name} keeps KV caches only")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,32 @@ from jaxserve.pallas_kernels import AttentionBatch
 
 PLACEHOLDER = -1
 """A token that is still on the device: the one its row's slot sampled last."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n rows of a batch, in any order. counts: tokens that each computes. contexts: its tokens in
+    the cache before. tables [n, 2, width]; direction, kind [n] of the cache, LEFT and KV where not
+    given. tokens: each row's, as far as the host knows them; the rest, the newest, is what its slot
+    sampled last. slots, emits [n]: where it samples, and whether."""
+
+    counts: np.ndarray
+    contexts: np.ndarray
+    tables: np.ndarray
+    direction: np.ndarray | int = 0
+    kind: np.ndarray | int = 0
+    tokens: Sequence[Sequence[int]] = ()
+    slots: np.ndarray | None = None
+    emits: np.ndarray | int = 0
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """buffer: int32 [size of the layout]. order int64 [n]: row i of the batch was number order[i]
+    of those that were packed."""
+
+    buffer: np.ndarray
+    order: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -67,6 +94,37 @@ class Layout:
             out.append((name, at, end, shape))
             at = end
         return out
+
+    def pack(self, rows: Rows) -> PackedBatch:
+        """The rows in a buffer, those of one token first, as the kernels want them."""
+        single = rows.counts == 1
+        order = np.argsort(~single, kind="stable")
+        counts, contexts = rows.counts[order], rows.contexts[order]
+        n, total = len(order), int(counts.sum())
+        first = np.cumsum(counts) - counts
+        buffer = self.empty()
+        fields = self.views(buffer)
+        fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
+        fields["tables"][:n] = rows.tables[order]
+        fields["context_lens"][:n] = contexts + counts
+        fields["query_start"][:n] = first
+        fields["query_lens"][:n] = counts
+        fields["last"][:n] = first + counts - 1
+        for name in ("direction", "kind", "slots", "emits"):
+            values = getattr(rows, name)
+            if values is not None:
+                field = fields["emit" if name == "emits" else name]
+                field[:n] = values[order] if isinstance(values, np.ndarray) else values
+        fields["num_decodes"][...] = np.count_nonzero(single)
+        fields["num_rows"][...] = n
+        if rows.tokens:
+            tokens = fields["tokens"]
+            tokens[:total] = PLACEHOLDER
+            for at, number in zip(first.tolist(), order.tolist(), strict=True):
+                known = rows.tokens[number]
+                if known:
+                    tokens[at : at + len(known)] = known
+        return PackedBatch(buffer, order)
 
     def empty(self) -> np.ndarray:
         """A buffer of padding: no rows, no tokens."""

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.blocks import blocks_for
 
 GIB = 1 << 30
 
@@ -65,14 +65,13 @@ def pool_blocks(
             f"cache.memory_gib: {_gib(demand.memory_bytes)} asked for, but weights and workspace "
             f"leave {_gib(left)} on {name}"
         )
-    planes = CacheKind.KV.planes
-    fits = max(budget, 0) // block
-    if fits < planes:
+    fits, pair = max(budget, 0) // block, int(blocks_for(1, demand.block_size))
+    if fits < pair:
         raise ConfigError(
             f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
             f"nothing of {_gib(total)} x cache.memory_fraction={demand.memory_fraction} on {name}"
             if left <= 0
-            else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(planes * block)}"
+            else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(pair * block)}"
         )
     if demand.num_blocks > fits:
         raise ConfigError(
@@ -82,7 +81,7 @@ def pool_blocks(
         )
     if demand.num_blocks:
         return demand.num_blocks
-    useful = demand.max_rows * planes * -(-demand.max_model_len // demand.block_size)
+    useful = demand.max_rows * int(blocks_for(demand.max_model_len, demand.block_size))
     return min(fits, useful)
 
 

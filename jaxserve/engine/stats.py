@@ -16,19 +16,26 @@ from jaxserve.sched.request import Tier
 class StepStats:
     """One executed batch. Times in seconds.
 
-    padded_tokens: the size of its bucket, of which num_tokens are real. num_decodes: rows with
-    one token, behind their prompt. preemptions: of this plan.
+    num_decodes: rows that decode. padded_tokens: the size of its bucket, of which num_tokens are
+    real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache.
     step_time: launch to tokens on the host. host_time: scheduling, batch building,
     detokenising and streaming of this step, whether or not the device hid it.
     """
 
     num_rows: int
-    num_tokens: int
-    padded_tokens: int
     num_decodes: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_recomputed_tokens: int
+    padded_tokens: int
     step_time: float
     host_time: float
     preemptions: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding not counted."""
+        return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class EngineInfo:
     model: str
     family: str
     num_params: int
+    num_layers: int
     dtype: str
     vocab_size: int
     max_model_len: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from jaxserve.sched.cost_model import BatchFeatures, Padding
 from jaxserve.sched.kinds import CacheKind
 
 if TYPE_CHECKING:  # jax takes seconds to import; shapes alone do without
-    from jaxserve.engine.executor import JaxExecutor
+    from jaxserve.engine.executor import Executor
     from jaxserve.engine.layout import Layout
 
 CHAIN = 4  # steps launched one after the other before anything waits
@@ -56,9 +57,9 @@ class Shape:
 class StepTimer:
     """What is in the cache meanwhile is noise, so nothing may be running."""
 
-    def __init__(self, executor: JaxExecutor) -> None:
+    def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
-        self._num_blocks = executor.pool.shape[1]
+        self._num_blocks = num_blocks
         self.padding = Padding(executor.buckets.rows, executor.buckets.tokens)
 
     def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
@@ -73,24 +74,18 @@ class StepTimer:
         return (time.perf_counter() - begin) / chain
 
     def _pack(self, shape: Shape) -> tuple[Layout, np.ndarray]:
-        buckets = self._executor.buckets
-        counts = shape.counts
-        n, total = len(counts), int(counts.sum())
-        size, bucket = (total, buckets.mixed) if shape.chunks else (n, buckets.decode)
-        layout = bucket(size, hidden=shape.hidden)
-        packed = layout.empty()
-        fields = layout.views(packed)
-        first = np.cumsum(counts) - counts
-        fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
-        blocks = np.arange(n * 2 * buckets.width, dtype=np.int32) % self._num_blocks
-        fields["tables"][:n] = blocks.reshape(n, 2, buckets.width)
-        fields["context_lens"][:n] = shape.contexts + counts
-        fields["query_start"][:n] = first
-        fields["query_lens"][:n] = counts
-        fields["kind"][:n] = CacheKind.HIDDEN if shape.hidden else CacheKind.KV
-        fields["last"][:n] = first + counts - 1
-        fields["slots"][:n] = np.arange(n)
-        fields["emit"][:n] = 1
-        fields["num_decodes"][...] = len(shape.decodes)
-        fields["num_rows"][...] = n
-        return layout, packed
+        from jaxserve.engine.layout import Rows
+
+        buckets, counts = self._executor.buckets, shape.counts
+        layout, n = buckets.fitting(counts, hidden=shape.hidden), len(counts)
+        size = (n, 2, buckets.width)  # of block tables
+        blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
+        rows = Rows(
+            counts=counts,
+            contexts=shape.contexts,
+            tables=blocks.reshape(size),
+            kind=int(CacheKind.HIDDEN if shape.hidden else CacheKind.KV),
+            slots=np.arange(n),
+            emits=1,
+        )
+        return layout, layout.pack(rows).buffer

@@ -21,8 +21,9 @@ from jaxserve.engine.step_model import StepModel
 from jaxserve.models.base import AttentionInput, Params
 from jaxserve.pallas_kernels import paged_attention, write
 
-# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab])
-ModelStep = Callable[..., tuple[jax.Array, jax.Array]]
+# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], and
+# what sampling needs of the batch: slots int32 [R], emit bool [R])
+ModelStep = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
 
 
 @lru_cache(maxsize=8)
@@ -33,7 +34,7 @@ def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
-        out_shardings=(pool_format, None),
+        out_shardings=(pool_format, None, None, None),
     )
 
 
@@ -45,7 +46,7 @@ def _model_step(
     packed: jax.Array,
     *,
     layout: Layout,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
@@ -80,7 +81,8 @@ def _model_step(
         params, config, tokens, positions(fields), attend, pool, mesh=mesh
     )
     wanted = hidden if layout.decode_only else hidden[fields["last"]]
-    return pool, model.family.logits(params, config, wanted, mesh=mesh)
+    logits = model.family.logits(params, config, wanted, mesh=mesh)
+    return pool, logits, fields["slots"], fields["emit"] != 0
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

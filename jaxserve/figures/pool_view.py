@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxserve.engine.engine import Engine
 from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.kinds import PLANES
 
 FREE = -1
 
@@ -44,11 +43,10 @@ def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> 
     fill = np.zeros(pool.num_blocks)
     holding = [row for row in sorted(names) if pool.held[row]]
     for index, row in enumerate(holding):
-        held = int(pool.held[row])
-        before = np.arange(held) * pool.block_size
+        blocks = pool.blocks_of(row)
+        before = np.arange(blocks.shape[1]) * pool.block_size
         share = np.clip((computed[row] - before) / pool.block_size, 0.0, 1.0)
-        for which in range(PLANES[pool.kind[row]]):
-            ids = pool.tables[row, which, :held]
+        for which, ids in enumerate(blocks):
             mine = (owner[ids] == FREE) | (share > fill[ids])
             owner[ids[mine]], plane[ids[mine]], fill[ids[mine]] = index, which, share[mine]
     return PoolView(tuple(names[row] for row in holding), owner, plane, fill)

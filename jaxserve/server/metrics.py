@@ -82,6 +82,7 @@ class EngineMetrics(Collector):
         self._prompt_lengths = Histogram(_TOKENS)
         self._output_lengths = Histogram(_TOKENS)
         self._prefill_tokens = 0
+        self._recomputed_tokens = 0
         self._padding = 0
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
 
@@ -89,7 +90,8 @@ class EngineMetrics(Collector):
         self._step_time.observe(stats.step_time)
         self._host_time.observe(stats.host_time)
         self._step_tokens.observe(stats.num_tokens)
-        self._prefill_tokens += stats.num_tokens - stats.num_decodes
+        self._prefill_tokens += stats.num_prefill_tokens
+        self._recomputed_tokens += stats.num_recomputed_tokens
         self._padding += stats.padded_tokens - stats.num_tokens
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
@@ -134,8 +136,10 @@ class EngineMetrics(Collector):
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
 
     def _counters(self) -> Iterator[Metric]:
-        text = "Prefill tokens computed, recomputed ones included."
+        text = "Prompt tokens computed, each counted once."
         yield self._counter("prompt_tokens", text, self._prefill_tokens)
+        text = "Tokens computed again because a preemption had taken them from the cache."
+        yield self._counter("recomputed_tokens", text, self._recomputed_tokens)
         generated = sum(h.count() for group in (self._ttft, self._tbt) for h in group.values())
         yield self._counter("generation_tokens", "Tokens generated.", generated)
         yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)

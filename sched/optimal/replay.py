@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
@@ -55,7 +56,7 @@ class Schedule:
         return Schedule(self.tokens[:, order], self.preempt[:, order])
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(Policy):
     """Plans the batches of a schedule, one after the other. It waits for a batch's requests to
     have arrived. Requests must be added in the order of the workload, to one scheduler."""
 
@@ -80,11 +81,10 @@ class ScriptedPolicy:
         self.next_batch += 1
         rows = np.array([row_of[i] for i in members.tolist()], np.int64)
         count = tokens[members]
-        order = np.argsort(count != 1, kind="stable")
-        rows, count = rows[order], count[order]
         kinds = np.full(len(rows), CacheKind.KV, np.int64)
         gone = np.array([row_of[i] for i in preempt.tolist() if i in row_of], np.int64)
-        return BatchPlan(rows, count, table.computed[rows] + count, kinds, gone)
+        operations = (Preempt.whole(gone),) if len(gone) else ()
+        return BatchPlan(rows, count, table.computed[rows] + count, kinds, operations)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def run(
     scheduler = Scheduler(
         policy,
         limits,
-        num_blocks=CacheKind.KV.planes * (kv_tokens // block_size),
+        num_blocks=int(blocks_for(kv_tokens // block_size * block_size, block_size)),
         block_size=block_size,
         max_model_len=int(lengths.max()),
         capacity=len(workload),
@@ -186,7 +186,7 @@ def run(
     tape, now, added = _Tape(workload), 0.0, 0
     while np.isnan(tape.finish).any():
         while added < len(workload) and workload.arrival[added] <= now:
-            scheduler.add(_request(workload, added))
+            scheduler.add(_request(workload, added), int(workload.output_len[added]))
             added += 1
         took = _step(scheduler, cost_model, tape, now)
         if took is not None:
@@ -236,31 +236,27 @@ def _request(workload: Workload, index: int) -> Request:
 
 def _step(scheduler: Scheduler, cost: CostModel, tape: _Tape, now: float) -> float | None:
     """One batch; its seconds, or None if the policy has nothing to do."""
-    table, pool = scheduler.table, scheduler.pool
-    before = table.computed.copy()
-    decodes = table.decoding(np.arange(table.capacity))
-    seq = table.seq.copy()
-    plan, emits = scheduler.schedule(now)
-    before[plan.preempt] = 0
-    if not len(plan):
+    table = scheduler.table
+    step = scheduler.schedule(now)
+    if not len(step):
         return None
-    rows = plan.rows
-    took = float(cost.batch_time(BatchFeatures.of(plan.num_tokens, before[rows], decodes[rows])))
-    running = np.flatnonzero(table.state == State.RUNNING)
-    tape.tokens.append(tape.scatter(seq[rows], plan.num_tokens))
-    tape.preempt.append(tape.scatter(seq[plan.preempt], np.ones(len(plan.preempt), bool)))
-    tape.decoding.append(tape.scatter(seq[rows], decodes[rows]))
+    rows, seq = step.rows, table.seq
+    took = float(cost.batch_time(step.features()))
+    running = table.in_state(State.RUNNING)
+    tape.tokens.append(tape.scatter(seq[rows], step.plan.num_tokens))
+    gone = step.preempted
+    tape.preempt.append(tape.scatter(seq[gone], np.ones(len(gone), bool)))
+    tape.decoding.append(tape.scatter(seq[rows], step.decodes))
     tape.kv.append(tape.scatter(seq[running], table.computed[running]))
-    used = pool.num_blocks - pool.num_free
-    tape.kv_used.append(used // CacheKind.KV.planes * pool.block_size)
+    tape.kv_used.append(int(scheduler.pool.as_tokens(scheduler.pool.num_used)))
     tape.start.append(now)
     tape.duration.append(took)
     end = now + took
-    first = seq[rows[emits & (table.generated[rows] == 1)]]
+    first = seq[rows[step.emits & (step.generated == 1)]]
     tape.first_token[first] = end
-    done = scheduler.release_finished(plan)
+    done = scheduler.release_finished(step)
     tape.finish[seq[done]] = end
-    scheduler.receive(rows[emits], end)
+    scheduler.receive(step.emitting, end)
     for row in done.tolist():
         scheduler.finish(row)
     return took

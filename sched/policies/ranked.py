@@ -52,4 +52,4 @@ def _prompt_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
 
 
 def _output_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
-    return (view.table.max_tokens[rows],)
+    return (view.most_output(rows),)

@@ -14,9 +14,10 @@ import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, InvalidPlan
+from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.state import SimulatedScheduler
+from jaxserve.sched.step import Step
 from jaxserve.sched.table import State
 
 COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
@@ -45,11 +46,13 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step. rows: of the plan; emitting: those that sample; steady: every request there
-    is took part with a decode and goes on."""
+    """A launched step. rows: of the plan; emitting: those that sample, and which requests they were
+    then, by their number in the workload; steady: every request there is took part with a decode
+    and goes on."""
 
     rows: np.ndarray
     emitting: np.ndarray
+    requests: np.ndarray
     end: float
     steady: bool
 
@@ -57,8 +60,9 @@ class _Step:
 class Replica:
     """Serves requests in virtual time. `next_time` is when its loop comes round next.
 
-    token_times: float64 over all output tokens of the workload; request i's start at offsets[i].
-    preemptions: int64 by request. Both are filled in.
+    output_len: int64, tokens that each request of the workload writes; a request ends when the
+    host has them all, which its policy does not foresee. token_times: float64 over all of them;
+    request i's start at offsets[i]. preemptions: int64 by request. Both are filled in.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Replica:
         scheduler: SimulatedScheduler,
         cost_model: CostModel,
         *,
+        output_len: np.ndarray,
         offsets: np.ndarray,
         token_times: np.ndarray,
         preemptions: np.ndarray,
@@ -79,7 +84,8 @@ class Replica:
         self.next_time = math.inf
         self.live = 0
         self.rows_log: list[BatchRows] = []
-        self._offsets, self._token_times = offsets, token_times
+        self._lengths, self._offsets, self._token_times = output_len, offsets, token_times
+        self._over = np.zeros(len(output_len), bool)
         self._preemptions = preemptions
         self._overlap, self._padding = overlap, padding
         self._coasts, self._record_rows = coasts, record_rows
@@ -94,7 +100,7 @@ class Replica:
     def receive(self, number: int, request: Request) -> None:
         """The request, number `number` of the workload, arrives; not before `next_time` has passed
         what arrived earlier."""
-        row = self.scheduler.add(request)
+        row = self.scheduler.add(request, int(self._lengths[number]))
         if row >= len(self._request_of):
             self._request_of = np.resize(self._request_of, self.scheduler.table.capacity)
         self._request_of[row] = number
@@ -137,25 +143,13 @@ class Replica:
         """Plans the next step and starts it; None if there is nothing to do yet."""
         if not self.live:
             return None
-        scheduler, table = self.scheduler, self.scheduler.table
-        plan, emits = scheduler.schedule(self._clock)
-        if not len(plan):
-            if self._pending is None and not len(plan.preempt):
+        scheduler = self.scheduler
+        step = scheduler.schedule(self._clock)
+        if not len(step):
+            if self._pending is None and not step.plan.operations:
                 raise InvalidPlan(f"the policy plans nothing for {self.live} requests")
             return None
-        rows, counts = plan.rows, plan.num_tokens
-        generated = table.generated[rows]
-        decoding = emits & (counts == 1) & (generated > 1)
-        contexts = table.computed[rows] - counts
-        hidden = plan.kinds == CacheKind.HIDDEN
-        features = BatchFeatures.of(
-            counts,
-            contexts,
-            decoding,
-            padding=self._padding,
-            hidden=hidden,
-            projected_tokens=int(contexts[np.isin(rows, plan.project)].sum()),
-        )
+        features = step.features(self._padding)
         start = max(self._clock, self._device_free)
         duration = float(self.cost_model.batch_time(features))
         end = self._device_free = start + duration
@@ -166,38 +160,45 @@ class Replica:
                 features.num_tokens,
                 features.num_decodes,
                 features.num_prefills,
-                self._kv_used(),
-                len(plan.preempt),
-                int(np.count_nonzero(hidden)),
+                int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
+                len(step.preempted),
+                int(np.count_nonzero(step.plan.kinds == CacheKind.HIDDEN)),
             )
         )
         if self._record_rows:
-            self._record(plan, decoding)
-        emitting = rows if np.count_nonzero(emits) == len(rows) else rows[emits]
-        at = self._offsets[self._request_of[emitting]] + table.generated[emitting] - 1
-        self._token_times[at] = end
-        done = scheduler.release_finished(plan)
-        steady = features.num_decodes == self.live and not len(done)
-        return _Step(rows, emitting, end, steady)
+            self._record(step)
+        emitting, generated = step.rows, step.generated
+        if np.count_nonzero(step.emits) < len(emitting):
+            emitting, generated = emitting[step.emits], generated[step.emits]
+        requests = self._request_of[emitting]
+        # A request whose last token is still on its way takes part once more, for nothing.
+        real = generated <= self._lengths[requests]
+        at = self._offsets[requests] + generated - 1
+        self._token_times[at[real]] = end
+        done = scheduler.release_finished(step)
+        steady = features.num_decodes == self.live and not len(done) and bool(real.all())
+        return _Step(step.rows, emitting, requests, end, steady)
 
     def _finish(self, step: _Step) -> None:
         """The step's tokens reach the host; requests that have all of theirs are over."""
         table = self.scheduler.table
         self._clock = max(self._clock, step.end)
-        self.scheduler.receive(step.emitting, step.end)
-        over = table.received[step.emitting] >= table.max_tokens[step.emitting]
+        mine = ~self._over[step.requests]
+        rows, requests = step.emitting, step.requests
+        if np.count_nonzero(mine) < len(rows):  # late tokens belong to nobody
+            rows, requests = rows[mine], requests[mine]
+        self.scheduler.receive(rows, step.end)
+        over = table.received[rows] >= self._lengths[requests]
         if np.count_nonzero(over):
-            for row in step.emitting[over].tolist():
+            for row in rows[over].tolist():
                 self._end(row)
 
     def _end(self, row: int) -> None:
-        self._preemptions[self._request_of[row]] = self.scheduler.table.preemptions[row]
+        number = self._request_of[row]
+        self._over[number] = True
+        self._preemptions[number] = self.scheduler.table.preemptions[row]
         self.scheduler.finish(row)
         self.live -= 1
-
-    def _kv_used(self) -> int:
-        pool = self.scheduler.counts
-        return pool.num_used * pool.block_size // CacheKind.KV.planes
 
     # Coasting: while every request decodes, nobody waits and memory lasts, the plans of a policy
     # that leaves nobody out are known, and a stretch of steps is a few array operations.
@@ -205,10 +206,19 @@ class Replica:
     def _coast(self, last: _Step, horizon: float) -> bool:
         """Runs as many steps at once as are certain; False if that is none."""
         table, rows = self.scheduler.table, last.rows
-        if np.count_nonzero(table.kind[rows] == CacheKind.HIDDEN):
-            return False  # what they read is not what a stretch counts
-        left = table.max_tokens[rows] - table.generated[rows]
-        stretch = self._stretch(rows, left, table.computed[rows], horizon)
+        pool = self.scheduler.pool
+        if pool.shares or np.count_nonzero(pool.kind[rows] == CacheKind.HIDDEN):
+            return False  # what they hold or read is not what a stretch counts
+        lengths = self._lengths[self._request_of[rows]]
+        left = lengths - table.generated[rows]
+        if not left.min():
+            return False  # somebody's last token is on its way
+        most = int(left.max())
+        early = left[lengths < table.max_tokens[rows]]
+        if self._overlap and len(early):
+            # Who ends before its limit takes part once more: a stretch ends with its last token.
+            most = min(most, int(early.min()))
+        stretch = self._stretch(rows, left, most, horizon)
         if stretch is None:
             return False
         features, used, ends, durations = stretch
@@ -223,23 +233,23 @@ class Replica:
         return True
 
     def _stretch(
-        self, rows: np.ndarray, left: np.ndarray, context: np.ndarray, horizon: float
+        self, rows: np.ndarray, left: np.ndarray, most: int, horizon: float
     ) -> tuple[BatchFeatures, np.ndarray, np.ndarray, np.ndarray] | None:
-        """Features, KV tokens used, ends and durations of the steps ahead."""
-        pool = self.scheduler.counts
+        """Features, KV tokens used, ends and durations of up to `most` steps ahead. left: tokens
+        that each of the rows still writes."""
+        pool, context = self.scheduler.pool, self.scheduler.table.computed[rows]
         first = BatchFeatures.of_decodes(
             np.array([len(left)]), np.array([int(context.sum()) + len(left)]), self._padding
         )
         expected = float(self.cost_model.batch_time(first)[0])
-        reach = int(left.max())
+        reach = most
         if horizon < math.inf:
             reach = min(reach, int((horizon - self._clock) / max(expected, 1e-9)) + 2)
         step = np.arange(1, max(1, min(reach, COAST_CELLS // len(left))) + 1)
         active = left[:, None] >= step
         length = (context[:, None] + step) * active
-        planes = CacheKind.KV.planes
-        blocks = np.maximum(-(-length // pool.block_size), pool.held[rows][:, None])
-        used = (blocks * active).sum(axis=0) * planes
+        blocks = pool.blocks_for(np.maximum(length, pool.room(rows)[:, None]))
+        used = (blocks * active).sum(axis=0)
         features = BatchFeatures.of_decodes(active.sum(axis=0), length.sum(axis=0), self._padding)
         durations = np.asarray(self.cost_model.batch_time(features), np.float64)
         ends = self._device_free + np.cumsum(durations)
@@ -253,7 +263,7 @@ class Replica:
         features = BatchFeatures.of_decodes(
             features.num_decodes[:steps], features.decode_kv[:steps]
         )
-        used = used[:steps] // planes * pool.block_size
+        used = pool.as_tokens(used[:steps])
         return features, used, ends[:steps], durations[:steps]
 
     def _write_tokens(self, rows: np.ndarray, took: np.ndarray, ends: np.ndarray) -> None:
@@ -280,10 +290,11 @@ class Replica:
             scheduler.pool.release(row)
         table.move(going[drained], State.DRAINING)
         running = going[~drained]
-        scheduler.counts.grow_all(running, table.computed[running])
+        scheduler.pool.grow_all(running, table.computed[running])
         here = rows[took == steps]
         ended = (took == left)[took == steps].any()
-        self._last = _Step(here, here, self._device_free, steady=not ended)
+        requests = self._request_of[here]
+        self._last = _Step(here, here, requests, self._device_free, steady=not ended)
         self._pending = self._last if self._overlap else None
 
     # What is kept of the batches.
@@ -304,10 +315,9 @@ class Replica:
             self._log_parts.append(np.array(self._log, np.float64))
             self._log = []
 
-    def _record(self, plan: BatchPlan, decoding: np.ndarray) -> None:
-        requests = self._request_of[plan.rows]
-        preempted = self._request_of[plan.preempt]
-        self.rows_log.append(BatchRows(requests, plan.num_tokens, decoding, preempted))
+    def _record(self, step: Step) -> None:
+        requests, gone = self._request_of[step.rows], self._request_of[step.preempted]
+        self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone))
 
     def _record_stretch(self, rows: np.ndarray, took: np.ndarray) -> None:
         requests, nobody = self._request_of[rows], np.zeros(0, np.int64)

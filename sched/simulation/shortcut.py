@@ -35,13 +35,14 @@ def shortened(policy: Policy) -> Policy:
     return policy
 
 
-class PrefillFirst:
+class PrefillFirst(Policy):
     """Plans for a unified policy that takes whole prefills first, and decodes where nobody can
     start: vLLM."""
 
     def __init__(self, policy: UnifiedPolicy) -> None:
         self._policy = policy
         self.chunked, self.hypothetical = policy.chunked, policy.hypothetical
+        self.steady = policy.steady
 
     def plan(self, view: View, now: float) -> BatchPlan:
         found = self._short(view)
@@ -60,13 +61,13 @@ class PrefillFirst:
         if len(starts):
             tokens = table.prompt_len[starts] + table.generated[starts]
             return _plan(starts, tokens, tokens, np.zeros(len(starts), np.int64))
-        growing = known > pool.held[running] * pool.block_size
+        growing = known > pool.room(running)
         if np.count_nonzero(growing):
             short = running[growing]
-            new = pool.needed(short, known[growing], table.kind[short])
+            new = pool.needed(short, known[growing], pool.kind[short])
             if int(np.add.reduce(new)) > pool.num_free:
                 return None
-        return _plan(running, np.ones(count, np.int64), known, table.kind[running])
+        return _plan(running, np.ones(count, np.int64), known, pool.kind[running])
 
     def _starts(self, view: View, waiting: np.ndarray, alone: bool) -> np.ndarray:
         """As many of the waiting, in order, as C and M leave room for. alone: nobody holds cache,
@@ -77,7 +78,7 @@ class PrefillFirst:
         chosen: list[int] = []
         for row in waiting.tolist():
             need = int(table.prompt_len[row] + table.generated[row])
-            blocks = 2 * -(-need // pool.block_size)
+            blocks = int(pool.blocks_for(need))
             if need > room or blocks > free - (0 if alone and not chosen else keep):
                 break
             chosen.append(row)
@@ -86,13 +87,14 @@ class PrefillFirst:
         return np.array(chosen, np.int64)
 
 
-class DecodeFirst:
+class DecodeFirst(Policy):
     """Plans for a unified policy that takes decodes first, then prefills in their order, in one
     batch: Sarathi and its kin."""
 
     def __init__(self, policy: UnifiedPolicy) -> None:
         self._policy = policy
         self.chunked, self.hypothetical = policy.chunked, policy.hypothetical
+        self.steady = policy.steady
 
     def plan(self, view: View, now: float) -> BatchPlan:
         found = self._short(view)
@@ -117,13 +119,14 @@ class DecodeFirst:
             return None
         reserve = known
         if policy.reserve is Reserve.WHOLE:
-            reserve = np.maximum(known, table.prompt_len[running] + table.max_tokens[running] - 1)
+            whole = table.prompt_len[running] + view.most_output(running) - 1
+            reserve = np.maximum(known, whole)
         room = prefill_limit - first  # batch_left is at least that
         free = pool.num_free
-        growing = reserve > pool.held[running] * pool.block_size
+        growing = reserve > pool.room(running)
         if np.count_nonzero(growing):
             short = running[growing]
-            new = pool.needed(short, reserve[growing], table.kind[short])
+            new = pool.needed(short, reserve[growing], pool.kind[short])
             free -= int(np.add.reduce(new))
             if free < 0:
                 return None
@@ -136,13 +139,13 @@ class DecodeFirst:
                 rows, tokens, reserve = rows[order], tokens[order], reserve[order]
             through = np.cumsum(tokens[first:])
             if through[-1] > max(room, 0):
-                return self._cut(rows, tokens, reserve, table.kind, first, room, through)
+                return self._cut(rows, tokens, reserve, pool.kind, first, room, through)
             room -= int(through[-1])
         waiting = table.in_state(WAITING)
         if room > 0 and len(waiting):
             keep = int(policy.watermark * pool.num_blocks)
             return self._start(view, rows, tokens, reserve, waiting, room, free, keep, rows_left)
-        return _plan(rows, tokens, reserve, table.kind[rows])
+        return _plan(rows, tokens, reserve, pool.kind[rows])
 
     def _cut(
         self,
@@ -184,14 +187,16 @@ class DecodeFirst:
             return None
         new_rows, new_tokens, new_reserve = [], [], []
         holders = len(rows)
-        for row in waiting[: rows_left - holders].tolist():
+        first = waiting[: rows_left - holders]
+        outputs = view.most_output(first).tolist()
+        for row, output in zip(first.tolist(), outputs, strict=True):
             need = int(table.prompt_len[row] + table.generated[row])
             most = need
             if policy.reserve is Reserve.WHOLE:
-                most = max(need, int(table.prompt_len[row] + table.max_tokens[row]) - 1)
+                most = max(need, int(table.prompt_len[row]) + output - 1)
             if need > room and not policy.chunked:
                 break
-            blocks = 2 * -(-most // pool.block_size)
+            blocks = int(pool.blocks_for(most))
             if blocks > free - (keep if holders else 0):
                 break
             new_rows.append(row)
@@ -209,7 +214,7 @@ class DecodeFirst:
             rows = np.concatenate([rows, np.array(new_rows)])
             tokens = np.concatenate([tokens, np.array(new_tokens)])
             reserve = np.concatenate([reserve, np.array(new_reserve)])
-        kinds = table.kind[rows]
+        kinds = pool.kind[rows]
         kinds[len(rows) - len(new_rows) :] = 0
         return _plan(rows, tokens, reserve, kinds)
 
@@ -217,9 +222,4 @@ class DecodeFirst:
 def _plan(
     rows: np.ndarray, tokens: np.ndarray, reserve: np.ndarray, kinds: np.ndarray
 ) -> BatchPlan:
-    longer = tokens != 1
-    chunks = np.count_nonzero(longer)
-    if chunks and np.count_nonzero(longer[-chunks:]) < chunks:  # not at the end already
-        order = np.argsort(longer, kind="stable")
-        rows, tokens, reserve, kinds = rows[order], tokens[order], reserve[order], kinds[order]
     return BatchPlan(rows, tokens, reserve, kinds.astype(np.int64))

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxserve.sched.blocks import blocks_for, tokens_in
 from jaxserve.sched.cost_model import CostModel
-from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -24,7 +24,6 @@ from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, Simu
 from jaxserve.sched.simulation.shortcut import shortened
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.simulation.systems import System
-from jaxserve.sched.unified import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
@@ -106,7 +105,8 @@ def simulate(
     limits = limits or default_limits(policies[0], system)
     size = block_size or _block_size(system, chosen)
     blocks = _num_blocks(system, kv_tokens, num_blocks, size)
-    longest = _check_fits(workload, policies[0], limits, blocks // CacheKind.KV.planes * size)
+    kv_tokens = tokens_in(blocks, size)
+    longest = _check_fits(workload, policies[0], limits, kv_tokens)
     books = _Books(workload)
     room = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
     machines = [
@@ -123,14 +123,14 @@ def simulate(
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
             padding=system.padding if isinstance(system, System) else None,
-            coasts=coast and coasts(one),
+            coasts=coast and one.steady,
             record_rows=record_rows,
         )
         for one in policies
     ]
     requests = _Requests(workload, slo or SLO(), tiers)
     _serve(machines, requests, router(routing), books.served_by, progress)
-    return books.result(machines, blocks // CacheKind.KV.planes * size, record_rows)
+    return books.result(machines, kv_tokens, record_rows)
 
 
 class _Books:
@@ -150,6 +150,7 @@ class _Books:
         return Replica(
             scheduler,
             cost_model,
+            output_len=self._workload.output_len,
             offsets=self.offsets,
             token_times=self.token_times,
             preemptions=self.preemptions,
@@ -195,13 +196,6 @@ def policy_under(policy: str | Policy, rules: Rules) -> Policy:
         has = {f.name for f in dataclasses.fields(made)}
     overrides = {name: value for name, value in rules.policy.items() if name in has}
     return make_policy(policy, **overrides)
-
-
-def coasts(policy: Policy) -> bool:
-    """Whether the policy, while nobody waits, every request decodes and memory lasts, plans a token
-    for each of them: the steps ahead are certain then. Those of the unified scheduler do; any other
-    that does says so with an attribute `steady = True`."""
-    return bool(getattr(policy, "steady", isinstance(policy, UnifiedPolicy)))
 
 
 def default_limits(
@@ -319,7 +313,7 @@ def _num_blocks(
         if not isinstance(system, System):
             raise SimulationError("kv_tokens or num_blocks is needed with a bare cost model")
         kv_tokens = system.kv_tokens
-    return kv_tokens // block_size * CacheKind.KV.planes
+    return int(blocks_for(kv_tokens // block_size * block_size, block_size))
 
 
 def _check_fits(workload: Workload, policy: Policy, limits: Limits, kv_tokens: int) -> int:

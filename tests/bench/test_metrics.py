@@ -91,7 +91,8 @@ def test_nothing_finished() -> None:
 
 
 def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: float) -> StepStats:
-    return StepStats(rows, tokens, 16, decodes, step_time, host_time, preemptions=1)
+    prefill = tokens - decodes
+    return StepStats(rows, decodes, decodes, prefill, 0, 16, step_time, host_time, preemptions=1)
 
 
 def test_steps_are_grouped_by_what_they_compute() -> None:

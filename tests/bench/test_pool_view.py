@@ -35,7 +35,7 @@ def test_a_shared_block_shows_the_larger_owner() -> None:
     pool.open(0, CacheKind.HIDDEN)
     pool.grow(0, 1)
     pool.open(1, CacheKind.HIDDEN, Direction.RIGHT)
-    pool.join(1, (int(pool.tables[0, 0, 0]),))
+    pool.join(1, np.array([[pool.tables[0, 0, 0]]]))
     view = view_of(pool, np.array([1, 3]), {0: "a", 1: "b"})
     block = pool.tables[0, 0, 0]
     assert (view.requests[view.owner[block]], view.fill[block]) == ("b", 0.75)

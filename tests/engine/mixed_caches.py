@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.sched import registry
 from jaxserve.sched.batch_budget import Candidates
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.plan import BatchPlan, ToKV
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Policy, View
@@ -45,19 +45,20 @@ class MixedCaches(UnifiedPolicy):
         waiting = table.state[rows] != RUNNING
         start = (table.seq[rows] + table.preemptions[rows]) % 2
         widen = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
-        stay = np.where(widen, KV, table.kind[rows])
+        stay = np.where(widen, KV, view.pool.kind[rows])
         kinds = np.where(waiting, start, stay).astype(np.int64)
         return dataclasses.replace(super().candidates(view, rows), kinds=kinds)
 
     def plan(self, view: View, now: float) -> BatchPlan:
         plan, table = super().plan(view, now), view.table
         runs = table.state[plan.rows] == RUNNING
-        widens = runs & (plan.kinds == KV) & (table.kind[plan.rows] == HIDDEN)
+        widens = runs & (plan.kinds == KV) & (view.pool.kind[plan.rows] == HIDDEN)
         hidden = plan.kinds == HIDDEN
         self.seen.hidden += int(hidden.sum())
         self.seen.projected += int(widens.sum())
         self.seen.mixed += int(hidden.any() and not hidden.all())
-        return dataclasses.replace(plan, project=plan.rows[widens])
+        to_kv = (ToKV(plan.rows[widens]),) if widens.any() else ()
+        return dataclasses.replace(plan, operations=plan.operations + to_kv)
 
 
 def make(name: str) -> Policy:

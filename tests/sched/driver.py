@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost_model import CostModel
-from jaxserve.sched.kinds import PLANES, CacheKind
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -77,17 +77,18 @@ class Drive:
         """One iteration; row -> tokens. AssertionError if it breaks C, P, M or the accounting."""
         table, pool = self.table, self.pool
         prefill = ~table.decoding(np.arange(table.capacity))
-        plan, emits = self.scheduler.schedule(now)
+        booked = self.scheduler.schedule(now)
+        plan = booked.plan
         self._check(plan, prefill)
         seq = np.sort(table.seq[plan.rows])  # those of one step start together
-        done = self.scheduler.release_finished(plan)
-        self.scheduler.receive(plan.rows[emits], now)
+        done = self.scheduler.release_finished(booked)
+        self.scheduler.receive(booked.emitting, now)
         for row in done.tolist():
             self.scheduler.finish(row)
         pool.check()
         self._starts += [s for s in seq.tolist() if s not in self._starts]
-        self.preempted += plan.preempt.tolist()
-        self.projected += plan.project.tolist()
+        self.preempted += plan.preempted.tolist()
+        self.projected += plan.to_kv.tolist()
         self.hidden |= set(plan.rows[plan.kinds == CacheKind.HIDDEN].tolist())
         self.ended += done.tolist()
         self.live -= len(done)
@@ -120,6 +121,5 @@ class Drive:
         assert plan.num_tokens[prefill[plan.rows]].sum() <= p
         running = np.flatnonzero(table.state == State.RUNNING)
         assert len(running) <= limits.max_rows
-        held = int((self.pool.held * np.asarray(PLANES)[self.pool.kind]).sum())
-        assert held <= self.pool.num_blocks
-        assert (self.pool.held[running] * self.pool.block_size >= table.computed[running]).all()
+        assert self.pool.num_used <= self.pool.num_blocks
+        assert (self.pool.room(running) >= table.computed[running]).all()

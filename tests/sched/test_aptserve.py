@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from jaxserve.sched.cost_model import Coefficients, CostModel, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.value import in_flight
-from jaxserve.sched.policy import Limits, uses_hidden
+from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
@@ -30,8 +30,8 @@ def cost(projected: float = 0.0, prefill: float = 0.0) -> CostModel:
 
 
 def test_who_plans_hidden_caches() -> None:
-    assert [uses_hidden(make_policy(name)) for name in ALL] == [True, True, True, False]
-    assert not uses_hidden(make_policy("vllm"))
+    assert [make_policy(name).hybrid_cache for name in ALL] == [True, True, True, False]
+    assert not make_policy("vllm").hybrid_cache
 
 
 # Types of steps.
@@ -101,12 +101,11 @@ def test_a_step_of_prefills_on_the_device_counts_as_waited() -> None:
     assert running() == 0.0  # nobody else waits for it
     scheduler.receive(np.array([a]), 1.0)
     b = add(8, 0.5)
-    plan, _ = scheduler.schedule(1.0)
-    assert plan.rows.tolist() == [b]
+    assert scheduler.schedule(1.0).rows.tolist() == [b]
     assert running() == pytest.approx(2.01)
     add(8, 1.0)
     # 2.01 s of a against 2.01 s and more of the one that waits, but a has had nothing by then.
-    assert scheduler.schedule(1.0)[0].rows.tolist() != [b]
+    assert scheduler.schedule(1.0).rows.tolist() != [b]
 
 
 # Cache kinds.
@@ -279,5 +278,5 @@ def test_kinds_are_those_of_the_table() -> None:
     drive = Drive("aptserve", rho=-RHO)
     row = drive.add(20, 3)
     drive.step(0.0)
-    assert drive.table.kind[row] == drive.pool.kind[row] == CacheKind.HIDDEN
+    assert drive.pool.kind[row] == CacheKind.HIDDEN
     assert drive.pool.num_free == drive.pool.num_blocks - 5

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.sched.blocks import NOBODY, BlockPool, OutOfBlocks
-from jaxserve.sched.kinds import PLANES, CacheKind, Direction
+from jaxserve.sched.kinds import CacheKind, Direction
 
 ROWS, WIDTH = 6, 8
 rows = st.integers(0, ROWS - 1)
@@ -78,7 +78,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(row=rows)
     def release(self, row: int) -> None:
         """Finish, cancel and preempt are all this."""
-        expected = self.pool.num_free + self.pool.returned_by(row)
+        expected = self.pool.num_free + int(self.pool.returned_by(np.array([row]))[0])
         self.pool.release(row)
         assert self.pool.num_free == expected and self.empty(row)
 
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.empty(row) or source == row or blocks > self.pool.held[source]:
             return
         before = self.pool.num_free
-        ids = self.pool.tables[source, : PLANES[self.pool.kind[source]], :blocks]
+        ids = self.pool.blocks_of(source)[:, :blocks]
         if (self.pool.owners[ids, 1 - self.pool.direction[source]] != NOBODY).any():
             with pytest.raises(ValueError, match="other end"):
                 self.pool.share(source, row, blocks)
@@ -105,11 +105,11 @@ class PoolMachine(RuleBasedStateMachine):
         half_free = np.flatnonzero(
             (pool.owners[:, side] == NOBODY) & (pool.owners[:, 1 - side] != NOBODY)
         ).tolist()
-        planes = PLANES[pool.kind[row]]
+        planes = len(pool.blocks_of(row))
         if len(half_free) >= planes:
             before = pool.num_free
             chosen = data.draw(st.permutations(half_free))[:planes]
-            pool.join(row, tuple(chosen))
+            pool.join(row, np.array([chosen]))
             assert pool.num_free == before
             assert (pool.owners[chosen, side] == row).all()
 
@@ -147,11 +147,11 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
     pool.grow(0, 4)
     mine = int(pool.tables[0, 0, 0])
     with pytest.raises(ValueError, match="no free end"):
-        pool.join(1, (mine,))
+        pool.join(1, np.array([[mine]]))
     with pytest.raises(ValueError, match="no free end"):
-        pool.join(1, (3 - mine,))  # a free block has no other owner: it is taken with grow
-    with pytest.raises(ValueError, match="different blocks"):
-        pool.join(1, ())
+        pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either: see grow
+    with pytest.raises(ValueError, match="blocks at a time"):
+        pool.join(1, np.zeros((0, 2), np.int64))
 
 
 def test_check_sees_a_leak() -> None:

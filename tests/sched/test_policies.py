@@ -31,13 +31,13 @@ def add(scheduler: Scheduler, prompt: int, output: int) -> int:
 
 def step(scheduler: Scheduler, now: float = 0.0) -> tuple[BatchPlan, list[int]]:
     """One iteration as the engine runs it; returns the plan and the rows that ended."""
-    plan, emits = scheduler.schedule(now)
-    done = scheduler.release_finished(plan).tolist()
-    scheduler.receive(plan.rows[emits], now)
+    booked = scheduler.schedule(now)
+    done = scheduler.release_finished(booked).tolist()
+    scheduler.receive(booked.emitting, now)
     for row in done:
         scheduler.finish(row)
     scheduler.pool.check()
-    return plan, done
+    return booked.plan, done
 
 
 def as_dict(plan: BatchPlan) -> dict[int, int]:
@@ -68,7 +68,7 @@ def test_vllm_preempts_the_last_to_arrive_and_recomputes_it() -> None:
     assert as_dict(step(scheduler)[0]) == {a: 8, b: 7}
     plan, _ = step(scheduler)  # a needs a third block pair: b goes
     assert as_dict(plan) == {a: 1}
-    assert plan.preempt.tolist() == [b]
+    assert plan.preempted.tolist() == [b]
     assert scheduler.table.state[b] == State.WAITING
     assert scheduler.table.preemptions[b] == 1
     while scheduler.table.state[a] != State.FREE:
@@ -94,7 +94,7 @@ def test_sarathi_preempts_for_decodes_only() -> None:
     a, b = add(scheduler, 8, 8), add(scheduler, 7, 8)
     step(scheduler)
     plan, _ = step(scheduler)
-    assert as_dict(plan) == {a: 1} and plan.preempt.tolist() == [b]
+    assert as_dict(plan) == {a: 1} and plan.preempted.tolist() == [b]
     assert as_dict(step(scheduler)[0]) == {a: 1}, "no memory for b: it waits, nobody is preempted"
 
 

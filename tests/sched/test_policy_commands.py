@@ -48,13 +48,13 @@ def test_times_plans_with_hidden_caches(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_situations_with_hidden_caches_are_what_they_say(name: str) -> None:
     policy = make_policy(name)
     prefill = plan.situation(64, 56, hidden=True)
-    assert prefill.table.kind[prefill.table.in_state(State.RUNNING)].tolist() == [0, 1] * 4
+    assert prefill.pool.kind[prefill.table.in_state(State.RUNNING)].tolist() == [0, 1] * 4
     decided = policy.plan(prefill.view, 1.0)
     started = prefill.table.state[decided.rows] == State.WAITING
     assert 0 < started.sum() < 56 and decided.kinds.any()
     scarce = plan.scarce(64)
     decided = policy.plan(scarce.view, 1.0)
-    assert len(decided.preempt) > 0 and len(decided) + len(decided.preempt) <= 64
+    assert len(decided.preempted) > 0 and len(decided) + len(decided.preempted) <= 64
 
 
 def test_the_situations_are_what_they_say() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policies.fastserve import FastServe
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
@@ -270,7 +271,7 @@ def test_requeue_is_the_order_of_infermaxs_simulator() -> None:
     a, b, c = (run.add(4, 9) for _ in range(3))
     run.step()
     d = run.add(4, 9)
-    run.scheduler._preempt(np.array([a, c]))
+    run.scheduler._preempt(BatchPlan(), Preempt.whole(np.array([a, c])))
     plain, again = (rank(run.scheduler.view, requeue=on) for on in (False, True))
     assert plain.waiting.tolist() == [a, c, d] and plain.running.tolist() == [b]
     assert again.waiting.tolist() == [c, a, d] and again.running.tolist() == [b]
@@ -280,7 +281,7 @@ def test_requeue_is_the_order_of_infermaxs_simulator() -> None:
     assert again.running.tolist() == [b, a, c, d]
     late = run.add(4, 9, arrival=1.0)
     run.step()
-    run.scheduler._preempt(np.array([d]))
+    run.scheduler._preempt(BatchPlan(), Preempt.whole(np.array([d])))
     assert list(run.step()) == [a, b, c, late, d], "decodes first"
     assert rank(run.scheduler.view, requeue=True).running.tolist() == [a, b, c, d, late]
 

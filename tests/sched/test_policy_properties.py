@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.policy import uses_hidden
 from jaxserve.sched.registry import make_policy, policies, variants
 from jaxserve.sched.request import Tier
 from jaxserve.sched.unified import UnifiedPolicy
@@ -16,7 +15,7 @@ from tests.sched.driver import Drive
 
 UNIFIED = [name for name in policies() if isinstance(make_policy(name), UnifiedPolicy)]
 NAMES = [*policies(), *(f"{name}+{suffix}" for name in UNIFIED for suffix in variants())]
-HYBRID = [name for name in policies() if uses_hidden(make_policy(name))]
+HYBRID = [name for name in policies() if make_policy(name).hybrid_cache]
 MAX_PROMPT, MAX_OUTPUT = 20, 12
 BLOCK_SIZE = 4
 
@@ -116,7 +115,7 @@ def test_hidden_caches_stay_within_the_limits(policy: str, rho: float, case: Cas
     drive = serve(policy, case, rho)
     assert len(drive.ended) == len(case.jobs)
     assert len(drive.preempted) == drive.scheduler.preemptions
-    assert uses_hidden(drive.policy) or not drive.hidden
+    assert drive.policy.hybrid_cache or not drive.hidden
     assert rho > 0 or not drive.projected
 
 

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, InvalidPlan
-from jaxserve.sched.policy import Limits, View
+from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ToKV
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import RequestTable, State
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that says what it is told to."""
-
-    chunked = True
 
     def __init__(self) -> None:
         self.next = BatchPlan()
@@ -28,11 +26,17 @@ class Scripted:
 
 
 def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
+    """preempt, project: rows that lose all, rows whose hidden caches become KV."""
     fields.setdefault("reserve", tokens)
     fields.setdefault("kinds", [0] * len(rows))
-    fields.setdefault("preempt", [])
     arrays = {k: np.array(v, np.int64) for k, v in fields.items()}
-    return BatchPlan(np.array(rows, np.int64), np.array(tokens, np.int64), **arrays)
+    operations: list[Operation] = []
+    if "preempt" in arrays:
+        operations.append(Preempt.whole(arrays.pop("preempt")))
+    if "project" in arrays:
+        operations.append(ToKV(arrays.pop("project")))
+    lists = np.array(rows, np.int64), np.array(tokens, np.int64)
+    return BatchPlan(*lists, **arrays, operations=tuple(operations))
 
 
 @pytest.fixture
@@ -58,7 +62,6 @@ def scheduler() -> Scheduler:
         (plan([0, 1], [6, 6], reserve=[12, 12]), "more blocks"),
         (plan([0], [6], preempt=[1]), "without cache"),
         (plan([0], [6], preempt=[1, 1]), "preempted twice"),
-        (plan([0, 1], [6, 1]), "chunks before single tokens"),
     ],
 )
 def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
@@ -81,11 +84,11 @@ def test_refuses_planned_and_preempted(scheduler: Scheduler) -> None:
 def test_books_chunks_tokens_and_preemptions(scheduler: Scheduler) -> None:
     policy, table = scheduler.policy, scheduler.table
     policy.next = plan([0], [4])  # type: ignore[attr-defined]
-    _, emits = scheduler.schedule(0.0)
-    assert not emits.any() and table.computed[0] == 4 and table.generated[0] == 0
+    step = scheduler.schedule(0.0)
+    assert not step.emits.any() and table.computed[0] == 4 and table.generated[0] == 0
     policy.next = plan([0], [2], reserve=[6])  # type: ignore[attr-defined]
-    _, emits = scheduler.schedule(0.0)
-    assert emits.all() and table.generated[0] == 1
+    step = scheduler.schedule(0.0)
+    assert step.emits.all() and not step.decodes.any() and table.generated[0] == 1
     assert table.pending(np.array([0]))[0] == 1
     policy.next = plan([1], [6], preempt=[0])  # type: ignore[attr-defined]
     scheduler.schedule(0.0)
@@ -98,8 +101,7 @@ def test_blocks_go_back_when_the_last_token_is_launched(scheduler: Scheduler) ->
     policy = scheduler.policy
     for tokens, reserve in ((6, 6), (1, 7), (1, 8), (1, 9)):
         policy.next = plan([0], [tokens], reserve=[reserve])  # type: ignore[attr-defined]
-        booked, _ = scheduler.schedule(0.0)
-        done = scheduler.release_finished(booked)
+        done = scheduler.release_finished(scheduler.schedule(0.0))
     assert done.tolist() == [0]
     assert scheduler.table.state[0] == State.DRAINING
     assert scheduler.pool.num_free == 8
@@ -155,7 +157,7 @@ def test_a_hidden_cache_becomes_kv_in_place() -> None:
     assert made.pool.num_free == 8 - 2 - 4
     before = made.pool.tables[0, 0, :2].tolist()
     run(made, [0], [1], reserve=[7], kinds=[KV], project=[0])
-    assert made.pool.num_free == 0 and made.table.kind[0] == KV
+    assert made.pool.num_free == 0 and made.pool.kind[0] == KV
     assert made.pool.tables[0, 0, :2].tolist() == before
     assert made.table.computed[0] == 7 and made.preemptions == 0
 
@@ -163,9 +165,9 @@ def test_a_hidden_cache_becomes_kv_in_place() -> None:
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        ({"kinds": [KV], "project": []}, "not those to be projected"),
-        ({"kinds": [HIDDEN], "project": [0]}, "not those to be projected"),
-        ({"kinds": [KV], "project": [0, 0]}, "not those to be projected"),
+        ({"kinds": [KV], "project": []}, "planned as KV without ToKV"),
+        ({"kinds": [HIDDEN], "project": [0]}, "not planned as KV becomes KV"),
+        ({"kinds": [KV], "project": [0, 0]}, "becomes KV twice"),
     ],
 )
 def test_projections_are_said_and_are_of_planned_hidden_rows(
@@ -175,13 +177,13 @@ def test_projections_are_said_and_are_of_planned_hidden_rows(
     run(made, [0], [6], kinds=[HIDDEN])
     with pytest.raises(InvalidPlan, match=problem):
         run(made, [0], [1], reserve=[7], **bad)
-    assert made.pool.num_free == 6 and made.table.kind[0] == HIDDEN
+    assert made.pool.num_free == 6 and made.pool.kind[0] == HIDDEN
 
 
 def test_a_kv_cache_becomes_hidden_through_preemption_only() -> None:
     made = hybrid()
     run(made, [0], [6], kinds=[KV])
-    with pytest.raises(InvalidPlan, match="without being preempted"):
+    with pytest.raises(InvalidPlan, match="without preemption"):
         run(made, [0], [1], reserve=[7], kinds=[HIDDEN])
     run(made, [], [], preempt=[0])
     run(made, [0], [7], kinds=[HIDDEN])

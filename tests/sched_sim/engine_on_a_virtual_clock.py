@@ -10,17 +10,17 @@ import numpy as np
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
-from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.executor import Executor
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.cost_model import BatchFeatures, CostModel
-from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.workload import Workload
 
 VOCAB = 100
@@ -59,11 +59,7 @@ class Device:
         pass
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
-        fields = layout.views(packed)
-        n = int(fields["num_rows"])
-        counts = fields["query_lens"][:n].astype(np.int64)
-        contexts = fields["context_lens"][:n] - counts
-        features = BatchFeatures.of(counts, contexts, self._scheduler.decoding)
+        features = self._scheduler.last.features()
         self._free = max(self._clock.now, self._free) + float(self._cost_model.batch_time(features))
         return Handle(self._clock, self._free, layout.rows)
 
@@ -73,26 +69,24 @@ class Recording(Scheduler):
 
     plans: list[tuple[float, BatchPlan]]
     numbers: dict[int, int]
-    decoding: np.ndarray  # which rows of the last plan are decodes
+    last: Step
 
-    def schedule(self, now: float) -> tuple[BatchPlan, np.ndarray]:
-        plan, emits = super().schedule(now)
-        self.decoding = emits & (plan.num_tokens == 1) & (self.table.generated[plan.rows] > 1)
-        if len(plan):
-            self.plans.append((now, self._named(plan)))
-        return plan, emits
+    def schedule(self, now: float) -> Step:
+        self.last = step = super().schedule(now)
+        if len(step):
+            self.plans.append((now, self._named(step)))
+        return step
 
-    def add(self, request: Request) -> int:
-        row = super().add(request)
+    def add(self, request: Request, output_len: int | None = None) -> int:
+        row = super().add(request, output_len)
         self.numbers[row] = int(request.id)
         return row
 
-    def _named(self, plan: BatchPlan) -> BatchPlan:
-        """With the requests' numbers instead of rows."""
+    def _named(self, step: Step) -> BatchPlan:
+        """Its plan with the requests' numbers instead of rows; of the operations, who lost all."""
         name = np.vectorize(self.numbers.__getitem__, otypes=[np.int64])
-        return BatchPlan(
-            name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, name(plan.preempt)
-        )
+        plan, gone = step.plan, Preempt.whole(name(step.preempted))
+        return BatchPlan(name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, (gone,))
 
 
 class VirtualEngine(Engine):
@@ -154,20 +148,21 @@ def serve(
         model="none",
         family="none",
         num_params=0,
+        num_layers=1,
         dtype="float32",
         vocab_size=VOCAB,
         max_model_len=longest,
         policy=policy,
         num_blocks=num_blocks,
         block_size=block_size,
-        pool_tokens=num_blocks // CacheKind.KV.planes * block_size,
+        pool_tokens=scheduler.pool.pool_tokens,
         pool_bytes=0,
         device="virtual",
         mesh_tensor=1,
         attention_backend="none",
     )
     engine = VirtualEngine(
-        cast(JaxExecutor, Device(clock, cost_model, buckets, scheduler)),
+        cast(Executor, Device(clock, cost_model, buckets, scheduler)),
         scheduler,
         load_tokenizer(None),
         info,

@@ -45,7 +45,7 @@ def test_the_plans_are_the_same_one_by_one(
     for i, ((_, plan), batch) in enumerate(zip(plans, result.rows[0], strict=True)):
         assert plan.rows.tolist() == batch.requests.tolist(), i
         assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
-        assert plan.preempt.tolist() == batch.preempted.tolist(), i
+        assert plan.preempted.tolist() == batch.preempted.tolist(), i
     if num_blocks == 80:
         assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
     offsets, times = result.requests.offsets, result.requests.token_times

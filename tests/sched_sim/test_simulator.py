@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Limits, View
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
@@ -274,10 +274,10 @@ def test_progress_counts_the_arrivals() -> None:
     assert sum(seen) == 7
 
 
-class AllHidden:
+class AllHidden(Policy):
     """Prefills whoever comes into hidden caches, where they can be had."""
 
-    chunked = hypothetical = False
+    chunked = False
 
     def __init__(self) -> None:
         self.seen: list[float | None] = []

@@ -23,6 +23,7 @@ INFO = EngineInfo(
     model="fake",
     family="none",
     num_params=1_000_000,
+    num_layers=2,
     dtype="float32",
     vocab_size=100_000,
     max_model_len=4096,
@@ -152,7 +153,7 @@ class FakeEngine:
                     del self.live[running.request.id]
             rows = len(self.live)
             for observer in self.observers:
-                observer.on_step(StepStats(rows, rows, 2 * rows, rows, 0.01, 0.001, 0))
+                observer.on_step(StepStats(rows, rows, rows, 0, 0, 2 * rows, 0.01, 0.001, 0))
             self.changed.notify_all()
 
     def run(self) -> FakeEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.kinds import PLANES, CacheKind
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
 from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value
 from jaxserve.sched.policy import View
@@ -17,7 +17,6 @@ STEPS_AHEAD = 64  # of a request, until ENOUGH outputs have ended
 ENOUGH = 32
 PROJECTED = 1000  # tokens, for which the cost model is asked
 _HIDDEN = int(CacheKind.HIDDEN)
-_PLANES = np.asarray(PLANES)
 
 
 def go_on(
@@ -27,24 +26,25 @@ def go_on(
     blocks left. Everybody, as long as the blocks last; else the greedy over the whole pool decides,
     and of the others as few as possible are preempted and the rest pauses. in_turn: the last to
     arrive is the first to go."""
-    table, pool = view.table, view.pool
-    kinds = table.kind[rows]
+    pool = view.pool
+    kinds = pool.kind[rows]
     need = pool.needed(rows, worth.tokens, kinds)
-    free, total = pool.num_free, int(need.sum())
+    free, wanted = pool.num_free, int(need.sum())
     everybody = np.ones(len(rows), bool)
-    if total <= free:
-        return everybody, rows[:0], free - total
-    held = pool.held[rows] * _PLANES[kinds]
+    if wanted <= free:
+        return everybody, rows[:0], free - wanted
+    held = pool.blocks_held(rows)
+    total = free + int(pool.returned_by(rows).sum())
     value = worth.value
     if in_turn:
         gain = -np.arange(len(rows), dtype=np.float64)
-        until = np.searchsorted(np.cumsum(held + need), free + int(held.sum()), side="right")
+        until = np.searchsorted(np.cumsum(held + need), total, side="right")
         kept = np.arange(int(until))
     else:
         if worth.penalty is not None:
             hidden = kinds == _HIDDEN
             value = np.where(hidden, np.maximum(value - worth.penalty, value * NEAR_ZERO), value)
-        choice = choose(Offers(value, held + need), free + int(held.sum()))
+        choice = choose(Offers(value, held + need), total)
         gain, kept = choice.gain, choice.served
     goes = np.zeros(len(rows), bool)
     goes[kept] = True
@@ -53,7 +53,7 @@ def go_on(
     others = others[np.argsort(gain[others], kind="stable")]  # the least worthy first
     preempted = others[:0]
     if left < 0:
-        returned = np.cumsum(held[others])
+        returned = np.cumsum(pool.returned_by(rows[others]))
         count = int(np.searchsorted(returned, -left)) + 1
         preempted = others[:count]
         left += int(returned[count - 1])
@@ -66,15 +66,15 @@ def to_kv(view: View, rows: np.ndarray, ran: Value, waiting: Value, left: int) -
     """Which of these running rows turn their hidden caches into K and V, a mask [n]: the first to
     arrive first, as far as memory lasts for them, for one more block a plane of all that run, and
     for the K and V of all that wait. left: blocks, once the rows have grown."""
-    table, pool = view.table, view.pool
+    pool = view.pool
     chosen = np.zeros(len(rows), bool)
-    hidden = np.flatnonzero(table.kind[rows] == _HIDDEN)
+    hidden = np.flatnonzero(pool.kind[rows] == _HIDDEN)
     if not len(hidden) or view.rho is None or view.rho <= 0:
         return chosen
-    left -= 2 * len(rows) + 2 * int((-(-waiting.tokens // pool.block_size)).sum())
+    left -= int(pool.blocks_for(1)) * len(rows) + int(pool.blocks_for(waiting.tokens).sum())
     if left > 0:
         hidden = hidden[_pays(view, rows[hidden], view.rho)]
-        more = np.maximum(-(-ran.tokens // pool.block_size), pool.held[rows])
+        more = pool.blocks_for(np.maximum(ran.tokens, pool.room(rows)), CacheKind.HIDDEN)
         chosen[fit(hidden, more, left)] = True
     return chosen
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.kinds import PLANES, CacheKind
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Choice, Offers, choose, fit
 from jaxserve.sched.policies.apt.value import Value
 from jaxserve.sched.policy import View
 
 _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
-_PLANES = np.asarray(PLANES)
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def start(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Star
     fresh = np.flatnonzero(~worth.late)
     first = _start(view, rows[fresh], worth.of(fresh), room)
     known = view.table.prompt_len[first.rows] + view.table.generated[first.rows]
-    used = -(-known // view.pool.block_size) * _PLANES[first.kinds]
+    used = view.pool.blocks_for(known, first.kinds)
     left = StartBudget(
         room.blocks - int(used.sum()) - room.spare,
         room.tokens - int(first.tokens.sum()),
@@ -97,25 +96,28 @@ def _start(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Sta
 
 
 def _choose(view: View, worth: Value, free: int) -> Choice:
-    blocks = -(-worth.tokens // view.pool.block_size)
+    kv = view.pool.blocks_for(worth.tokens)
     if worth.penalty is None:
-        return choose(Offers(worth.value, 2 * blocks), free)
-    return choose(Offers(worth.value, 2 * blocks, blocks, worth.penalty), free)
+        return choose(Offers(worth.value, kv), free)
+    hidden = view.pool.blocks_for(worth.tokens, CacheKind.HIDDEN)
+    return choose(Offers(worth.value, kv, hidden, worth.penalty), free)
 
 
 def start_in_turn(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Starts:
     """First come, first served: nobody overtakes who does not fit. Hidden caches let more start;
     what memory they leave makes K and V of the first."""
     tokens = worth.tokens
-    blocks = -(-tokens // view.pool.block_size)
-    least = 2 * blocks if worth.penalty is None else blocks
+    most, least = view.pool.blocks_for(tokens), view.pool.blocks_for(tokens, _HIDDEN)
+    if worth.penalty is None:
+        least = most
     before = np.cumsum(tokens) - tokens
     fits = (np.cumsum(least) <= room.blocks) & (np.arange(len(rows)) < room.slots)
     fits &= (before < room.tokens) if room.chunked else (before + tokens <= room.tokens)
     count = len(rows) if fits.all() else int(np.argmin(fits))
     kinds = np.full(count, _KV)
     if worth.penalty is not None:
-        left = room.blocks - int(blocks[:count].sum())
-        kv = (np.cumsum(blocks[:count]) <= left) & (worth.penalty[:count] > 0)
+        left = room.blocks - int(least[:count].sum())
+        more = most[:count] - least[:count]
+        kv = (np.cumsum(more) <= left) & (worth.penalty[:count] > 0)
         kinds = np.where(kv, _KV, _HIDDEN)
     return Starts(rows[:count], np.minimum(tokens, room.tokens - before)[:count], kinds)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ToKV
 from jaxserve.sched.policies.apt.adaptive import go_on, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
 from jaxserve.sched.policies.apt.value import Value, decode_time, in_flight, weigh
-from jaxserve.sched.policy import View
+from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.table import RUNNING, WAITING
 
@@ -32,7 +32,7 @@ NOBODY = np.zeros(0, np.int64)
     source="Apt-Serve 4, 5",
 )
 @dataclass(frozen=True)
-class AptServe:
+class AptServe(Policy):
     """hybrid_cache: hidden caches where the view offers them. adaptive: by value; otherwise first
     come, first served, and prefills first, as in vLLM. chunked: Sarathi's batches, decodes first,
     then chunks of prompts within P, and no types of steps; otherwise whole prompts, P = C.
@@ -50,7 +50,7 @@ class AptServe:
     watermark: float = 0.01
     headroom: float = 0.1
     hypothetical: bool = False
-    steady = True  # whom nobody waits for goes on, a token a step; see `simulator.coasts`
+    steady = True
 
     def __post_init__(self) -> None:
         for name in ("slo_decay", "watermark", "headroom"):
@@ -104,7 +104,7 @@ class AptServe:
         goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
         ran, rows = ran.of(goes), rows[goes]
         tokens = self._share(view, rows, ran)
-        kinds = view.table.kind[rows].astype(np.int64)
+        kinds = view.pool.kind[rows].astype(np.int64)
         spare = int(self.headroom * view.pool.num_blocks)
         wider = to_kv(view, rows, ran, worth, left - spare) & (tokens > 0)
         kinds[wider] = CacheKind.KV
@@ -112,7 +112,9 @@ class AptServe:
         batch = Starts(rows[here], tokens[here], kinds[here])
         project = rows[wider]
         if self.chunked and len(waiting) and not len(preempt):
-            left -= int(view.pool.held[project].sum()) + 2 * len(project)
+            pool = view.pool
+            left -= int(pool.blocks_for(pool.room(project), CacheKind.HIDDEN).sum())
+            left -= int(pool.blocks_for(1)) * len(project)
             total = int(tokens.sum())
             batch += self._start(view, waiting, worth, left, len(batch), total)
         return _plan(view, batch, preempt, project)
@@ -163,11 +165,11 @@ def aptserve_fcfs() -> AptServe:
 def _plan(
     view: View, batch: Starts, preempt: np.ndarray = NOBODY, project: np.ndarray = NOBODY
 ) -> BatchPlan:
-    """Single tokens first, with room for all that a request knows."""
-    rows, tokens, kinds = batch.rows, batch.tokens, batch.kinds
-    longer = tokens != 1
-    if longer.any():
-        order = np.argsort(longer, kind="stable")
-        rows, tokens, kinds = rows[order], tokens[order], kinds[order]
-    reserve = view.table.prompt_len[rows] + view.table.generated[rows]
-    return BatchPlan(rows, tokens, reserve, kinds, preempt, project)
+    """With room for all that a request knows."""
+    reserve = view.table.prompt_len[batch.rows] + view.table.generated[batch.rows]
+    operations: list[Operation] = []
+    if len(preempt):
+        operations.append(Preempt.whole(preempt))
+    if len(project):
+        operations.append(ToKV(project))
+    return BatchPlan(batch.rows, batch.tokens, reserve, batch.kinds, tuple(operations))

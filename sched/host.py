@@ -1,0 +1,94 @@
+"""Accounting of the host memory that holds checkpoints of caches (BROS section 5.2)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from jaxserve.sched.blocks import slots_for
+from jaxserve.sched.kinds import CacheKind, Direction
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [first, end) of a request's cache on the host. key: its own for ever."""
+
+    key: int
+    first: int
+    end: int
+    kind: CacheKind
+    direction: Direction
+
+    @property
+    def slots(self) -> int:
+        """Slots that it takes, of one plane each."""
+        return int(slots_for(self.end - self.first, self.kind))
+
+
+class HostMemory:
+    """Segments by row of the request table. capacity: slots, of one plane each."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity
+        self.num_used = 0
+        self._segments: dict[int, list[Segment]] = {}
+        self._next_key = 0
+        self._dropped: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Slots in no use."""
+        return self.capacity - self.num_used
+
+    def segments(self, row: int) -> tuple[Segment, ...]:
+        """The row's, by first token; they do not overlap."""
+        return tuple(self._segments.get(row, ()))
+
+    def find(self, row: int, first: int) -> Segment | None:
+        """The row's segment that begins at that token."""
+        return next((s for s in self._segments.get(row, ()) if s.first == first), None)
+
+    def overlaps(self, row: int, first: int, end: int) -> bool:
+        """Whether any of these tokens of the row are here already."""
+        return any(s.first < end and first < s.end for s in self._segments.get(row, ()))
+
+    def add(self, row: int, first: int, end: int, kind: CacheKind, side: Direction) -> Segment:
+        """A new segment. ValueError if there is no room, or some of it is here already."""
+        segment = Segment(self._next_key, first, end, kind, side)
+        if self.overlaps(row, first, end):
+            raise ValueError(f"row {row}: tokens {first} to {end} are on the host already")
+        if segment.slots > self.num_free:
+            raise ValueError(f"{segment.slots} host slots wanted, {self.num_free} free")
+        self._next_key += 1
+        self.num_used += segment.slots
+        mine = self._segments.setdefault(row, [])
+        mine.append(segment)
+        mine.sort(key=lambda s: s.first)
+        return segment
+
+    def remove(self, row: int, segment: Segment) -> None:
+        """It is no longer needed."""
+        self._segments[row].remove(segment)
+        self.num_used -= segment.slots
+        self._dropped.append(segment.key)
+
+    def release(self, row: int) -> None:
+        """All of the row's are no longer needed."""
+        for segment in self._segments.pop(row, ()):
+            self.num_used -= segment.slots
+            self._dropped.append(segment.key)
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Keys whose contents may be forgotten, since this was last asked."""
+        keys, self._dropped = tuple(self._dropped), []
+        return keys
+
+    def check(self) -> None:
+        """AssertionError if counts or segments do not add up."""
+        every = [(row, s) for row, mine in self._segments.items() for s in mine]
+        assert self.num_used == sum(s.slots for _, s in every), "host slots are miscounted"
+        assert 0 <= self.num_used <= self.capacity, "more on the host than fits"
+        assert len({s.key for _, s in every}) == len(every), "two segments have one key"
+        for mine in self._segments.values():
+            for before, after in itertools.pairwise(mine):
+                assert before.end <= after.first, "segments overlap"

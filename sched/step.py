@@ -1,0 +1,137 @@
+"""A booked iteration: the plan with all that the scheduler found out when it booked it.
+
+Executor, simulator, metrics and tests read it here; nobody derives it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import BatchPlan
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Hidden caches of rows [k] become K and V: cached [k] tokens of each, in the blocks of tables
+    int32 [k, 2, width] and directions int8 [k]."""
+
+    rows: np.ndarray
+    cached: np.ndarray
+    tables: np.ndarray
+    directions: np.ndarray
+
+
+@dataclass(frozen=True)
+class CopyBlocks:
+    """pairs int32 [m, 2]: what is in the first block goes to the second, in all layers."""
+
+    pairs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Save:
+    """slots int32 [m, 2], (block, slot): their contents go to the host under `key`."""
+
+    key: int
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is on the host under `key` goes to the slots int32 [m, 2], (block, slot)."""
+
+    key: int
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class Discard:
+    """What is on the host under these keys is no longer needed."""
+
+    keys: tuple[int, ...]
+
+
+Move = Widen | CopyBlocks | Save | Load | Discard
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Arrays are parallel to plan.rows, [n].
+
+    start, end: cached tokens of each row before and after; it computes plan.num_tokens between.
+    emits: bool, which rows sample a token. decodes: bool, which compute the newest generated token
+    and nothing else. feeds_back: bool, whose last token is the newest generated one, which may be
+    on the device alone. generated: int64, tokens generated, those that the step samples included.
+    moves: what to do on the device before it, in order. preempted: rows that lost all their cache.
+
+    num_decode_tokens + num_prefill_tokens + num_recomputed_tokens is the tokens of the batch: the
+    newest generated ones, be it at the end of a refill; prompts computed for the first time; and
+    what had been in the cache already before it was lost.
+    """
+
+    plan: BatchPlan
+    start: np.ndarray
+    end: np.ndarray
+    emits: np.ndarray
+    decodes: np.ndarray
+    feeds_back: np.ndarray
+    generated: np.ndarray
+    moves: tuple[Move, ...]
+    preempted: np.ndarray
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_recomputed_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.plan.rows)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Table rows, int64 [n]."""
+        return self.plan.rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch."""
+        return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that decode."""
+        return int(np.count_nonzero(self.decodes))
+
+    @property
+    def emitting(self) -> np.ndarray:
+        """Rows that sample a token."""
+        return self.plan.rows[self.emits]
+
+    def features(self, padding: Padding | None = None) -> BatchFeatures:
+        """What it costs, moves included. padding: the shapes that the engine rounds batches to."""
+        moved = _moved(self.moves) if self.moves else (0, 0, 0)
+        return BatchFeatures.of(
+            self.plan.num_tokens,
+            self.start,
+            self.decodes,
+            padding=padding,
+            hidden=self.plan.kinds == CacheKind.HIDDEN,
+            projected_tokens=moved[0],
+            copied_blocks=moved[1],
+            swapped_slots=moved[2],
+        )
+
+
+def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int]:
+    """Tokens projected, blocks copied on the device, slots to and from the host."""
+    projected = copied = swapped = 0
+    for move in moves:
+        if isinstance(move, Widen):
+            projected += int(move.cached.sum())
+        elif isinstance(move, CopyBlocks):
+            copied += len(move.pairs)
+        elif isinstance(move, Save | Load):
+            swapped += len(move.slots)
+    return projected, copied, swapped
