@@ -27,7 +27,7 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 @dataclass(frozen=True)
 class Offers:
-    """What each candidate is worth and takes; arrays [n], in the order that breaks ties.
+    """The value of each candidate and what it takes; arrays [n], in the order that breaks ties.
 
     value: its pending time p in seconds, 0 or more. kv: blocks, 1 or more. hidden: blocks, fewer
     than kv; None where hidden caches cannot be had. penalty: seconds by which its hidden cache
@@ -39,7 +39,7 @@ class Offers:
     hidden: np.ndarray | None = None
     penalty: np.ndarray | None = None
 
-    def worth(self, kinds: np.ndarray) -> float:
+    def value_of(self, kinds: np.ndarray) -> float:
         """Value of serving each in that kind, or not at all (Eq. 7)."""
         total = float(self.value[kinds != NOT_SERVED].sum())
         if self.penalty is not None:
@@ -88,7 +88,7 @@ def choose(offers: Offers, budget: int) -> Choice:
         value = float(offers.value[alone])
         if kind == _HIDDEN and offers.penalty is not None:
             value -= float(offers.penalty[alone])
-        if offers.worth(kinds) < value:
+        if offers.value_of(kinds) < value:
             kinds = _with_alone(entries, alone, kind, budget, count, offers)
     firsts = order[order < count]
     return Choice(kinds, entries.gain, firsts[kinds[firsts] != NOT_SERVED])
