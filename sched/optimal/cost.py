@@ -1,4 +1,4 @@
-"""Cost models in whole numbers, for the constraint program of `optimal_program.py`."""
+"""Cost models in whole numbers, for the constraint program of `program.py`."""
 
 from __future__ import annotations
 
@@ -80,4 +80,5 @@ class ScaledCost:
         return k["token_bias"] + bias + k["per_token"] * tokens + self.residual_of(1)
 
     def units(self, seconds: float) -> int:
+        """The least number of units in which so many seconds have passed."""
         return math.ceil(seconds / self.unit - 1e-6)

@@ -1,6 +1,6 @@
 """Schedules as data: which request computes how many tokens in which batch, and their replay.
 
-A schedule may come from a constraint program (`optimal.py`), from a policy (`record`) or from
+A schedule may come from a constraint program (`solve`), from a policy (`Problem.record`) or from
 anywhere else. `replay` runs it through the same `Scheduler`, block pool and cost model that
 policies run on; a schedule that breaks a limit raises InvalidPlan there.
 """
@@ -48,6 +48,7 @@ class Schedule:
 
     @property
     def preemptions(self) -> int:
+        """How often a request loses its cache."""
         return int(self.preempt.sum())
 
     def reordered(self, order: np.ndarray) -> Schedule:
@@ -67,6 +68,8 @@ class ScriptedPolicy:
         self.next_batch = 0
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """The next batch of the schedule; an empty one until its requests have arrived, and after
+        the last."""
         if self.next_batch == len(self.schedule):
             return BatchPlan()
         tokens = self.schedule.tokens[self.next_batch]
@@ -118,6 +121,7 @@ class Replay:
 
     @property
     def mean_ttft(self) -> float:
+        """Mean time from a request's arrival to its first token."""
         return float((self.first_token - self.workload.arrival).mean())
 
 
