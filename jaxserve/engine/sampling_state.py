@@ -96,10 +96,12 @@ class SamplingState:
 
     @property
     def num_slots(self) -> int:
+        """S, the requests that can hold a slot at once."""
         return self.last_token.shape[0]
 
     @property
     def vocab_size(self) -> int:
+        """V, also the token id that stands for none in padded lists."""
         return self.counts.shape[1]
 
 
@@ -120,10 +122,14 @@ def unpack(rows: jax.Array) -> Knobs:
 
 @dataclass(frozen=True)
 class SlotParams:
-    """One slot's row on the host. counts: None unless the request has a penalty."""
+    """One slot's row on the host.
 
-    packed: np.ndarray  # int32 [3 + _ROW]: room for the slot, last_token, num_generated, row
-    counts: np.ndarray | None  # uint16 [V]
+    packed: int32 [3 + _ROW], space for the slot, then last_token, num_generated and the row.
+    counts: uint16 [V], None unless the request has a penalty.
+    """
+
+    packed: np.ndarray
+    counts: np.ndarray | None
 
 
 def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplingState:

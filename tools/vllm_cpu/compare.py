@@ -31,6 +31,7 @@ class CompareError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status, 1 where a run failed."""
     args = parse(argv)
     try:
         result = compare(args)
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The workload, and how often it is run. Exits with 2 for a wrong number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
     parser.add_argument("--rounds", type=int, default=3)
