@@ -66,7 +66,7 @@ class ScaledCost:
         return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
 
     def residual_of(self, eights: int) -> int:
-        """The residual connection over 8 x eights tokens; 0 without any."""
+        """Units of time of the residual connection over 8 x eights tokens; 0 without any."""
         if self.residual is None or eights == 0:
             return 0
         a, b, c = self.residual
@@ -74,7 +74,7 @@ class ScaledCost:
         return round(a + b * n + c * n * n)
 
     def least(self, tokens: int = 1) -> int:
-        """No batch of so many tokens takes less."""
+        """Units of time that a batch of so many tokens takes at least."""
         k = self.coefficients
         bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
         return k["token_bias"] + bias + k["per_token"] * tokens + self.residual_of(1)

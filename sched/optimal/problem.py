@@ -93,7 +93,8 @@ class Problem:
         return played
 
     def record(self, policy: Policy) -> Schedule:
-        """The schedule that a policy makes of the workload, within the limits."""
+        """The schedule that a policy makes of the workload, within the limits. Raises InvalidPlan or
+        ReplayError where it breaks one or stops too early."""
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def enough_batches(problem: Problem, cost: ScaledCost, target: float) -> int:
 
 
 def longest_batch(problem: Problem, cost: ScaledCost) -> int:
-    """No batch takes more units than this."""
+    """Units of time that a batch within the limits takes at most."""
     k, n = cost.coefficients, len(problem.workload)
     tokens = min(problem.max_batch_tokens, problem.kv_tokens)
     longest = int((problem.workload.prompt_len + problem.workload.output_len).max())

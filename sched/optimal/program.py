@@ -288,7 +288,7 @@ class Program:
                     self.model.add_hint(cell.part, held if state in PARTIAL else 0)
 
     def schedule(self, solver: cp_model.CpSolver) -> Schedule:
-        """What the solver found."""
+        """What the solver found, as far as its last batch that computes anything."""
         used = sum(solver.boolean_value(active) for active in self.active)
         tokens = np.zeros((used, len(self.cells)), np.int64)
         preempt = np.zeros(tokens.shape, bool)

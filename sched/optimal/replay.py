@@ -111,17 +111,17 @@ class Replay:
 
     @property
     def latency(self) -> float:
-        """Sum of the batch times: what the simulator calls latency_s."""
+        """Seconds: the sum of the batch times, what the simulator calls latency_s."""
         return float(self.duration.sum())
 
     @property
     def makespan(self) -> float:
-        """End of the last batch."""
+        """Seconds from 0 to the end of the last batch."""
         return float(self.start[-1] + self.duration[-1])
 
     @property
     def mean_ttft(self) -> float:
-        """Mean time from a request's arrival to its first token."""
+        """Mean seconds from a request's arrival to its first token."""
         return float((self.first_token - self.workload.arrival).mean())
 
 
@@ -213,7 +213,8 @@ def replay(
     block_size: int = 1,
 ) -> Replay:
     """`run` with a schedule in place of a policy. A batch starts when the one before it has ended
-    and its requests have arrived."""
+    and its requests have arrived. Raises ReplayError also for a schedule of another number of
+    requests, or with batches after the end."""
     if schedule.tokens.shape[1] != len(workload):
         raise ReplayError(
             f"the schedule is for {schedule.tokens.shape[1]} requests, not {len(workload)}"

@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; rates in output tokens per second."""
+    """All rounds, one after the other; rates in output tokens per second. Raises CompareError."""
     rounds = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ class Offers:
         return total
 
     def blocks(self, kinds: np.ndarray) -> int:
-        """Blocks that they take then."""
+        """Blocks that serving each in that kind takes."""
         total = int(self.kv[kinds == _KV].sum())
         if self.hidden is not None:
             total += int(self.hidden[kinds == _HIDDEN].sum())
@@ -76,7 +76,7 @@ class _Entries:
 
 
 def choose(offers: Offers, budget: int) -> Choice:
-    """Who is served with which cache in `budget` blocks. O(n log n)."""
+    """Who is served with which cache in `budget` blocks (Algorithm 1). O(n log n)."""
     entries, count = _entries(offers, budget), len(offers.value)
     order = entries.order
     taken = int(np.searchsorted(np.cumsum(entries.weight[order]), budget, side="right"))

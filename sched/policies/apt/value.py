@@ -25,7 +25,7 @@ class Value:
     tokens: np.ndarray
 
     def of(self, chosen: np.ndarray) -> Value:
-        """Those that a mask or indices choose."""
+        """The rows that a mask, bool [n], or indices choose."""
         penalty = None if self.penalty is None else self.penalty[chosen]
         return Value(
             self.pending[chosen],
