@@ -93,8 +93,8 @@ class Problem:
         return played
 
     def record(self, policy: Policy) -> Schedule:
-        """The schedule that a policy makes of the workload, within the limits. Raises InvalidPlan or
-        ReplayError where it breaks one or stops too early."""
+        """The schedule that a policy makes of the workload. Raises InvalidPlan where it breaks a
+        limit, ReplayError where it stops too early."""
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
