@@ -33,6 +33,7 @@ from jaxserve.sched.workloads.workload import WorkloadError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
     args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if importlib.util.find_spec("ortools") is None:

@@ -24,12 +24,12 @@ from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.bench.machine import machine, versions
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.engine.step_timer import Shape, StepTimer
+from jaxserve.machine import machine, versions
 from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits

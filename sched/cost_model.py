@@ -107,7 +107,8 @@ class BatchFeatures:
     def of_decodes(
         cls, num_decodes: np.ndarray, decode_kv: np.ndarray, padding: Padding | None = None
     ) -> BatchFeatures:
-        """Several batches of nothing but decodes; arrays over the batches."""
+        """Several batches of nothing but decodes. num_decodes, decode_kv: arrays over the batches,
+        the latter of cached tokens read, those being fed included."""
         padded = num_decodes if padding is None else padding.of(num_decodes, True)
         return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
 
@@ -123,8 +124,13 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds a layer, none negative. The biases and the terms beside them count only where the
-    batch has decodes, or prefills (InferMax section 3.2)."""
+    """Seconds a layer, none negative; each is the price of one feature of `BatchFeatures` (InferMax
+    section 3.2).
+
+    per_token: of padded_tokens; per_decode, per_prefill: of their numbers; the others: of the
+    feature of their name. token_bias: of every batch; decode_bias, prefill_bias: of one that has
+    decodes, or prefills. Raises ValueError for a negative or infinite one.
+    """
 
     per_token: float
     token_bias: float
@@ -147,6 +153,7 @@ class Coefficients:
                 raise ValueError(f"coefficient {field.name} must be 0 or more, got {value}")
 
     def as_dict(self) -> dict[str, float]:
+        """By name, as a profile's file has them."""
         return asdict(self)
 
 
@@ -155,7 +162,7 @@ class LinearCostModel:
     """batch time = num_layers x (token part + decode part + prefill part) + gap.
 
     gap: seconds between two steps in which the device waits for the host; the part of the host's
-    work that the overlap does not hide.
+    work that the overlap does not hide. Raises ValueError for no layers or a negative gap.
     """
 
     coefficients: Coefficients
@@ -169,6 +176,7 @@ class LinearCostModel:
             raise ValueError(f"gap must be 0 or more seconds, got {self.gap}")
 
     def batch_time(self, features: BatchFeatures) -> Any:
+        """InferMax section 3.2, with padding, hidden caches and swaps; see `CostModel`."""
         k, f = self.coefficients, features
         layer = k.token_bias + k.per_token * f.padded_tokens
         layer = layer + (
@@ -206,6 +214,7 @@ class InferMaxCostModel:
     attention_factor: float = 1.0
 
     def batch_time(self, features: BatchFeatures) -> Any:
+        """Hidden caches, swaps and padding cost nothing here; see `CostModel`."""
         k, f = self.linear.coefficients, features
         decodes, prefills = f.num_decodes, f.num_prefills
         kv = f.decode_kv // (decodes + (decodes == 0)) * decodes

@@ -50,7 +50,11 @@ class Fit:
 
 def fit(samples: Sequence[Sample], num_layers: int, gap: float = 0.0) -> Fit:
     """The model that minimises the squared relative errors, so that short steps, which are the
-    most frequent, count as much as long ones. FitError if there are fewer than ten samples."""
+    most frequent, count as much as long ones; no coefficient is negative.
+
+    gap: seconds between steps, passed on to the model. Raises FitError for fewer than ten samples,
+    or one that took no time.
+    """
     if len(samples) < 10:
         raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
     seconds = np.array([s.seconds for s in samples])

@@ -28,6 +28,7 @@ class Drawing:
     def rect(
         self, x: float, y: float, w: float, h: float, fill: str, line: str = "none", r: float = 6
     ) -> None:
+        """A rectangle from its upper left corner. r: of its rounded corners."""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}" '
             f'fill="{fill}" stroke="{line}" stroke-width="1.5"/>'
@@ -44,6 +45,7 @@ class Drawing:
         anchor: str = "middle",
         bold: bool = False,
     ) -> None:
+        """Words on a base line. anchor: which end of them, or their middle, is at x, as in SVG."""
         weight = ' font-weight="bold"' if bold else ""
         words = words.replace("&", "&amp;").replace("<", "&lt;")
         self._parts.append(
@@ -84,6 +86,7 @@ class Drawing:
         self._parts.append(f'<polygon points="{_points(head)}" fill="{colour}"/>')
 
     def svg(self) -> str:
+        """The document."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
             f'viewBox="0 0 {self.width} {self.height}" role="img" font-family="{FONT}">'
@@ -257,6 +260,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
 
 
 def main(argv: Sequence[str]) -> None:
+    """Writes every figure. argv: the folder, or nothing."""
     folder = Path(argv[0]) if argv else Path(__file__).parent
     for name, draw in FIGURES.items():
         (folder / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Measurements: throughput, latency, load, kernels, and how well the simulator predicts."""

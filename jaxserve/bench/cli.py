@@ -32,13 +32,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from jaxserve.bench import fidelity, runs
-from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import StepRecorder, step_metrics
 from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
+from jaxserve.machine import machine, versions
 from jaxserve.sched.fit import FitError
 from jaxserve.sched.request import SLO
 from jaxserve.sched.workloads.workload import (

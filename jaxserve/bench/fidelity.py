@@ -15,9 +15,9 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.runs import NO_SLO, warm_up
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
+from jaxserve.machine import machine, versions
 from jaxserve.profile import build, measure_gap, profile_engine, with_gap
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import System

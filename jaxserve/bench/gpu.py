@@ -31,7 +31,7 @@ from jaxserve.bench.kernel_cases import Workload
 from jaxserve.bench.kernel_checks import HEADS, LIMITS, Check, check_kernels
 from jaxserve.bench.kernel_inputs import Heads
 from jaxserve.bench.kernels import Ceilings, Measured
-from jaxserve.bench.machine import machine, versions
+from jaxserve.machine import machine, versions
 
 MINUTES = 9.0
 LAST_START = 0.75  # of the minutes: what starts later would not end in time

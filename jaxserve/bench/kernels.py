@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench.device_timing import Loop, Timing, measure
 from jaxserve.bench.kernel_cases import Case, Workload, cases
-from jaxserve.bench.machine import machine, versions
+from jaxserve.machine import machine, versions
 from jaxserve.pallas_kernels import HIDDEN, KV
 from jaxserve.pallas_kernels.backends import select_backend
 from jaxserve.pallas_kernels.pool import POOL_DTYPES

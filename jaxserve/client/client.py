@@ -33,7 +33,12 @@ class Unreachable(ServerError):
 
 @dataclass
 class Completion:
-    """One finished continuation. finish_reason: "stop" or "length"."""
+    """One finished continuation.
+
+    index: which of the n. token_ids: what was generated, a stop token included, of which the text
+    has nothing. logprobs: one entry a token, if asked for. finish_reason: "stop" or "length".
+    timings: milliseconds.
+    """
 
     index: int
     text: str = ""
@@ -138,7 +143,8 @@ class Client:
     def complete(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Any
     ) -> list[Completion]:
-        """Waits for the whole of each of the n continuations."""
+        """Waits for the whole of each of the n continuations, in order of their index. Arguments as
+        in `generate`."""
         completions: dict[int, Completion] = {}
         for message in self.generate(prompt, timeout=timeout, **options):
             entry = completions.setdefault(message.index, Completion(message.index))
@@ -152,12 +158,14 @@ class Client:
         return [completions[index] for index in sorted(completions)]
 
     def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
+        """What the server serves: model, limits, policy, pool, device. timeout: seconds."""
         try:
             return self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise _explained(error, self.address) from None
 
     def close(self) -> None:
+        """Closes the connection; calls that run are cancelled."""
         self._channel.close()
 
     def __enter__(self) -> Client:

@@ -1,0 +1,1 @@
+"""From requests to tokens: batches, jitted steps, sampling, the loop, detokenising."""

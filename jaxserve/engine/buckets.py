@@ -34,12 +34,13 @@ class Buckets:
     hidden: bool = False
 
     def decode(self, rows: int, *, hidden: bool = False) -> Layout:
-        """The smallest decode step for that many rows."""
+        """The smallest decode step for that many rows. Raises IndexError beyond the last bucket."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
         return Layout(size, size, self.width, self.slots, True, hidden)
 
     def mixed(self, tokens: int, *, hidden: bool = False) -> Layout:
-        """The smallest step for that many tokens in any number of rows."""
+        """The smallest step for that many tokens in any number of rows. Raises IndexError beyond
+        the last bucket."""
         size = self.tokens[bisect.bisect_left(self.tokens, tokens)]
         return Layout(size, self._rows_for(size), self.width, self.slots, False, hidden)
 
@@ -51,7 +52,7 @@ class Buckets:
         return self.mixed(total, hidden=hidden)
 
     def widening(self) -> Layout:
-        """The batch in which hidden caches become KV."""
+        """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
         return self.mixed(min(WIDEN_TOKENS, self.tokens[-1]))
 
     def all(self) -> list[Layout]:

@@ -18,34 +18,31 @@ from tqdm import tqdm
 from jaxserve import __version__
 from jaxserve.engine import rho
 from jaxserve.engine.buckets import Buckets, make_buckets
-from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
+from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.engine.hidden_options import choose_read, given_rho
+from jaxserve.engine.model_options import (
+    choose_dtype,
+    choose_max_len,
+    load_shape,
+    tokenizer_path,
+)
 from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models import sharding
-from jaxserve.models.base import Family, ModelConfig
+from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.weights import (
-    FORMATS,
-    checkpoint_dtype,
-    load_config,
-    load_params,
-    load_preset,
-    param_bytes,
-)
+from jaxserve.weights import load_params, param_bytes
 
 log = logging.getLogger(__name__)
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
@@ -79,7 +76,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
     use_compilation_cache(config.engine.compilation_cache_dir)
     chosen = _choose(config)
     model, mesh = chosen.model.config, chosen.model.mesh
-    tokenizer = load_tokenizer(_tokenizer_path(config))
+    tokenizer = load_tokenizer(tokenizer_path(config))
     params = load_params(
         config.model.path,
         chosen.model.family,
@@ -119,7 +116,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
 
 
 def _choose(config: ConfigDict) -> _Choices:
-    family, model, hf = _load_shape(config)
+    family, model, hf = load_shape(config)
     if len(model.eos_token_ids) > MAX_EOS:
         raise ConfigError(
             f"the checkpoint has {len(model.eos_token_ids)} end-of-sequence ids; at most {MAX_EOS} "
@@ -128,8 +125,8 @@ def _choose(config: ConfigDict) -> _Choices:
     tensor = config.mesh.tensor
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
-    dtype = _dtype(config.model.dtype, hf)
-    max_model_len = _max_model_len(config.engine.max_model_len, model)
+    dtype = choose_dtype(config.model.dtype, hf)
+    max_model_len = choose_max_len(config.engine.max_model_len, model)
     policy = _policy(config.scheduler.policy)
     limits = _limits(config, policy, max_model_len)
     demand = _demand(config, limits, max_model_len)
@@ -170,46 +167,6 @@ def use_compilation_cache(directory: str) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _load_shape(config: ConfigDict) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """The model's shape: of the checkpoint, or for random weights of a preset."""
-    path, name, load_format = config.model.path, config.model.preset, config.model.load_format
-    if load_format not in FORMATS:
-        raise ConfigError(
-            f"model.load_format must be one of {', '.join(FORMATS)}, got {load_format!r}"
-        )
-    if path:
-        return load_config(path)
-    if load_format != "random":
-        raise ConfigError(
-            "model.path is empty: give a checkpoint directory, or model.preset with "
-            "model.load_format=random"
-        )
-    if not name:
-        raise ConfigError("model.preset is empty: random weights need a shape, such as opt-125m")
-    return load_preset(name)
-
-
-def _tokenizer_path(config: ConfigDict) -> str | None:
-    """Random weights write noise anyway: they do without a tokenizer if there is none."""
-    path: str = config.model.path
-    optional = config.model.load_format == "random"
-    return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
-
-
-def _dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
-    """auto: float32 on CPU (its bf16 converts the weights at every call), the checkpoint's own
-    elsewhere, but on TPUs, which do not compute in float16, bfloat16 for that."""
-    if name == "auto":
-        stored = checkpoint_dtype(hf) or jnp.dtype(jnp.bfloat16)
-        if jax.default_backend() == "cpu":
-            return jnp.dtype(jnp.float32)
-        on_tpu = jax.default_backend() == "tpu"
-        return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
-    if name not in DTYPES:
-        raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
-    return jnp.dtype(name)
 
 
 def _backend(
@@ -277,15 +234,6 @@ def _rho(config: ConfigDict, chosen: _Choices, executor: JaxExecutor) -> float |
         return rho.measure(StepTimer(executor, chosen.num_blocks).seconds, wanted)
 
     return rho.remembered(config.engine.compilation_cache_dir, key, measure)
-
-
-def _max_model_len(wanted: int, model: ModelConfig) -> int:
-    if wanted != 0 and not 2 <= wanted <= model.max_position:
-        raise ConfigError(
-            f"engine.max_model_len must be 2 to the model's {model.max_position} positions (0 for "
-            f"all of them), got {wanted}"
-        )
-    return wanted or model.max_position
 
 
 def _policy(name: str) -> Policy:

@@ -39,5 +39,5 @@ class CompileCounter:
 
     @property
     def count(self) -> int:
-        """0 before `start`."""
+        """Compilations on the thread that called `start`, since then; 0 before."""
         return 0 if self._thread is None else _by_thread[self._thread] - self._base

@@ -37,14 +37,16 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Thread-safe."""
+    """From text to token ids and back, for one model. Thread-safe."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens the model expects (such as a first one). Raises
         InvalidRequest, naming `text`, if this model takes none."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, all at once, without special tokens."""
+        ...
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """For one continuation of the prompt."""
@@ -52,7 +54,7 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer.json."""
+    """A Hugging Face tokenizer.json; methods as in `Tokenizer`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         # Left over from training in some files: prompts would be cut silently, or padded.
@@ -66,14 +68,17 @@ class HFTokenizer:
             self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
+        """Never cut and never padded, whatever the file says."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes that make no character become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """By bytes where the vocabulary is of bytes, else by decoding a window of tokens again."""
         tail = prompt[-_PROMPT_TAIL:]
         return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
 
@@ -104,12 +109,15 @@ class NullTokenizer:
     """For a model without one, such as random weights: token ids in, token ids out, no text."""
 
     def encode(self, text: str) -> list[int]:
+        """Raises InvalidRequest."""
         raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """No text, whatever the ids."""
         return ""
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """One whose deltas are all empty."""
         return _Silent()
 
 

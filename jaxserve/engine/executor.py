@@ -47,13 +47,12 @@ class Handle(Protocol):
 
 class Executor(Protocol):
     """What the engine's loop needs of a device. Calls take effect in the order in which they are
-    made; none of them waits.
-
-    buckets: the layouts that it has steps for.
-    """
+    made; none of them waits."""
 
     @property
-    def buckets(self) -> Buckets: ...
+    def buckets(self) -> Buckets:
+        """The layouts that it has steps for."""
+        ...
 
     def admit(self, slot: int, params: SlotParams) -> None:
         """Gives a device slot its request's sampling parameters, before the first step in it."""

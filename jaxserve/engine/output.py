@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 
 class FinishReason(enum.StrEnum):
+    """Why a continuation ended."""
+
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
@@ -15,11 +17,14 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own distribution (before temperature and penalties)."""
+    """Natural logarithms of the model's own distribution (before temperature and penalties).
+
+    top: (token id, log-probability) of the most likely tokens, best first.
+    """
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Usage:
+    """What a continuation took, in tokens. preemptions: how often it lost its cache."""
+
     prompt_tokens: int
     output_tokens: int
     preemptions: int = 0
@@ -42,8 +49,10 @@ class Usage:
 class Output:
     """News of one continuation: new tokens and text since the last `Output`, in order.
 
-    index: which of the n continuations. The last `Output` of an index has a finish_reason,
-    usage and timings, and no other follows it.
+    index: which of the n continuations. logprobs: one entry a token, if asked for. The last
+    `Output` of an index has a finish_reason, usage and timings, and no other follows it. error: how
+    the engine failed, with FinishReason.ERROR. token_times: seconds on the engine's clock, one a
+    token.
     """
 
     request_id: str
@@ -55,4 +64,4 @@ class Output:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str = ""
-    token_times: tuple[float, ...] = field(default=(), repr=False)  # engine clock, one a token
+    token_times: tuple[float, ...] = field(default=(), repr=False)

@@ -96,15 +96,17 @@ class SamplingState:
 
     @property
     def num_slots(self) -> int:
+        """S, the requests that can hold a slot at once."""
         return self.last_token.shape[0]
 
     @property
     def vocab_size(self) -> int:
+        """V, also the token id that stands for none in padded lists."""
         return self.counts.shape[1]
 
 
 def unpack(rows: jax.Array) -> Knobs:
-    """[R, _ROW] -> the R rows' parameters."""
+    """The parameters of R rows of `SamplingState.rows`, int32 [R, _ROW]."""
     ints = dict(zip(_INTS, rows.T, strict=False))
     key = jnp.stack([ints.pop("key_hi"), ints.pop("key_lo")], axis=-1)
     floats = _bits(rows[:, len(_INTS) : _SUPPRESSED_AT], jnp.float32)
@@ -120,10 +122,14 @@ def unpack(rows: jax.Array) -> Knobs:
 
 @dataclass(frozen=True)
 class SlotParams:
-    """One slot's row on the host. counts: None unless the request has a penalty."""
+    """One slot's row on the host.
 
-    packed: np.ndarray  # int32 [3 + _ROW]: room for the slot, last_token, num_generated, row
-    counts: np.ndarray | None  # uint16 [V]
+    packed: int32 [3 + _ROW], space for the slot, then last_token, num_generated and the row.
+    counts: uint16 [V], None unless the request has a penalty.
+    """
+
+    packed: np.ndarray
+    counts: np.ndarray | None
 
 
 def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplingState:
@@ -140,7 +146,7 @@ def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> Sam
 
 
 def replicated(mesh: Mesh | None) -> NamedSharding | jax.Device:
-    """Where the state lives."""
+    """Where the state lives: on the first device, or whole on every device of the mesh."""
     return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
@@ -204,7 +210,7 @@ def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
 
 
 def warm_up(state: SamplingState) -> SamplingState:
-    """Compiles both variants of `admit` (on slot 0, which must be free)."""
+    """Compiles both variants of `admit` on slot 0, which must be free; the old state is donated."""
     v = state.vocab_size
     plain = slot_params(Request(id="warm-up", prompt=(0,)), 0, (), v, ())
     state = admit(state, 0, replace(plain, counts=np.zeros(v, np.uint16)))

@@ -40,7 +40,11 @@ class StepStats:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """One finished continuation. Times in seconds; None where there was no such token."""
+    """One finished continuation. Times in seconds.
+
+    queue_time: arrival to first scheduled; ttft: arrival to first token, None without one; e2e:
+    arrival to end. preemptions: how often it lost its cache.
+    """
 
     finish_reason: FinishReason
     tier: Tier
@@ -54,7 +58,11 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. blocks: how many blocks hold what, `{("kv", "realtime"): 12, ...}`."""
+    """A snapshot.
+
+    waiting, running: continuations. blocks: how many blocks hold what, `{("kv", "realtime"): 12,
+    ...}`. preemptions, steps: since the start. compiles_after_warmup: compilations while serving.
+    """
 
     waiting: int
     running: int
@@ -68,9 +76,14 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is served: fixed from start to stop. hidden_read: how hidden caches are read, absorbed
-    or projected, None without such caches; rho: seconds a step takes longer for a token of theirs
-    than for one of K and V, None likewise."""
+    """What is served: fixed from start to stop.
+
+    max_model_len: tokens of a request, prompt and output. block_size: tokens of a block;
+    pool_tokens: that K and V in all blocks hold; pool_bytes: over all devices. mesh_tensor: devices
+    that share each layer. hidden_read: how hidden caches are read, absorbed or projected, None
+    without such caches; rho: seconds a step takes longer for a token of theirs than for one of K
+    and V, None likewise.
+    """
 
     model: str
     family: str
@@ -94,10 +107,18 @@ class EngineInfo:
 class Observer(Protocol):
     """Told of what happens, on the engine thread."""
 
-    def on_step(self, stats: StepStats) -> None: ...
+    def on_step(self, stats: StepStats) -> None:
+        """After each batch, once its tokens are on the host."""
+        ...
 
-    def on_first_token(self, ttft: float, tier: Tier) -> None: ...
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        """A continuation's first token. ttft: seconds since its arrival."""
+        ...
 
-    def on_inter_token(self, tbt: float, tier: Tier) -> None: ...
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        """Every later one. tbt: seconds since the token before."""
+        ...
 
-    def on_finish(self, stats: RequestStats) -> None: ...
+    def on_finish(self, stats: RequestStats) -> None:
+        """Once a continuation, whatever ended it."""
+        ...

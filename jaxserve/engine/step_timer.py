@@ -31,6 +31,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all rows in the step, without padding."""
         return len(self.decodes) + sum(count for count, _ in self.chunks)
 
     @property
@@ -44,6 +45,7 @@ class Shape:
         return np.array([*self.decodes, *(before for _, before in self.chunks)])
 
     def features(self, padding: Padding) -> BatchFeatures:
+        """What a cost model knows of the step. padding: the buckets that it is rounded up to."""
         rows = np.arange(len(self.counts))
         return BatchFeatures.of(
             self.counts,
@@ -55,7 +57,8 @@ class Shape:
 
 
 class StepTimer:
-    """What is in the cache meanwhile is noise, so nothing may be running."""
+    """Runs steps on an executor and times them. What is in the cache meanwhile is noise, so nothing
+    may be running."""
 
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
@@ -63,8 +66,8 @@ class StepTimer:
         self.padding = Padding(executor.buckets.rows, executor.buckets.tokens)
 
     def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
-        """Time of one step among `chain` in a row, so that the host's part is hidden as far as the
-        device hides it."""
+        """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
+        the device hides it."""
         layout, packed = self._pack(shape)
         submit = self._executor.submit
         begin = time.perf_counter()

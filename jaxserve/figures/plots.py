@@ -38,6 +38,10 @@ def draw_all(
 ) -> list[Path]:
     """Writes the figures of the given views, or all but the schedules, as PNG; returns their paths.
 
+    summaries: a run each, with `policy`, `rate` and what `SimulationResult.summary` gives. results:
+    (name, result) of the same runs; a name is "policy" or "policy at rate". Attainment is drawn
+    only over several rates.
+
     ValueError for an unknown view, or a schedule too large to be seen.
     """
     wanted = list(views or ("attainment", "cdf", "kv"))
@@ -65,7 +69,8 @@ def draw_all(
 
 
 def attainment(summaries: Sequence[dict[str, Any]]) -> Figure:
-    """Share of requests within their SLO against the request rate, a line a policy."""
+    """Share of requests within their SLO, in percent, against the request rate, requests a second;
+    a line a policy. summaries: as in `draw_all`."""
     figure, axes = _figure(6.4, 4.0)
     for i, policy in enumerate(dict.fromkeys(s["policy"] for s in summaries)):
         points = sorted(
@@ -83,7 +88,8 @@ def attainment(summaries: Sequence[dict[str, Any]]) -> Figure:
 
 
 def cdfs(results: Results) -> Figure:
-    """Distributions of TTFT and of all times between tokens: a colour a policy, a dash a rate."""
+    """Distributions of TTFT and of all times between tokens, in seconds on log axes: a colour a
+    policy, a dash a rate."""
     figure = Figure(figsize=(10.8, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name, result in results:
@@ -101,7 +107,8 @@ def cdfs(results: Results) -> Figure:
 
 
 def kv_over_time(results: Results) -> Figure:
-    """KV cache in use over time: axes a policy, a line a rate and replica."""
+    """Share of the KV cache in use, in percent, over seconds: axes a policy, a line a rate and
+    replica."""
     policies = list(dict.fromkeys(_policy(name) for name, _ in results))
     figure = Figure(figsize=(8.4, 0.7 + 1.8 * len(policies)), layout="constrained")
     grid = figure.subplots(len(policies), 1, sharex=True, sharey=True, squeeze=False)[:, 0]

@@ -37,7 +37,8 @@ def pool_view(engine: Engine) -> PoolView:
 
 
 def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> PoolView:
-    """computed: tokens in the cache of each row of the pool. names: the rows to show."""
+    """What the pool holds for some rows. computed: int64 [rows], tokens in the cache of each row of
+    the pool. names: request ids of the rows to show."""
     owner = np.full(pool.num_blocks, FREE)
     plane = np.full(pool.num_blocks, FREE)
     fill = np.zeros(pool.num_blocks)

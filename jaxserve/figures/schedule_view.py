@@ -56,6 +56,7 @@ def _colour(played: Replay, batch: int, request: int) -> str | None:
 
 
 def legend() -> list[Any]:
+    """Matplotlib handles for what `draw` draws."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -69,7 +70,11 @@ def legend() -> list[Any]:
 
 
 def save(path: str | Path, schedules: list[tuple[str, Replay]], kv_tokens: int) -> None:
-    """A picture with one panel a schedule, under each other."""
+    """Writes a picture with one panel a schedule, under each other, in the format that the path's
+    suffix names.
+
+    schedules: (title, what happened). kv_tokens: M, tokens of cache.
+    """
     from matplotlib.figure import Figure
 
     batches = max(len(played.schedule) for _, played in schedules)

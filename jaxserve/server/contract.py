@@ -14,23 +14,43 @@ class ServedEngine(Protocol):
     """Every method may be called from any thread."""
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Raises InvalidRequest, QueueFull, EngineStopped."""
+        """Takes the request in and returns at once. on_output gets every `Output`, on the engine's
+        thread, and must not block; if this raises it is never called.
+
+        Raises InvalidRequest for what the model cannot serve, QueueFull for more than the queue
+        holds, EngineStopped after `drain`, `stop` or a failure.
+        """
 
     def cancel(self, request_id: str) -> None:
         """Idempotent; a final Output with CANCELLED follows for each unfinished continuation."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model expects. Raises InvalidRequest
+        where the model has no tokenizer."""
+        ...
 
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """What is served, the same from start to stop."""
+        ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """A snapshot, taken while the engine runs: its counts may be one step apart."""
+        ...
 
     def drain(self, grace_s: float) -> bool:
         """Stops admission, blocks until all is finished or the grace (seconds) has passed, then
         cancels the rest; True if nothing had to be cancelled."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Ends the engine's thread; what still runs is cancelled. Idempotent."""
+        ...
 
-    def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None: ...
+    def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
+        """Calls `listener` with the error once the engine has failed, on the engine's thread; at
+        once if it has failed already."""
+        ...
 
-    def add_observer(self, observer: Observer) -> None: ...
+    def add_observer(self, observer: Observer) -> None:
+        """Has the observer told of every step, token and end from now on, on the engine's
+        thread."""
+        ...

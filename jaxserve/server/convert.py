@@ -50,7 +50,8 @@ def check_message(message: pb.GenerateRequest) -> None:
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Fields that are absent keep SamplingParams' defaults. Raises InvalidRequest."""
+    """The request's sampling parameters; those that are absent keep SamplingParams' defaults.
+    Raises InvalidRequest, naming the parameter, for a value out of range."""
     fields: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
         if descriptor.name == "logit_bias":
@@ -63,7 +64,8 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 
 
 def slo(message: pb.Slo) -> SLO:
-    """Milliseconds on the wire, seconds inside. Raises InvalidRequest."""
+    """The request's targets: milliseconds on the wire, seconds inside. Raises InvalidRequest,
+    naming the target, for a time that is not positive and finite."""
     seconds = {}
     for descriptor, value in message.ListFields():
         if not (math.isfinite(value) and value > 0):
@@ -97,6 +99,7 @@ def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
 
 
 def server_info(info: EngineInfo) -> pb.GetServerInfoResponse:
+    """Every field of `EngineInfo` under its own name, and the version."""
     return pb.GetServerInfoResponse(version=__version__, **asdict(info))
 
 

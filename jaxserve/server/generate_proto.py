@@ -1,4 +1,4 @@
-"""Writes the Python code of proto/jaxserve/v1/generation.proto: `make proto`, or
+"""Writes the Python code of proto/jaxserve/v1/generation.proto; `make proto` calls it.
 
     pip install grpcio-tools==1.80.0
     python -m jaxserve.server.generate_proto [OUT_DIR]
@@ -51,6 +51,8 @@ def _in_package(text: str) -> str:
 
 
 def main() -> int:
+    """Writes into the package, or into the folder given as the one argument. Exit codes: 0, 1 where
+    another grpcio-tools than the oldest supported one would write the committed files."""
     out_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT_DIR
     tools = importlib.metadata.version("grpcio-tools")
     if tools != OLDEST_TOOLS and out_dir == OUT_DIR:

@@ -42,7 +42,10 @@ _REASONS = {
 
 
 class Histogram:
-    """Counts of values up to each bound, and their sum. One writer, any number of readers."""
+    """Counts of values up to each bound, and their sum. One writer, any number of readers.
+
+    bounds: ascending, in the unit of the values; one more bucket takes what is over the last.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -50,10 +53,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Counts a value in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def count(self) -> int:
+        """Values observed so far."""
         return sum(self._counts)
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
@@ -87,6 +92,7 @@ class EngineMetrics(Collector):
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
 
     def on_step(self, stats: StepStats) -> None:
+        """Its times, its tokens and its padding."""
         self._step_time.observe(stats.step_time)
         self._host_time.observe(stats.host_time)
         self._step_tokens.observe(stats.num_tokens)
@@ -95,12 +101,15 @@ class EngineMetrics(Collector):
         self._padding += stats.padded_tokens - stats.num_tokens
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
+        """ttft: seconds from arrival."""
         self._ttft[tier].observe(ttft)
 
     def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        """tbt: seconds since the token before."""
         self._tbt[tier].observe(tbt)
 
     def on_finish(self, stats: RequestStats) -> None:
+        """Why the continuation ended, its times and its lengths."""
         self._finished[stats.finish_reason] += 1
         self._e2e[stats.tier].observe(stats.e2e)
         self._queue[stats.tier].observe(stats.queue_time)
@@ -112,6 +121,7 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """What a scrape gets: gauges of the moment, counters and histograms since the start."""
         yield from self._snapshot()
         yield from self._counters()
         yield from self._histograms()
@@ -189,8 +199,8 @@ class EngineMetrics(Collector):
 class MetricsServer:
     """Serves /metrics of one engine from a thread of its own; port 0 takes a free one.
 
-    Each has its own registry, so that several can live in one process. Raises ConfigError if the
-    port is taken.
+    address: "host:port". Each has its own registry, so that several can live in one process. Raises
+    ConfigError if the port is taken.
     """
 
     def __init__(self, engine: ServedEngine, host: str, port: int) -> None:
@@ -208,6 +218,7 @@ class MetricsServer:
         self.address = f"{host}:{self._http.server_port}"
 
     def stop(self) -> None:
+        """Closes the port and ends the thread."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()

@@ -44,6 +44,9 @@ class Server:
     grace_s: seconds that running requests get when the server stops. The engine must be started;
     stopping the server drains and stops it.
 
+    failed: the engine has failed, and every call gets an error. hung: it did not answer when the
+    server stopped.
+
         with Server(engine, port=0) as server:
             print(server.address)
     """
@@ -86,11 +89,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """ "host:port" once started."""
+        """Where it listens, as "host:port"; waits for `start`."""
         return self._bound.result()
 
     @property
     def metrics_address(self) -> str | None:
+        """Where /metrics is served, as "host:port"; None where it is off."""
         return None if self._metrics is None else self._metrics.address
 
     def request_stop(self) -> None:

@@ -24,7 +24,7 @@ _ENCODE_INLINE_CHARS = 2000
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """Create it on the event loop that serves it.
+    """The two RPCs of jaxserve.v1.Generation. Create it on the event loop that serves it.
 
     Whatever ends a call early (cancelled, past its deadline, connection lost) cancels the request
     in the engine, which frees its blocks within one step.
@@ -49,6 +49,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._router.fail_all(error)
 
     def cancel_all(self) -> None:
+        """Cancels every running request; its call ends once the engine has said its last word."""
         for request_id in self._router.unfinished():
             self._engine.cancel(request_id)
 
@@ -59,11 +60,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        """The RPC: what the engine serves, and the server's version."""
         return convert.server_info(self._engine.info())
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
+        """The RPC: streams what each continuation generates, in messages of its own.
+
+        Ends with INVALID_ARGUMENT, ALREADY_EXISTS (the request_id is running), RESOURCE_EXHAUSTED
+        (the queue is full), UNAVAILABLE (shutting down, or failed before), INTERNAL (failed while
+        it ran) or CANCELLED.
+        """
         self._active += 1
         self._idle.clear()
         try:

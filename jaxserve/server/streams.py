@@ -28,7 +28,11 @@ class StreamFailed(RuntimeError):
 
 @dataclass
 class Delta:
-    """What one continuation has produced and the client has not been sent."""
+    """What one continuation has produced and the client has not been sent.
+
+    index: which of the n continuations. text: pieces, in order. last: the output that ended it,
+    None while more is to come.
+    """
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -37,6 +41,7 @@ class Delta:
     last: Output | None = None
 
     def add(self, output: Output) -> None:
+        """Appends what the engine says next of this continuation."""
         self.token_ids.extend(output.token_ids)
         if output.text:
             self.text.append(output.text)
@@ -63,6 +68,8 @@ class Stream:
         return not self._unfinished
 
     def push(self, output: Output) -> None:
+        """Takes in what the engine says next, merged with what the reader has not had yet. An ERROR
+        ends the stream as `fail` does."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         if self._abandoned:
@@ -118,19 +125,23 @@ class OutputRouter:
         self._streams: dict[str, Stream] = {}
 
     def open(self, request_id: str, n: int) -> Stream:
-        """Raises DuplicateRequest."""
+        """The stream of a new request of n continuations. Raises DuplicateRequest while one of that
+        id is open."""
         if request_id in self._streams:
             raise DuplicateRequest(f"request_id: {request_id!r} is already running")
         stream = self._streams[request_id] = Stream(request_id, n)
         return stream
 
     def forget(self, request_id: str) -> None:
+        """Drops the stream of a request that the engine has refused."""
         self._streams.pop(request_id, None)
 
     def unfinished(self) -> list[str]:
+        """Ids of the requests on which the engine has not said its last word."""
         return list(self._streams)
 
     def fail_all(self, error: str) -> None:
+        """Ends every open stream with `StreamFailed(error)`, after what it has pending."""
         self._deliver()
         for stream in self._streams.values():
             stream.fail(error)

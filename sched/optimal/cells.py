@@ -1,4 +1,4 @@
-"""The pieces that `optimal_program.py` is made of."""
+"""The pieces that `program.py` is made of: who is in which state in which batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ class Bounds:
 
     @property
     def blocks(self) -> int:
+        """Whole blocks in M, K and V counted as one."""
         return self.kv_tokens // self.block_size
 
     def blocks_for(self, tokens: int) -> int:
+        """Blocks that the cache of so many tokens of a request takes."""
         return -(-tokens // self.block_size)
 
 
@@ -58,7 +60,8 @@ class Sums:
     before: Any = 0
 
     def add(self, cell: Cell, cached: list[int]) -> None:
-        """cached[k]: tokens in the cache once token k is written."""
+        """Adds what one request has in the batch. cached[k]: tokens in its cache once token k is
+        written."""
         decodes, prefills = cell.of("decode"), cell.of("prefill")
         self.decodes += sum(lit for _, lit in decodes)
         self.kv += sum(cached[k] * lit for k, lit in decodes)

@@ -1,4 +1,4 @@
-"""Cost models in whole numbers, for the constraint program of `optimal_program.py`."""
+"""Cost models in whole numbers, for the constraint program of `program.py`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ScaledCost:
         return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
 
     def residual_of(self, eights: int) -> int:
-        """The residual connection over 8 x eights tokens; 0 without any."""
+        """Units of time of the residual connection over 8 x eights tokens; 0 without any."""
         if self.residual is None or eights == 0:
             return 0
         a, b, c = self.residual
@@ -74,10 +74,11 @@ class ScaledCost:
         return round(a + b * n + c * n * n)
 
     def least(self, tokens: int = 1) -> int:
-        """No batch of so many tokens takes less."""
+        """Units of time that a batch of so many tokens takes at least."""
         k = self.coefficients
         bias = min(k["decode_bias"] + k["per_decode"], k["prefill_bias"] + k["per_prefill"])
         return k["token_bias"] + bias + k["per_token"] * tokens + self.residual_of(1)
 
     def units(self, seconds: float) -> int:
+        """The least number of units in which so many seconds have passed."""
         return math.ceil(seconds / self.unit - 1e-6)

@@ -1,4 +1,4 @@
-"""What `optimal.solve` is asked, and how large an answer can be."""
+"""What `solve` is asked, and how large an answer can be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class OptimalError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule, within which limits, and what to make small.
+    """What to schedule, within which limits, and what to make small. Raises OptimalError for what
+    cannot be served at all.
 
     cost_model: of one batch. kv_tokens: M; max_batch_tokens: C; max_prefill_tokens: P, at most so
     many tokens of a batch belong to prefills (0: C). chunked: prompts may be computed in parts.
@@ -54,10 +55,10 @@ class Problem:
                 f"got {self.max_prefill_tokens}"
             )
         peak = self.workload.prompt_len + self.workload.output_len - 1
-        room = self.kv_tokens // self.block_size * self.block_size
-        if peak.max() > room:
+        capacity = self.kv_tokens // self.block_size * self.block_size
+        if peak.max() > capacity:
             raise OptimalError(
-                f"request {peak.argmax()} needs {peak.max()} tokens of cache, there are {room}"
+                f"request {peak.argmax()} needs {peak.max()} tokens of cache, there are {capacity}"
             )
         longest = self.workload.prompt_len.max()
         if not self.chunked and longest > self.prefill_tokens:
@@ -68,10 +69,12 @@ class Problem:
 
     @property
     def prefill_tokens(self) -> int:
+        """P: tokens of a batch that may belong to prefills; C where nothing is said."""
         return self.max_prefill_tokens or self.max_batch_tokens
 
     @property
     def limits(self) -> Limits:
+        """C, P, and as many rows as there are requests."""
         rows = len(self.workload)
         return Limits(self.max_batch_tokens, self.prefill_tokens, rows)
 
@@ -90,7 +93,8 @@ class Problem:
         return played
 
     def record(self, policy: Policy) -> Schedule:
-        """The schedule that a policy makes of the workload, within the limits."""
+        """The schedule that a policy makes of the workload. Raises InvalidPlan where it breaks a
+        limit, ReplayError where it stops too early."""
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def enough_batches(problem: Problem, cost: ScaledCost, target: float) -> int:
 
 
 def longest_batch(problem: Problem, cost: ScaledCost) -> int:
-    """No batch takes more units than this."""
+    """Units of time that a batch within the limits takes at most."""
     k, n = cost.coefficients, len(problem.workload)
     tokens = min(problem.max_batch_tokens, problem.kv_tokens)
     longest = int((problem.workload.prompt_len + problem.workload.output_len).max())
@@ -146,6 +150,7 @@ def longest_batch(problem: Problem, cost: ScaledCost) -> int:
 
 
 def check_size(workload: Workload, batches: int, chunked: bool) -> None:
+    """Raises OptimalError where the program would have more than MAX_LITERALS literals."""
     literals = int(workload.output_len.sum()) * batches * (6 if chunked else 4)
     if literals > MAX_LITERALS:
         raise OptimalError(

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
+from jaxserve.sched.optimal.batch_time import BatchTime
 from jaxserve.sched.optimal.cells import PARTIAL, RUNS, WHOLE, Bounds, Cell, Sums
 from jaxserve.sched.optimal.cost import ScaledCost
 from jaxserve.sched.optimal.replay import Replay, Schedule
@@ -40,8 +41,12 @@ from jaxserve.sched.workloads.workload import Workload
 
 
 class Program:
-    """The model, its cells [request][batch] and the batches' costs. longest: no batch takes more
-    units of time."""
+    """The program of one workload.
+
+    model: CP-SAT's own. cells: [request][batch]. active: whether a batch computes anything, a
+    literal a batch; the active ones come first. batch_cost: expressions, units of time a batch.
+    longest: no batch takes more units of time. batches: of a schedule, at most.
+    """
 
     def __init__(
         self, workload: Workload, bounds: Bounds, cost: ScaledCost, batches: int, longest: int
@@ -53,12 +58,13 @@ class Program:
         self.prompt = workload.prompt_len.tolist()
         self.output = workload.output_len.tolist()
         self.batches = batches
-        self.longest = longest
         self.cells = [[self._cell(i, j) for j in range(batches)] for i in range(len(workload))]
         for i, line in enumerate(self.cells):
             self._follow(i, line)
         self.active = [self.model.new_bool_var(f"active_{j}") for j in range(batches)]
-        self.batch_cost = [self._batch(j) for j in range(batches)]
+        most_cached = max(self.cached(i, k) for i, k in enumerate(self.output))
+        time = BatchTime(self.model, cost, bounds, longest, len(workload), most_cached)
+        self.batch_cost = [self._batch(j, time) for j in range(batches)]
         self._order_twins()
 
     def cached(self, i: int, k: int) -> int:
@@ -197,7 +203,7 @@ class Program:
                         lit, before.states[kind, k - 1]
                     )
 
-    def _batch(self, j: int) -> Any:
+    def _batch(self, j: int, time: BatchTime) -> Any:
         """Constraint (4), P and the time of batch j, in units."""
         model, bounds, cells = self.model, self.bounds, [line[j] for line in self.cells]
         batch = Sums()
@@ -216,7 +222,7 @@ class Program:
         model.add(batch.tokens <= bounds.max_batch_tokens * active)
         if bounds.max_prefill_tokens < bounds.max_batch_tokens:
             model.add(batch.tokens - batch.decodes <= bounds.max_prefill_tokens * has_prefill)
-        return self._time(batch, active, has_prefill, has_decode)
+        return time.of(batch, active, has_prefill, has_decode)
 
     def _memory(self, cells: list[Cell], active: Any) -> None:
         """M. Nothing is held once all is done, and until then no batch is empty."""
@@ -241,66 +247,6 @@ class Program:
             self.model.add(sum(lit for _, lit in cell.of(*kinds)) <= found)
         return found
 
-    def _time(self, batch: Sums, active: Any, has_prefill: Any, has_decode: Any) -> Any:
-        cost, k = self.cost, self.cost.coefficients
-        kv = self._mean_rounded_down(batch) if cost.rounds_kv else batch.kv
-        time = k["per_token"] * batch.tokens + k["token_bias"] * active
-        time += k["decode_bias"] * has_decode + k["decode_kv"] * kv
-        time += k["per_decode"] * batch.decodes
-        time += k["prefill_bias"] * has_prefill + k["prefill_quad"] * batch.quad
-        time += k["per_prefill"] * batch.prefills + k["prefill_m"] * batch.before
-        if cost.residual is not None:
-            time += self._residual(batch.tokens)
-        if cost.extra:
-            x = cost.extra
-            time += self._if_several(batch.decodes, x["decode_bias"] + x["decode_kv"] * kv)
-            part = x["prefill_quad"] * batch.quad + x["prefill_m"] * batch.before
-            time += self._if_several(batch.prefills, x["prefill_bias"] + part)
-        return self._variable(time, "time")
-
-    def _residual(self, tokens: Any) -> Any:
-        most = -(-min(self.bounds.max_batch_tokens, self.bounds.kv_tokens) // 8)
-        table = [self.cost.residual_of(eights) for eights in range(most + 1)]
-        eights = self.model.new_int_var(0, most, "eights")
-        self.model.add(8 * eights >= tokens)
-        self.model.add(8 * eights <= tokens + 7)
-        found = self.model.new_int_var(0, max(table), "residual")
-        self.model.add_element(eights, table, found)
-        return found
-
-    def _mean_rounded_down(self, batch: Sums) -> Any:
-        """decodes x floor(KV / decodes)."""
-        model, requests = self.model, len(self.workload)
-        longest = max(self.cached(i, k) for i, k in enumerate(self.output))
-        mean = model.new_int_var(0, longest, "mean")
-        product = model.new_int_var(0, longest * requests, "product")
-        rest = model.new_int_var(0, max(requests - 1, 0), "rest")
-        several = self._several(batch.decodes)
-        model.add_multiplication_equality(product, [mean, self._variable(batch.decodes, "n")])
-        model.add(batch.kv == product + rest)
-        model.add(rest <= batch.decodes - 1).only_enforce_if(several)
-        model.add(rest == 0).only_enforce_if(~several)
-        return product
-
-    def _several(self, count: Any) -> Any:
-        several = self.model.new_bool_var("several")
-        self.model.add(count >= 2).only_enforce_if(several)
-        self.model.add(count <= 1).only_enforce_if(~several)
-        return several
-
-    def _if_several(self, count: Any, amount: Any) -> Any:
-        several = self._several(count)
-        amount = self._variable(amount, "amount")
-        found = self.model.new_int_var(0, self.longest, "extra")
-        self.model.add(found == amount).only_enforce_if(several)
-        self.model.add(found == 0).only_enforce_if(~several)
-        return found
-
-    def _variable(self, expression: Any, name: str) -> Any:
-        found = self.model.new_int_var(0, self.longest, name)
-        self.model.add(found == expression)
-        return found
-
     def _order_twins(self) -> None:
         """Equal requests end in the order of their numbers: they could be renamed."""
         last: dict[tuple[float, int, int], int] = {}
@@ -311,6 +257,7 @@ class Program:
             last[key] = i
 
     def end_batch(self, i: int) -> Any:
+        """The number of the batch that writes the last token of request i, an expression."""
         out = self.output[i]
         return sum(
             j * lit
@@ -341,7 +288,7 @@ class Program:
                     self.model.add_hint(cell.part, held if state in PARTIAL else 0)
 
     def schedule(self, solver: cp_model.CpSolver) -> Schedule:
-        """What the solver found."""
+        """What the solver found, as far as its last batch that computes anything."""
         used = sum(solver.boolean_value(active) for active in self.active)
         tokens = np.zeros((used, len(self.cells)), np.int64)
         preempt = np.zeros(tokens.shape, bool)

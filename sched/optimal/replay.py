@@ -1,6 +1,6 @@
 """Schedules as data: which request computes how many tokens in which batch, and their replay.
 
-A schedule may come from a constraint program (`optimal.py`), from a policy (`record`) or from
+A schedule may come from a constraint program (`solve`), from a policy (`Problem.record`) or from
 anywhere else. `replay` runs it through the same `Scheduler`, block pool and cost model that
 policies run on; a schedule that breaks a limit raises InvalidPlan there.
 """
@@ -49,6 +49,7 @@ class Schedule:
 
     @property
     def preemptions(self) -> int:
+        """How often a request loses its cache."""
         return int(self.preempt.sum())
 
     def reordered(self, order: np.ndarray) -> Schedule:
@@ -68,6 +69,8 @@ class ScriptedPolicy(Policy):
         self.next_batch = 0
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """The next batch of the schedule; an empty one until its requests have arrived, and after
+        the last."""
         if self.next_batch == len(self.schedule):
             return BatchPlan()
         tokens = self.schedule.tokens[self.next_batch]
@@ -108,16 +111,17 @@ class Replay:
 
     @property
     def latency(self) -> float:
-        """Sum of the batch times: what the simulator calls latency_s."""
+        """Seconds: the sum of the batch times, what the simulator calls latency_s."""
         return float(self.duration.sum())
 
     @property
     def makespan(self) -> float:
-        """End of the last batch."""
+        """Seconds from 0 to the end of the last batch."""
         return float(self.start[-1] + self.duration[-1])
 
     @property
     def mean_ttft(self) -> float:
+        """Mean seconds from a request's arrival to its first token."""
         return float((self.first_token - self.workload.arrival).mean())
 
 
@@ -209,7 +213,8 @@ def replay(
     block_size: int = 1,
 ) -> Replay:
     """`run` with a schedule in place of a policy. A batch starts when the one before it has ended
-    and its requests have arrived."""
+    and its requests have arrived. Raises ReplayError also for a schedule of another number of
+    requests, or with batches after the end."""
     if schedule.tokens.shape[1] != len(workload):
         raise ReplayError(
             f"the schedule is for {schedule.tokens.shape[1]} requests, not {len(workload)}"

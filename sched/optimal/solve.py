@@ -2,7 +2,7 @@
 
 `solve` answers what no policy can: what the best schedule of a small workload takes, or whether
 one better than x exists. It knows arrivals and output lengths. The program itself is in
-`optimal_program.py`; what it returns has been replayed on the engine's own scheduler.
+`program.py`; what it returns has been replayed on the engine's own scheduler.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.sched.optimal.cells import Bounds
 from jaxserve.sched.optimal.cost import ScaledCost
 from jaxserve.sched.optimal.problem import (
     OBJECTIVES,
@@ -153,7 +154,7 @@ class _Task:
 
     def _program(self) -> tuple[Program, Callable[[float], float]]:
         """The program with its objective, and what turns the objective's units into seconds."""
-        from jaxserve.sched.optimal.program import Bounds, Program
+        from jaxserve.sched.optimal.program import Program
 
         problem, cost = self.problem, self.cost
         check_size(problem.workload, self.batches, problem.chunked)

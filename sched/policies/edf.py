@@ -20,6 +20,7 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
     source="earliest deadline first on InferMax 3.1",
 )
 def edf() -> UnifiedPolicy:
+    """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt."""
     groups = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_deadline)
 

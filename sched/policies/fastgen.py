@@ -17,6 +17,8 @@ from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
     source="DeepSpeed-FastGen",
 )
 def fastgen() -> UnifiedPolicy:
+    """Decodes, then prompts under way, then the waiting, up to C tokens. A start reserves blocks
+    for its chunk alone, so whoever runs may have to preempt for the next."""
     groups = (
         Group(Phase.DECODE, preempts=True),
         Group(Phase.PREFILL, preempts=True),

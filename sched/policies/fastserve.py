@@ -35,6 +35,7 @@ class _Memory:
     before: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def grow(self, rows: int) -> None:
+        """Makes the arrays as long as the table."""
         more = rows - len(self.seq)
         if more > 0:
             self.seq = np.append(self.seq, np.full(more, NOBODY))
@@ -66,10 +67,12 @@ class FastServe(UnifiedPolicy):
     _memory: _Memory = field(default_factory=_Memory, init=False, repr=False, compare=False)
 
     def ranking(self, view: View, now: float) -> Ranking:
+        """By queue, the top one first, then by arrival."""
         return rank(view, lambda rows: (self.queue_of(view, rows, now),), self.requeue)
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
-        """The queue that each request is in, 0 the top, int64 [n]."""
+        """The queue that each request is in, 0 the top, int64 [n]. Takes note of new ones, and of
+        those that have had nothing for `patience` seconds: they are at the top again."""
         table, memory = view.table, self._memory
         memory.grow(table.capacity)
         new = rows[memory.seq[rows] != table.seq[rows]]

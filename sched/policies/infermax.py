@@ -40,6 +40,7 @@ class InferMax(UnifiedPolicy):
     enough: int = 32
 
     def ranking(self, view: View, now: float) -> Ranking:
+        """Those that run by cached tokens, most first; the waiting as `UnifiedPolicy` has them."""
         plain = rank(view, requeue=self.requeue)
         if not self.longest_first:
             return plain
@@ -51,6 +52,9 @@ class InferMax(UnifiedPolicy):
         return Ranking(plain.waiting, running, place)
 
     def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Rows -> the cache tokens that each is expected to end with, int64 [n]: its prompt and the
+        mean output of those that got as long, at most max_tokens. None until `enough` outputs have
+        ended."""
         table, lengths = view.table, view.table.output_lengths
         if not self.expect_outputs or lengths.count < self.enough:
             return None

@@ -18,6 +18,7 @@ BATCH_SIZE = 8  # in AccelGen's comparison (section 3), after Orca's own
     source="Orca; AccelGen section 3",
 )
 def orca() -> UnifiedPolicy:
+    """BATCH_SIZE requests hold cache at most, and nobody preempts."""
     return UnifiedPolicy(
         (Group(Phase.ANY),),
         mixed_batches=True,

@@ -21,6 +21,7 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
     source="vLLM and TensorRT-LLM priority scheduling",
 )
 def priority() -> UnifiedPolicy:
+    """Chunked prefill in mixed batches, in one order by tier, phase and arrival."""
     groups = (Group(Phase.ANY, preempts=True),)
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_tier_then_phase)
 

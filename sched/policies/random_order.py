@@ -15,6 +15,7 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
     source="baseline",
 )
 def random_order() -> UnifiedPolicy:
+    """The lots are the same in every step, and in every run with the view's seed."""
     groups = (Group(Phase.ANY, preempts=True),)
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_lot)
 

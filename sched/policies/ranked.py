@@ -26,6 +26,7 @@ def _ranked(key: Key | None, hypothetical: bool = False) -> UnifiedPolicy:
     source="InferMax 4.6",
 )
 def rank_org() -> UnifiedPolicy:
+    """RankOrg: by arrival."""
     return _ranked(None)
 
 
@@ -35,6 +36,7 @@ def rank_org() -> UnifiedPolicy:
     source="InferMax 4.6",
 )
 def rank_i() -> UnifiedPolicy:
+    """RankI: by the length of the prompt, the shortest first."""
     return _ranked(_prompt_len)
 
 
@@ -44,6 +46,7 @@ def rank_i() -> UnifiedPolicy:
     source="InferMax 4.6",
 )
 def rank_o() -> UnifiedPolicy:
+    """RankO: by the length of the output, the shortest first; only a simulation knows it."""
     return _ranked(_output_len, hypothetical=True)
 
 

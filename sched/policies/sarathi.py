@@ -15,6 +15,7 @@ DECODE_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL), Group(
     source="InferMax 3.1, Table 1",
 )
 def sarathi() -> UnifiedPolicy:
+    """All decodes, then chunks of prompts as far as the batch stays within P."""
     return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=True)
 
 
@@ -24,6 +25,7 @@ def sarathi() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_pc() -> UnifiedPolicy:
+    """P = C: chunks may be as long as the batch."""
     return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=True, full_prefill=True)
 
 
@@ -33,6 +35,7 @@ def sarathi_pc() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_nocp() -> UnifiedPolicy:
+    """Whole prompts, which may be as long as the batch."""
     return UnifiedPolicy(DECODE_FIRST, mixed_batches=True, chunked=False, full_prefill=True)
 
 
@@ -42,4 +45,5 @@ def sarathi_nocp() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_nohy() -> UnifiedPolicy:
+    """No hybrid batching and no chunked prefill: a batch is of whole prompts or of decodes."""
     return UnifiedPolicy(DECODE_FIRST, mixed_batches=False, chunked=False, full_prefill=True)

@@ -14,6 +14,8 @@ PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
     source="InferMax 3.1, Table 1",
 )
 def vllm() -> UnifiedPolicy:
+    """A batch of whole prompts where anybody can start, else of all decodes, who preempt the last
+    to arrive when memory ends."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
 
 
@@ -23,4 +25,5 @@ def vllm() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def vllm_hy() -> UnifiedPolicy:
+    """Hybrid batching: decodes fill what the prompts leave of C."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=True, chunked=False, full_prefill=True)

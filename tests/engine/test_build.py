@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build
+from jaxserve.engine import build, model_options
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 
@@ -118,4 +118,4 @@ def test_auto_is_a_dtype_that_the_platform_computes_in(
     platform: str, stored: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert build._dtype("auto", {"torch_dtype": stored}).name == chosen
+    assert model_options.choose_dtype("auto", {"torch_dtype": stored}).name == chosen

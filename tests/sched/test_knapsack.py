@@ -49,7 +49,7 @@ def test_is_at_least_half_of_the_optimum_and_mostly_all_of_it(doubled: bool) -> 
         budget = int(rng.integers(1, int(offers.kv.sum()) + 3))
         kinds = choose(offers, budget).kinds
         assert offers.blocks(kinds) <= budget
-        got, optimum = offers.worth(kinds), exact(offers, budget)
+        got, optimum = offers.value_of(kinds), exact(offers, budget)
         assert got >= optimum / 2 - 1e-9 * abs(optimum)
         best += got >= optimum - 1e-9 * abs(optimum)
     assert best >= SHARE * INSTANCES

@@ -44,7 +44,7 @@ def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndar
 
 
 def check(name: str, saved: dict[str, Any], tokens: np.ndarray, logits: np.ndarray) -> list[str]:
-    """What differs between a fresh run and the files."""
+    """What differs between a fresh run and the files, a line each; empty if nothing does."""
     described = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     stored = np.load(FOLDER / f"{name}.npz")
     problems = []

@@ -58,6 +58,7 @@ def cpu_settings() -> dict[str, str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The workload: numbers and lengths as in `jaxserve.bench`. Exits with 2 for a wrong one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--num_requests", type=int, default=32)
@@ -152,6 +153,7 @@ def rates(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the line; returns the exit status."""
     result = run(parse(argv))
     print(json.dumps(result), flush=True)
     return 0

@@ -31,6 +31,7 @@ class CompareError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status, 1 where a run failed."""
     args = parse(argv)
     try:
         result = compare(args)
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The workload, and how often it is run. Exits with 2 for a wrong number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
     parser.add_argument("--rounds", type=int, default=3)
@@ -61,7 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; rates in output tokens per second."""
+    """All rounds, one after the other; rates in output tokens per second. Raises CompareError."""
     rounds = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)

@@ -16,11 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.bench import runs
-from jaxserve.bench.machine import machine, versions
 from jaxserve.bench.target import EngineTarget
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
+from jaxserve.machine import machine, versions
 from jaxserve.sched.request import SLO
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals

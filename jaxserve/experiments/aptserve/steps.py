@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.machine import machine, versions
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.machine import machine, versions
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
 READS = ("absorbed", "projected")

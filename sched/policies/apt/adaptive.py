@@ -20,7 +20,7 @@ _HIDDEN = int(CacheKind.HIDDEN)
 
 
 def go_on(
-    view: View, rows: np.ndarray, worth: Value, in_turn: bool
+    view: View, rows: np.ndarray, values: Value, in_turn: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Who of the running keeps its cache and grows it: a mask [n], the rows to preempt, and the
     blocks left. Everybody, as long as the blocks last; else the greedy over the whole pool decides,
@@ -28,29 +28,29 @@ def go_on(
     arrive is the first to go."""
     pool = view.pool
     kinds = pool.kind[rows]
-    need = pool.needed(rows, worth.tokens, kinds)
+    need = pool.needed(rows, values.tokens, kinds)
     free, wanted = pool.num_free, int(need.sum())
     everybody = np.ones(len(rows), bool)
     if wanted <= free:
         return everybody, rows[:0], free - wanted
     held = pool.blocks_held(rows)
     total = free + int(pool.returned_by(rows).sum())
-    value = worth.value
+    value = values.value
     if in_turn:
         gain = -np.arange(len(rows), dtype=np.float64)
         until = np.searchsorted(np.cumsum(held + need), total, side="right")
         kept = np.arange(int(until))
     else:
-        if worth.penalty is not None:
+        if values.penalty is not None:
             hidden = kinds == _HIDDEN
-            value = np.where(hidden, np.maximum(value - worth.penalty, value * NEAR_ZERO), value)
+            value = np.where(hidden, np.maximum(value - values.penalty, value * NEAR_ZERO), value)
         choice = choose(Offers(value, held + need), total)
         gain, kept = choice.gain, choice.served
     goes = np.zeros(len(rows), bool)
     goes[kept] = True
     left = free - int(need[kept].sum())
     others = np.flatnonzero(~goes)
-    others = others[np.argsort(gain[others], kind="stable")]  # the least worthy first
+    others = others[np.argsort(gain[others], kind="stable")]  # the least valuable first
     preempted = others[:0]
     if left < 0:
         returned = np.cumsum(pool.returned_by(rows[others]))

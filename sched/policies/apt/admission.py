@@ -31,7 +31,7 @@ class StartBudget:
 
 @dataclass(frozen=True)
 class Starts:
-    """Arrays [n], most worthy first: rows, tokens that each computes now, and `CacheKind`s."""
+    """Arrays [n], most valuable first: rows, tokens that each computes now, and `CacheKind`s."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -48,76 +48,77 @@ class Starts:
         )
 
 
-def start(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Starts:
-    """By value; who has missed its target already comes after all others and leaves some memory
-    to those who will arrive next, or the fallback would come too late for them."""
-    if not room.spare or not np.count_nonzero(worth.late):
-        return _start(view, rows, worth, room)
-    fresh = np.flatnonzero(~worth.late)
-    first = _start(view, rows[fresh], worth.of(fresh), room)
+def start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
+    """Who of the waiting rows starts within the budget, by value. Who has missed its target already
+    comes after all others and leaves `budget.spare` blocks to those who will arrive next, or the
+    fallback would come too late for them (section 6.6)."""
+    if not budget.spare or not np.count_nonzero(values.late):
+        return _start(view, rows, values, budget)
+    fresh = np.flatnonzero(~values.late)
+    first = _start(view, rows[fresh], values.of(fresh), budget)
     known = view.table.prompt_len[first.rows] + view.table.generated[first.rows]
     used = view.pool.blocks_for(known, first.kinds)
     left = StartBudget(
-        room.blocks - int(used.sum()) - room.spare,
-        room.tokens - int(first.tokens.sum()),
-        room.slots - len(first),
-        chunked=room.chunked,
+        budget.blocks - int(used.sum()) - budget.spare,
+        budget.tokens - int(first.tokens.sum()),
+        budget.slots - len(first),
+        chunked=budget.chunked,
     )
-    late = np.flatnonzero(worth.late)
-    return first + _start(view, rows[late], worth.of(late), left)
+    late = np.flatnonzero(values.late)
+    return first + _start(view, rows[late], values.of(late), left)
 
 
-def _start(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Starts:
-    if min(room.blocks, room.tokens, room.slots) <= 0 or not len(rows):
+def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
+    if min(budget.blocks, budget.tokens, budget.slots) <= 0 or not len(rows):
         return Starts(rows[:0], rows[:0], rows[:0])
-    if not room.chunked:
-        short = np.flatnonzero(worth.tokens <= room.tokens)
-        rows, worth = rows[short], worth.of(short)
-    choice = _choose(view, worth, room.blocks)
+    if not budget.chunked:
+        short = np.flatnonzero(values.tokens <= budget.tokens)
+        rows, values = rows[short], values.of(short)
+    choice = _choose(view, values, budget.blocks)
     order = choice.served
-    tokens = worth.tokens[order]
+    tokens = values.tokens[order]
     before = np.cumsum(tokens) - tokens
-    if len(order) > room.slots or int(tokens.sum()) > room.tokens:
+    if len(order) > budget.slots or int(tokens.sum()) > budget.tokens:
         # Not all of them: what the others leave of memory goes to these.
-        if room.chunked:
-            keep = np.flatnonzero(before < room.tokens)
+        if budget.chunked:
+            keep = np.flatnonzero(before < budget.tokens)
         else:
-            keep = fit(np.arange(len(order)), tokens, room.tokens)
-        kept = np.sort(order[keep[: room.slots]])
-        rows, worth = rows[kept], worth.of(kept)
-        choice = _choose(view, worth, room.blocks)
+            keep = fit(np.arange(len(order)), tokens, budget.tokens)
+        kept = np.sort(order[keep[: budget.slots]])
+        rows, values = rows[kept], values.of(kept)
+        choice = _choose(view, values, budget.blocks)
         order = choice.served
-        tokens = worth.tokens[order]
+        tokens = values.tokens[order]
         before = np.cumsum(tokens) - tokens
     # Kept ones may be in another order now, and the last to be cut another; who gets none waits.
-    tokens = np.minimum(tokens, room.tokens - before)
+    tokens = np.minimum(tokens, budget.tokens - before)
     order, tokens = order[tokens > 0], tokens[tokens > 0]
     return Starts(rows[order], tokens, choice.kinds[order])
 
 
-def _choose(view: View, worth: Value, free: int) -> Choice:
-    kv = view.pool.blocks_for(worth.tokens)
-    if worth.penalty is None:
-        return choose(Offers(worth.value, kv), free)
-    hidden = view.pool.blocks_for(worth.tokens, CacheKind.HIDDEN)
-    return choose(Offers(worth.value, kv, hidden, worth.penalty), free)
+def _choose(view: View, values: Value, free: int) -> Choice:
+    kv = view.pool.blocks_for(values.tokens)
+    if values.penalty is None:
+        return choose(Offers(values.value, kv), free)
+    hidden = view.pool.blocks_for(values.tokens, CacheKind.HIDDEN)
+    return choose(Offers(values.value, kv, hidden, values.penalty), free)
 
 
-def start_in_turn(view: View, rows: np.ndarray, worth: Value, room: StartBudget) -> Starts:
+def start_in_turn(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
     """First come, first served: nobody overtakes who does not fit. Hidden caches let more start;
     what memory they leave makes K and V of the first."""
-    tokens = worth.tokens
+    tokens = values.tokens
     most, least = view.pool.blocks_for(tokens), view.pool.blocks_for(tokens, _HIDDEN)
-    if worth.penalty is None:
+    if values.penalty is None:
         least = most
     before = np.cumsum(tokens) - tokens
-    fits = (np.cumsum(least) <= room.blocks) & (np.arange(len(rows)) < room.slots)
-    fits &= (before < room.tokens) if room.chunked else (before + tokens <= room.tokens)
+    fits = (np.cumsum(least) <= budget.blocks) & (np.arange(len(rows)) < budget.slots)
+    fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
     count = len(rows) if fits.all() else int(np.argmin(fits))
     kinds = np.full(count, _KV)
-    if worth.penalty is not None:
-        left = room.blocks - int(least[:count].sum())
+    if values.penalty is not None:
+        left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]
-        kv = (np.cumsum(more) <= left) & (worth.penalty[:count] > 0)
+        kv = (np.cumsum(more) <= left) & (values.penalty[:count] > 0)
         kinds = np.where(kv, _KV, _HIDDEN)
-    return Starts(rows[:count], np.minimum(tokens, room.tokens - before)[:count], kinds)
+    return Starts(rows[:count], np.minimum(tokens, budget.tokens - before)[:count], kinds)

@@ -63,6 +63,8 @@ class AptServe(Policy):
         return not self.chunked
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """A step of prefills where those that wait have been without a token for longer in all than
+        those that run (section 5), and of decodes otherwise; chunked, one batch of both."""
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         hidden = self.hybrid_cache and view.rho is not None
         delay = (len(waiting) + len(running)) * (view.rho or 0.0) if hidden else None
@@ -70,24 +72,30 @@ class AptServe(Policy):
         if len(waiting) and not self.chunked:
             clock += in_flight(view, running)
         ran = weigh(view, running, clock=clock, step=step, delay=delay, decay=self.slo_decay)
-        worth = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
+        values = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
         if self.chunked or not len(waiting):
-            return self._go_on(view, running, ran, waiting, worth)
+            return self._go_on(view, running, ran, waiting, values)
         # The times themselves, of late requests too: the fallback changes values, not waiting.
-        if not self.adaptive or worth.pending.sum() >= ran.pending.sum():
-            starts = self._start(view, waiting, worth, view.pool.num_free)
+        if not self.adaptive or values.pending.sum() >= ran.pending.sum():
+            starts = self._start(view, waiting, values, view.pool.num_free)
             if len(starts):
                 return _plan(view, starts)
-        return self._go_on(view, running, ran, waiting, worth)
+        return self._go_on(view, running, ran, waiting, values)
 
     def _start(
-        self, view: View, waiting: np.ndarray, worth: Value, left: int, rows: int = 0, used: int = 0
+        self,
+        view: View,
+        waiting: np.ndarray,
+        values: Value,
+        left: int,
+        rows: int = 0,
+        used: int = 0,
     ) -> Starts:
         """Who starts. left: free blocks. rows, used: rows and tokens in the batch already."""
         limits, blocks = view.limits, view.pool.num_blocks
         holders = len(view.table.in_state(RUNNING))
         c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
-        room = StartBudget(
+        budget = StartBudget(
             left - (int(self.watermark * blocks) if holders else 0),
             c - used,
             limits.max_rows - max(holders, rows),
@@ -95,10 +103,10 @@ class AptServe(Policy):
             spare=int(self.headroom * blocks) if holders and not self.slo_decay else 0,
             chunked=self.chunked,
         )
-        return (start if self.adaptive else start_in_turn)(view, waiting, worth, room)
+        return (start if self.adaptive else start_in_turn)(view, waiting, values, budget)
 
     def _go_on(
-        self, view: View, rows: np.ndarray, ran: Value, waiting: np.ndarray, worth: Value
+        self, view: View, rows: np.ndarray, ran: Value, waiting: np.ndarray, values: Value
     ) -> BatchPlan:
         """A step of those that run, and of those that start in a mixed batch."""
         goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
@@ -106,7 +114,7 @@ class AptServe(Policy):
         tokens = self._share(view, rows, ran)
         kinds = view.pool.kind[rows].astype(np.int64)
         spare = int(self.headroom * view.pool.num_blocks)
-        wider = to_kv(view, rows, ran, worth, left - spare) & (tokens > 0)
+        wider = to_kv(view, rows, ran, values, left - spare) & (tokens > 0)
         kinds[wider] = CacheKind.KV
         here = tokens > 0
         batch = Starts(rows[here], tokens[here], kinds[here])
@@ -116,11 +124,11 @@ class AptServe(Policy):
             left -= int(pool.blocks_for(pool.room(project), CacheKind.HIDDEN).sum())
             left -= int(pool.blocks_for(1)) * len(project)
             total = int(tokens.sum())
-            batch += self._start(view, waiting, worth, left, len(batch), total)
+            batch += self._start(view, waiting, values, left, len(batch), total)
         return _plan(view, batch, preempt, project)
 
     def _share(self, view: View, rows: np.ndarray, ran: Value) -> np.ndarray:
-        """Tokens that each of those who go on computes: decodes first, then prompts by worth."""
+        """Tokens that each of those who go on computes: decodes first, then prompts by value."""
         table, limits = view.table, view.limits
         tokens = table.pending(rows)
         decodes = table.decoding(rows)
@@ -133,9 +141,9 @@ class AptServe(Policy):
         ordered = tokens[order]
         before = np.cumsum(ordered) - ordered
         p = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
-        room = np.where(decodes[order], limits.max_batch_tokens, p)
+        budget = np.where(decodes[order], limits.max_batch_tokens, p)
         shared = np.zeros_like(tokens)
-        shared[order] = np.clip(room - before, 0, ordered)
+        shared[order] = np.clip(budget - before, 0, ordered)
         return shared
 
 
@@ -145,11 +153,14 @@ class AptServe(Policy):
     source="Apt-Serve 6.7",
 )
 def aptserve_s() -> AptServe:
+    """Values and both kinds of cache, but no steps of prefills alone: chunks of prompts fill the
+    batches of decodes (section 6.7)."""
     return AptServe(chunked=True)
 
 
 @register("aptserve_kv", summary="aptserve with K and V only", source="Apt-Serve 6.5, Table 4")
 def aptserve_kv() -> AptServe:
+    """Of the two parts of the design, values alone (section 6.5, Table 4)."""
     return AptServe(hybrid_cache=False)
 
 
@@ -159,6 +170,7 @@ def aptserve_kv() -> AptServe:
     source="Apt-Serve 6.5, Table 5",
 )
 def aptserve_fcfs() -> AptServe:
+    """Of the two parts of the design, hidden caches alone (section 6.5, Table 5)."""
     return AptServe(adaptive=False)
 
 

@@ -27,7 +27,7 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 @dataclass(frozen=True)
 class Offers:
-    """What each candidate is worth and takes; arrays [n], in the order that breaks ties.
+    """The value of each candidate and what it takes; arrays [n], in the order that breaks ties.
 
     value: its pending time p in seconds, 0 or more. kv: blocks, 1 or more. hidden: blocks, fewer
     than kv; None where hidden caches cannot be had. penalty: seconds by which its hidden cache
@@ -39,7 +39,7 @@ class Offers:
     hidden: np.ndarray | None = None
     penalty: np.ndarray | None = None
 
-    def worth(self, kinds: np.ndarray) -> float:
+    def value_of(self, kinds: np.ndarray) -> float:
         """Value of serving each in that kind, or not at all (Eq. 7)."""
         total = float(self.value[kinds != NOT_SERVED].sum())
         if self.penalty is not None:
@@ -47,7 +47,7 @@ class Offers:
         return total
 
     def blocks(self, kinds: np.ndarray) -> int:
-        """Blocks that they take then."""
+        """Blocks that serving each in that kind takes."""
         total = int(self.kv[kinds == _KV].sum())
         if self.hidden is not None:
             total += int(self.hidden[kinds == _HIDDEN].sum())
@@ -76,7 +76,7 @@ class _Entries:
 
 
 def choose(offers: Offers, budget: int) -> Choice:
-    """Who is served with which cache in `budget` blocks. O(n log n)."""
+    """Who is served with which cache in `budget` blocks (Algorithm 1). O(n log n)."""
     entries, count = _entries(offers, budget), len(offers.value)
     order = entries.order
     taken = int(np.searchsorted(np.cumsum(entries.weight[order]), budget, side="right"))
@@ -88,7 +88,7 @@ def choose(offers: Offers, budget: int) -> Choice:
         value = float(offers.value[alone])
         if kind == _HIDDEN and offers.penalty is not None:
             value -= float(offers.penalty[alone])
-        if offers.worth(kinds) < value:
+        if offers.value_of(kinds) < value:
             kinds = _with_alone(entries, alone, kind, budget, count, offers)
     firsts = order[order < count]
     return Choice(kinds, entries.gain, firsts[kinds[firsts] != NOT_SERVED])

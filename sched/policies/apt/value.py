@@ -1,4 +1,4 @@
-"""What it is worth to serve a request now: Apt-Serve's quantification model (section 4.2)."""
+"""The value of serving a request now: Apt-Serve's quantification model (section 4.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Value:
     tokens: np.ndarray
 
     def of(self, chosen: np.ndarray) -> Value:
-        """Those that a mask or indices choose."""
+        """The rows that a mask, bool [n], or indices choose."""
         penalty = None if self.penalty is None else self.penalty[chosen]
         return Value(
             self.pending[chosen],
@@ -40,7 +40,7 @@ def weigh(
     view: View, rows: np.ndarray, *, clock: float, step: float, delay: float | None, decay: float
 ) -> Value:
     """Eq. 5 and 6, with the fallback for those that are late. clock: seconds, when the planned step
-    starts. step: the least that a request is worth, see `decode_time`. delay: seconds by which a
+    starts. step: the least value of a request, see `decode_time`. delay: seconds by which a
     token in a hidden cache delays all requests together, n rho; None for K and V alone. decay:
     share of its value that a late request keeps; 0 stands for next to nothing.
 
@@ -59,7 +59,7 @@ def weigh(
     if np.count_nonzero(late):
         value[late] *= decay or NEAR_ZERO
         if penalty is not None:
-            # Next to nothing, it is not worth that it delays others; decayed, all of it is.
+            # Next to nothing does not outweigh the delay of others; with a decay, both shrink.
             shrinks = late if decay else late & (penalty < 0)
             penalty = np.where(shrinks, penalty * (decay or NEAR_ZERO), penalty)
     return Value(pending, value, penalty, late, tokens)
@@ -67,7 +67,7 @@ def weigh(
 
 def decode_time(view: View, running: np.ndarray) -> float:
     """Seconds of a step in which all of these decode. Who has just had a token will have been
-    without one for as long at the end of the next, so nobody is worth less."""
+    without one for as long at the end of the next, so no value is less."""
     if view.cost_model is None or not len(running):
         return STEP
     count = np.array(len(running))

@@ -1,4 +1,4 @@
-"""Where a measurement was taken."""
+"""Where a measurement was taken: profiles, benchmarks and experiments all write it down."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy")
 
 
 def versions() -> dict[str, str]:
+    """Package name to version, Python's own included. Raises PackageNotFoundError where jaxserve
+    runs from a folder that was never installed."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **found}
 
 
 def machine() -> dict[str, Any]:
-    """load_average: over the last minute; much above 0 before a run means company."""
+    """The CPU, its memory in GiB and what else was running, ready for JSON.
+
+    cores: those that this process may use. load_average: over the last minute; much above 0 before
+    a run means company.
+    """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu_model(),
@@ -30,7 +36,6 @@ def machine() -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Those this process may use, where the system says so."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
