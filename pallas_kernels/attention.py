@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxserve.pallas_kernels import checks
-from jaxserve.pallas_kernels.backends import Backend, get_backend
+from jaxserve.pallas_kernels.backends import get_backend
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
-
-__all__ = [
-    "Backend",
-    "absorbed_attention",
-    "paged_attention",
-    "projected_attention",
-    "write",
-]
-
-BY_HEAD = P(None, HEAD_AXIS)  # [tokens, heads, ...]
-POOL = P(None, None, HEAD_AXIS)
+from jaxserve.pallas_kernels.sharding import (
+    BY_HEAD,
+    BY_WIDTH,
+    POOL,
+    WHOLE,
+    gather_blocks,
+    over_heads,
+    projection_specs,
+)
 
 
 def write(
@@ -53,18 +48,9 @@ def write(
     given = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
     for name, value in given.items():
         checks.check_tokens(name, value, want, "tokens, kv_heads, head_dim")
-    chosen = get_backend(backend).write
-    if mesh is None:
-        return chosen(pool, layer, k, v, x, batch)
-    checks.check_shards(mesh, k=want[1])
-    sharded = jax.shard_map(
-        chosen,
-        mesh=mesh,
-        in_specs=(POOL, P(), BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, P()),
-        out_specs=POOL,
-        check_vma=False,
-    )
-    return sharded(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
+    takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE)
+    run = over_heads(get_backend(backend).write, mesh, takes, POOL, k=want[1])
+    return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
 
 
 def paged_attention(
@@ -102,17 +88,9 @@ def paged_attention(
         soft_cap=soft_cap,
         decode_only=decode_only,
     )
-    if mesh is None:
-        return attend(q, pool, layer, batch)
-    checks.check_shards(mesh, q=q.shape[1], pool=pool.shape[2])
-    sharded = jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(BY_HEAD, POOL, P(), P()),
-        out_specs=BY_HEAD,
-        check_vma=False,
-    )
-    return sharded(q, pool, jnp.asarray(layer, jnp.int32), batch)
+    heads = {"q": q.shape[1], "pool": pool.shape[2]}
+    run = over_heads(attend, mesh, (BY_HEAD, POOL, WHOLE, WHOLE), BY_HEAD, **heads)
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch)
 
 
 def absorbed_attention(
@@ -148,18 +126,9 @@ def absorbed_attention(
         soft_cap=soft_cap,
         axis_name=None if mesh is None else HEAD_AXIS,
     )
-    if mesh is None:
-        return absorbed(qx, pool, layer, batch)
-    checks.check_shards(mesh, pool=pool.shape[2])
-    by_width = P(None, None, HEAD_AXIS)
-    sharded = jax.shard_map(
-        absorbed,
-        mesh=mesh,
-        in_specs=(by_width, POOL, P(), P()),
-        out_specs=by_width,
-        check_vma=False,
-    )
-    return sharded(qx, pool, jnp.asarray(layer, jnp.int32), batch)
+    takes = (BY_WIDTH, POOL, WHOLE, WHOLE)
+    run = over_heads(absorbed, mesh, takes, BY_WIDTH, pool=pool.shape[2])
+    return run(qx, pool, jnp.asarray(layer, jnp.int32), batch)
 
 
 def projected_attention(
@@ -199,9 +168,6 @@ def projected_attention(
         soft_cap=soft_cap,
         decode_only=decode_only,
     )
-    if mesh is None:
-        return projected(q, pool, layer, batch, projection)
-    checks.check_shards(mesh, q=q.shape[1], pool=heads)
 
     def one_shard(
         q: jax.Array,
@@ -210,41 +176,15 @@ def projected_attention(
         batch: AttentionBatch,
         projection: HiddenProjection,
     ) -> jax.Array:
-        whole, tables = _whole_blocks(pool, layer, batch)
-        batch = dataclasses.replace(batch, tables=tables)
-        return projected(q, whole, jnp.int32(0), batch, projection)
+        whole, named = gather_blocks(pool, layer, batch)
+        return projected(q, whole, jnp.int32(0), named, projection)
 
-    sharded = jax.shard_map(
-        one_shard,
-        mesh=mesh,
-        in_specs=(BY_HEAD, POOL, P(), P(), _projection_specs(projection)),
-        out_specs=BY_HEAD,
-        check_vma=False,
+    run = over_heads(
+        projected if mesh is None else one_shard,
+        mesh,
+        (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection)),
+        BY_HEAD,
+        q=q.shape[1],
+        pool=heads,
     )
-    return sharded(q, pool, jnp.asarray(layer, jnp.int32), batch, projection)
-
-
-def _projection_specs(projection: HiddenProjection) -> HiddenProjection:
-    """The projection's columns cut by head, as a tree of specs."""
-    columns, bias = P(None, HEAD_AXIS), P(HEAD_AXIS)
-    specs = {"wk": columns, "wv": columns, "bk": bias, "bv": bias, "k_norm": P(), "rotation": P()}
-    given: dict[str, Any] = {
-        name: spec for name, spec in specs.items() if getattr(projection, name) is not None
-    }
-    return dataclasses.replace(projection, **given)
-
-
-def _whole_blocks(
-    pool: jax.Array, layer: jax.Array, batch: AttentionBatch
-) -> tuple[jax.Array, jax.Array]:
-    """The layer's hidden blocks with the parts of all shards, as a pool of one layer, and the
-    tables into it: only the blocks that the tables can name, where those are fewer than the pool's.
-    A projected head needs all of x, and x is half of what all heads' K and V would be to send."""
-    blocks, entries = pool.shape[1], batch.max_rows * batch.table_width
-    mine = jax.lax.dynamic_index_in_dim(pool, layer, keepdims=False)
-    tables = batch.tables
-    if entries < blocks:
-        mine = mine[tables[:, 0].reshape(-1)]
-        ids = jnp.arange(entries, dtype=jnp.int32).reshape(batch.max_rows, 1, batch.table_width)
-        tables = jnp.broadcast_to(ids, tables.shape)
-    return jax.lax.all_gather(mine, HEAD_AXIS, axis=1, tiled=True)[None], tables
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, projection)
