@@ -36,12 +36,14 @@ def write(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Write the step's tokens into their slots of one layer: k and v of KV rows, x of hidden ones;
-    [T, kv_heads, head_dim] each, a hidden vector being cut into kv_heads parts in order.
+    [T, kv_heads, head_dim] each, a hidden vector being cut into kv_heads parts in order. Returns
+    the pool.
 
-    In place where the pool is donated (or a loop's carry). layer: index into the whole pool, may
-    be traced. x: None says that no row of the batch is hidden. Values are converted to the pool's
-    dtype; padding tokens are dropped. With a mesh, kv heads are sharded over its axis "tensor".
-    ValueError for a wrong shape or dtype.
+    Rows fill their blocks from either end (BROS section 5.1); a hidden row has one vector a token
+    (Apt-Serve section 4.2). In place where the pool is donated (or a loop's carry). layer: index
+    into the whole pool, may be traced. x: None says that no row of the batch is hidden. Values are
+    converted to the pool's dtype; padding tokens are dropped. With a mesh, kv heads are sharded
+    over its axis "tensor". ValueError for a wrong shape or dtype.
     """
     checks.check_step(pool, layer, batch)
     want = (batch.max_tokens, pool.shape[2], pool.shape[4])
@@ -67,7 +69,9 @@ def paged_attention(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Causal attention of the step's tokens of KV rows over their rows' cached context, themselves
-    included (write first): q [T, num_heads, head_dim] -> the same shape and dtype.
+    included (write first): q [T, num_heads, head_dim] -> the same shape and dtype. PagedAttention
+    (Kwon et al. 2023, section 4.1) with the running softmax of FlashAttention (Dao et al. 2022,
+    section 3.1).
 
     Query head h reads kv head h // (num_heads // kv_heads). Scores are q . k * scale, then
     soft_cap * tanh(score / soft_cap) if given. sliding_window: a token sees the last so many
@@ -109,8 +113,8 @@ def absorbed_attention(
     qx [T, num_heads, E] -> sum_i a_i x_i, [T, num_heads, E] in qx's dtype; E = kv_heads * head_dim.
 
     For models whose keys are not rotated: with qx_h = Wk_h^T q_h the scores are those of q_h . k_i
-    but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (design: the fold of Wk
-    into the query and of Wv out of the sum). Rows that count: hidden, and below num_decodes; the
+    but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (as DeepSeek-V2, section
+    2.1.2, absorbs its up-projections). Rows that count: hidden, and below num_decodes; the
     row's token is query_start[row]. Zeros for all other tokens. scale, sliding_window, soft_cap: as
     in `paged_attention`; a cap wants the constant, so it is right only without a key bias. With a
     mesh, the hidden axis E is sharded over its axis "tensor" and the scores are summed over it.
