@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxserve.pallas_kernels import checks
-from jaxserve.pallas_kernels.backends import Backend, get_backend
+from jaxserve.pallas_kernels.backends import get_backend
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
-
-__all__ = [
-    "Backend",
-    "absorbed_attention",
-    "paged_attention",
-    "projected_attention",
-    "write",
-]
-
-BY_HEAD = P(None, HEAD_AXIS)  # [tokens, heads, ...]
-POOL = P(None, None, HEAD_AXIS)
+from jaxserve.pallas_kernels.sharding import (
+    BY_HEAD,
+    BY_WIDTH,
+    POOL,
+    WHOLE,
+    gather_blocks,
+    over_heads,
+    projection_specs,
+)
 
 
 def write(
@@ -41,30 +36,23 @@ def write(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Write the step's tokens into their slots of one layer: k and v of KV rows, x of hidden ones;
-    [T, kv_heads, head_dim] each, a hidden vector being cut into kv_heads parts in order.
+    [T, kv_heads, head_dim] each, a hidden vector being cut into kv_heads parts in order. Returns
+    the pool.
 
-    In place where the pool is donated (or a loop's carry). layer: index into the whole pool, may
-    be traced. x: None says that no row of the batch is hidden. Values are converted to the pool's
-    dtype; padding tokens are dropped. With a mesh, kv heads are sharded over its axis "tensor".
-    ValueError for a wrong shape or dtype.
+    Rows fill their blocks from either end (BROS section 5.1); a hidden row has one vector a token
+    (Apt-Serve section 4.2). In place where the pool is donated (or a loop's carry). layer: index
+    into the whole pool, may be traced. x: None says that no row of the batch is hidden. Values are
+    converted to the pool's dtype; padding tokens are dropped. With a mesh, kv heads are sharded
+    over its axis "tensor". ValueError for a wrong shape or dtype.
     """
     checks.check_step(pool, layer, batch)
     want = (batch.max_tokens, pool.shape[2], pool.shape[4])
     given = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
     for name, value in given.items():
         checks.check_tokens(name, value, want, "tokens, kv_heads, head_dim")
-    chosen = get_backend(backend).write
-    if mesh is None:
-        return chosen(pool, layer, k, v, x, batch)
-    checks.check_shards(mesh, k=want[1])
-    sharded = jax.shard_map(
-        chosen,
-        mesh=mesh,
-        in_specs=(POOL, P(), BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, P()),
-        out_specs=POOL,
-        check_vma=False,
-    )
-    return sharded(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
+    takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE)
+    run = over_heads(get_backend(backend).write, mesh, takes, POOL, k=want[1])
+    return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
 
 
 def paged_attention(
@@ -81,7 +69,9 @@ def paged_attention(
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Causal attention of the step's tokens of KV rows over their rows' cached context, themselves
-    included (write first): q [T, num_heads, head_dim] -> the same shape and dtype.
+    included (write first): q [T, num_heads, head_dim] -> the same shape and dtype. PagedAttention
+    (Kwon et al. 2023, section 4.1) with the running softmax of FlashAttention (Dao et al. 2022,
+    section 3.1).
 
     Query head h reads kv head h // (num_heads // kv_heads). Scores are q . k * scale, then
     soft_cap * tanh(score / soft_cap) if given. sliding_window: a token sees the last so many
@@ -102,17 +92,9 @@ def paged_attention(
         soft_cap=soft_cap,
         decode_only=decode_only,
     )
-    if mesh is None:
-        return attend(q, pool, layer, batch)
-    checks.check_shards(mesh, q=q.shape[1], pool=pool.shape[2])
-    sharded = jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(BY_HEAD, POOL, P(), P()),
-        out_specs=BY_HEAD,
-        check_vma=False,
-    )
-    return sharded(q, pool, jnp.asarray(layer, jnp.int32), batch)
+    heads = {"q": q.shape[1], "pool": pool.shape[2]}
+    run = over_heads(attend, mesh, (BY_HEAD, POOL, WHOLE, WHOLE), BY_HEAD, **heads)
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch)
 
 
 def absorbed_attention(
@@ -131,8 +113,8 @@ def absorbed_attention(
     qx [T, num_heads, E] -> sum_i a_i x_i, [T, num_heads, E] in qx's dtype; E = kv_heads * head_dim.
 
     For models whose keys are not rotated: with qx_h = Wk_h^T q_h the scores are those of q_h . k_i
-    but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (design: the fold of Wk
-    into the query and of Wv out of the sum). Rows that count: hidden, and below num_decodes; the
+    but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (as DeepSeek-V2, section
+    2.1.2, absorbs its up-projections). Rows that count: hidden, and below num_decodes; the
     row's token is query_start[row]. Zeros for all other tokens. scale, sliding_window, soft_cap: as
     in `paged_attention`; a cap wants the constant, so it is right only without a key bias. With a
     mesh, the hidden axis E is sharded over its axis "tensor" and the scores are summed over it.
@@ -148,18 +130,9 @@ def absorbed_attention(
         soft_cap=soft_cap,
         axis_name=None if mesh is None else HEAD_AXIS,
     )
-    if mesh is None:
-        return absorbed(qx, pool, layer, batch)
-    checks.check_shards(mesh, pool=pool.shape[2])
-    by_width = P(None, None, HEAD_AXIS)
-    sharded = jax.shard_map(
-        absorbed,
-        mesh=mesh,
-        in_specs=(by_width, POOL, P(), P()),
-        out_specs=by_width,
-        check_vma=False,
-    )
-    return sharded(qx, pool, jnp.asarray(layer, jnp.int32), batch)
+    takes = (BY_WIDTH, POOL, WHOLE, WHOLE)
+    run = over_heads(absorbed, mesh, takes, BY_WIDTH, pool=pool.shape[2])
+    return run(qx, pool, jnp.asarray(layer, jnp.int32), batch)
 
 
 def projected_attention(
@@ -199,9 +172,6 @@ def projected_attention(
         soft_cap=soft_cap,
         decode_only=decode_only,
     )
-    if mesh is None:
-        return projected(q, pool, layer, batch, projection)
-    checks.check_shards(mesh, q=q.shape[1], pool=heads)
 
     def one_shard(
         q: jax.Array,
@@ -210,41 +180,15 @@ def projected_attention(
         batch: AttentionBatch,
         projection: HiddenProjection,
     ) -> jax.Array:
-        whole, tables = _whole_blocks(pool, layer, batch)
-        batch = dataclasses.replace(batch, tables=tables)
-        return projected(q, whole, jnp.int32(0), batch, projection)
+        whole, named = gather_blocks(pool, layer, batch)
+        return projected(q, whole, jnp.int32(0), named, projection)
 
-    sharded = jax.shard_map(
-        one_shard,
-        mesh=mesh,
-        in_specs=(BY_HEAD, POOL, P(), P(), _projection_specs(projection)),
-        out_specs=BY_HEAD,
-        check_vma=False,
+    run = over_heads(
+        projected if mesh is None else one_shard,
+        mesh,
+        (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection)),
+        BY_HEAD,
+        q=q.shape[1],
+        pool=heads,
     )
-    return sharded(q, pool, jnp.asarray(layer, jnp.int32), batch, projection)
-
-
-def _projection_specs(projection: HiddenProjection) -> HiddenProjection:
-    """The projection's columns cut by head, as a tree of specs."""
-    columns, bias = P(None, HEAD_AXIS), P(HEAD_AXIS)
-    specs = {"wk": columns, "wv": columns, "bk": bias, "bv": bias, "k_norm": P(), "rotation": P()}
-    given: dict[str, Any] = {
-        name: spec for name, spec in specs.items() if getattr(projection, name) is not None
-    }
-    return dataclasses.replace(projection, **given)
-
-
-def _whole_blocks(
-    pool: jax.Array, layer: jax.Array, batch: AttentionBatch
-) -> tuple[jax.Array, jax.Array]:
-    """The layer's hidden blocks with the parts of all shards, as a pool of one layer, and the
-    tables into it: only the blocks that the tables can name, where those are fewer than the pool's.
-    A projected head needs all of x, and x is half of what all heads' K and V would be to send."""
-    blocks, entries = pool.shape[1], batch.max_rows * batch.table_width
-    mine = jax.lax.dynamic_index_in_dim(pool, layer, keepdims=False)
-    tables = batch.tables
-    if entries < blocks:
-        mine = mine[tables[:, 0].reshape(-1)]
-        ids = jnp.arange(entries, dtype=jnp.int32).reshape(batch.max_rows, 1, batch.table_width)
-        tables = jnp.broadcast_to(ids, tables.shape)
-    return jax.lax.all_gather(mine, HEAD_AXIS, axis=1, tiled=True)[None], tables
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, projection)

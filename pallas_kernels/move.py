@@ -6,14 +6,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxserve.pallas_kernels import checks
 from jaxserve.pallas_kernels.backends import get_backend
-from jaxserve.pallas_kernels.checks import HEAD_AXIS
-
-POOL = P(None, None, HEAD_AXIS)
-STAGING = P(None, None, HEAD_AXIS)
+from jaxserve.pallas_kernels.sharding import POOL, STAGING, WHOLE, over_heads
 
 
 def move_slots(
@@ -33,14 +29,9 @@ def move_slots(
     """
     checks.check_pool(pool)
     checks.check_places("moves", moves, 4, count)
-    chosen, count = get_backend(backend).move, jnp.asarray(count, jnp.int32)
-    if mesh is None:
-        return chosen(pool, moves, count)
-    checks.check_shards(mesh, pool=pool.shape[2])
-    sharded = jax.shard_map(
-        chosen, mesh=mesh, in_specs=(POOL, P(), P()), out_specs=POOL, check_vma=False
-    )
-    return sharded(pool, moves, count)
+    kernel, heads = get_backend(backend).move, pool.shape[2]
+    run = over_heads(kernel, mesh, (POOL, WHOLE, WHOLE), POOL, pool=heads)
+    return run(pool, moves, jnp.asarray(count, jnp.int32))
 
 
 def stage_out(
@@ -56,14 +47,9 @@ def stage_out(
     slots may hold anything. ValueError for a wrong shape or dtype."""
     checks.check_pool(pool)
     checks.check_places("slots", slots, 2, count)
-    chosen, count = get_backend(backend).stage_out, jnp.asarray(count, jnp.int32)
-    if mesh is None:
-        return chosen(pool, slots, count)
-    checks.check_shards(mesh, pool=pool.shape[2])
-    sharded = jax.shard_map(
-        chosen, mesh=mesh, in_specs=(POOL, P(), P()), out_specs=STAGING, check_vma=False
-    )
-    return sharded(pool, slots, count)
+    kernel, heads = get_backend(backend).stage_out, pool.shape[2]
+    run = over_heads(kernel, mesh, (POOL, WHOLE, WHOLE), STAGING, pool=heads)
+    return run(pool, slots, jnp.asarray(count, jnp.int32))
 
 
 def stage_in(
@@ -86,11 +72,6 @@ def stage_in(
             f"staging: want {pool.dtype} [M, layers, kv_heads, head_dim] = {want}, got "
             f"{staging.dtype} {staging.shape}"
         )
-    chosen, count = get_backend(backend).stage_in, jnp.asarray(count, jnp.int32)
-    if mesh is None:
-        return chosen(pool, staging, slots, count)
-    checks.check_shards(mesh, pool=pool.shape[2])
-    sharded = jax.shard_map(
-        chosen, mesh=mesh, in_specs=(POOL, STAGING, P(), P()), out_specs=POOL, check_vma=False
-    )
-    return sharded(pool, staging, slots, count)
+    kernel, heads = get_backend(backend).stage_in, pool.shape[2]
+    run = over_heads(kernel, mesh, (POOL, STAGING, WHOLE, WHOLE), POOL, pool=heads)
+    return run(pool, staging, slots, jnp.asarray(count, jnp.int32))

@@ -52,7 +52,8 @@ def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
 
 
 def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
-    """One tile more: scores float32 [M, N] (-inf: not seen), values [N, D], finite throughout."""
+    """One tile more (Dao 2023, section 3.1, Algorithm 1): scores float32 [M, N] (-inf: not seen),
+    values [N, D], finite throughout."""
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - peak[:, None])

@@ -1,6 +1,6 @@
 """Slow and obvious NumPy references of the kernels, one token at a time, in float64 by default.
 
-They take what a backend's functions take (see `attention.Backend`), of all heads, and arrays of
+They take what a backend's functions take (see `backends.Backend`), of all heads, and arrays of
 any float dtype.
 """
 

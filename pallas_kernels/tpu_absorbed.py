@@ -1,9 +1,10 @@
 """Absorbed attention over cached hidden vectors on TPU (Mosaic): one shared x for all heads.
 
-With Wk folded into the query beforehand the raw x_i are keys and values at once (the fold is the
-design's; the hidden cache is Apt-Serve section 4.2). x [E] lies in the pool as `parts` heads of
-head_dim. Where the accumulator [H, E] fits VMEM, one pass over x does; where it does not, or where
-E is cut over devices and the scores want a sum over them, two do: scores, softmax in XLA, sums.
+With Wk folded into the query beforehand the raw x_i are keys and values at once (absorption:
+DeepSeek-V2, section 2.1.2; the hidden cache: Apt-Serve section 4.2). x [E] lies in the pool as
+`parts` heads of head_dim. Where the accumulator [H, E] fits VMEM, one pass over x does; where it
+does not, or where E is cut over devices and the scores want a sum over them, two do: scores,
+softmax in XLA, sums.
 """
 
 from __future__ import annotations
@@ -305,7 +306,8 @@ def absorbed(
     axis_name: str | None = None,
     interpret: bool,
 ) -> jax.Array:
-    """See `attention.absorbed_attention`."""
+    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. ValueError where the tables do
+    not fit scalar memory."""
     options = Options(scale, sliding_window, soft_cap, interpret)
     sizes = tuned_tpu.sizes(pool.dtype, interpret)
     tokens, num_heads, _ = qx.shape

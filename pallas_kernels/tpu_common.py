@@ -57,10 +57,12 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
+        """Tokens of context that it holds."""
         return self.blocks * self.block_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """[heads, tokens, head_dim], as one half of a buffer in VMEM has it."""
         return self.heads, self.tokens, self.head_dim
 
     def positions(self, j: jax.Array, side: jax.Array, axis: int) -> jax.Array:

@@ -39,7 +39,7 @@ def _by_target(
 def stage_in(
     pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """See `move.stage_in`."""
+    """See `move.stage_in`: staging [M, layers, kv_heads, head_dim] into slots int32 [M, 2]."""
     source = jnp.arange(len(slots), dtype=jnp.int32) * PLANES
     plan = _by_target(slots[:, 0], slots[:, 1], source, count, pool.shape[3])
     return put(pool, 0, [staging], *plan, interpret=interpret)
@@ -68,7 +68,7 @@ def _out_kernel(
 
 
 def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
-    """See `move.stage_out`."""
+    """See `move.stage_out`: slots int32 [M, 2] -> [M, layers, kv_heads, head_dim]."""
     layers, _, heads, _, head_dim = pool.shape
     deep = layers_at_once(pool, layers, interpret)
 
@@ -166,8 +166,9 @@ def _exchange(i: jax.Array, source: Any, lead: Any, held: Any, found: Any) -> No
 
 
 def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
-    """See `move.move_slots`. A granule may be read while it is written for another move: the slots
-    that are read stay the same bytes, since no target is a source."""
+    """See `move.move_slots`: the first `count` of moves int32 [M, 4]. A granule may be read while
+    it is written for another move: the slots that are read stay the same bytes, since no target is
+    a source."""
     layers, _, heads, block_size, head_dim = pool.shape
     deep = layers_at_once(pool, layers, interpret)
     from_block, from_slot, to_block, to_slot = moves.T

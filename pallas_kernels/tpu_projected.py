@@ -203,7 +203,8 @@ def projected(
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
-    """See `attention.projected_attention`."""
+    """See `attention.projected_attention`: q [T, H, D] -> the same. ValueError where the tables do
+    not fit scalar memory."""
     options = Options(scale, sliding_window, soft_cap, interpret)
     sizes = tuned_tpu.sizes(pool.dtype, interpret)
     num_heads, head_dim = q.shape[1:]

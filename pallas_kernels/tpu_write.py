@@ -64,7 +64,8 @@ def write(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """See `attention.write`."""
+    """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, a
+    granule of 8 slots at a time."""
     target, source, number = plan(batch, pool.shape[3], hidden=x is not None)
     values = [value.astype(pool.dtype)[:, None] for value in (k, v, x) if value is not None]
     return put(pool, layer, values, target, source, number, interpret=interpret)

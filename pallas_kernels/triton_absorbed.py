@@ -1,9 +1,9 @@
 """Absorbed attention over cached hidden vectors on Pallas-Triton.
 
-One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (Apt-Serve's hidden
-cache with the projections folded into the query and the output; see the design notes). The
-accumulator [heads, E] fits in no SM, so there are two passes over x: scores by tiles of tokens;
-weights; weighted sums by slices of E, which leaves no partial results to merge.
+One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (the hidden cache of
+Apt-Serve section 4.2, with the projections folded into the query and the output as in DeepSeek-V2,
+section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores by
+tiles of tokens; weights; weighted sums by slices of E, which leaves no partial results to merge.
 """
 
 from __future__ import annotations

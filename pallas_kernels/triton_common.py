@@ -71,6 +71,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(pool: jax.Array) -> Geometry:
+    """The static shape of a pool [layers, blocks, kv_heads, block_size, head_dim]."""
     return Geometry(*pool.shape)
 
 
@@ -112,6 +113,7 @@ class Context(NamedTuple):
 
 
 def context_of(refs: BatchRefs, geometry: Geometry, row: jax.Array) -> Context:
+    """Where the cached tokens of a row, int32 [], lie in the batch's layer."""
     return Context(refs, geometry, row, refs.direction[row], refs.layer[0])
 
 

@@ -58,6 +58,7 @@ class Options(NamedTuple):
 
     @property
     def padded_half(self) -> int:
+        """The same as Triton wants it: a power of two, at least 16."""
         return max(16, power_of_two(self.half))
 
     @property

@@ -220,7 +220,8 @@ def paged_attention(
     soft_cap: float | None,
     decode_only: bool,
 ) -> jax.Array:
-    """See `attention.paged_attention`."""
+    """See `attention.paged_attention`: q [T, H, D] -> the same, decodes in groups of rows, chunks
+    row by row."""
     kv_heads = pool.shape[2]
     step = xla_softmax.step(soft_cap)
     scaled = (q * scale).astype(pool.dtype)

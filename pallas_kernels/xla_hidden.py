@@ -31,8 +31,9 @@ def absorbed_attention(
     soft_cap: float | None,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """See `attention.absorbed_attention`. Hidden vectors lie in the pool as the parts of kv_heads
-    heads: two matmuls batched over parts, the first one's results summed over them."""
+    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Hidden vectors lie in the
+    pool as the parts of kv_heads heads: two matmuls batched over parts, the first one's results
+    summed over them."""
     tokens, num_heads, _ = qx.shape
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]
     wanted = (batch.kind == HIDDEN) & (jnp.arange(rows, dtype=jnp.int32) < batch.num_decodes)
@@ -69,8 +70,9 @@ def projected_attention(
     soft_cap: float | None,
     decode_only: bool,
 ) -> jax.Array:
-    """See `attention.projected_attention`. A row's context is projected once, into K and V of this
-    one row, which its queries then attend over: projecting costs far more than either."""
+    """See `attention.projected_attention`: q [T, H, D] -> the same. A row's context is projected
+    once, into K and V of this one row, which its queries then attend over: projecting costs far
+    more than either."""
     tile = 1 if decode_only else min(TILE_QUERIES, len(q))
     heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
     queries = jnp.pad((q * scale).astype(pool.dtype), padding)

@@ -16,7 +16,8 @@ def write(
     x: jax.Array | None,
     batch: AttentionBatch,
 ) -> jax.Array:
-    """See `attention.write`."""
+    """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, by
+    one scatter."""
     blocks, block_size = pool.shape[1], pool.shape[3]
     rows = jnp.minimum(batch.token_row, batch.max_rows - 1)
     index = jnp.arange(batch.max_tokens, dtype=jnp.int32) - batch.query_start[rows]
@@ -36,17 +37,18 @@ def write(
 
 
 def move(pool: jax.Array, moves: jax.Array, count: jax.Array) -> jax.Array:
-    """See `move.move_slots`."""
+    """See `move.move_slots`: the first `count` of moves int32 [M, 4], staged through a copy of
+    them."""
     return stage_in(pool, stage_out(pool, moves[:, :2], count), moves[:, 2:], count)
 
 
 def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
-    """See `move.stage_out`."""
+    """See `move.stage_out`: slots int32 [M, 2] -> [M, layers, kv_heads, head_dim]."""
     blocks = jnp.where(jnp.arange(len(slots)) < count, slots[:, 0], pool.shape[1])
     return pool.at[:, blocks, :, slots[:, 1]].get(mode="fill", fill_value=0)
 
 
 def stage_in(pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
-    """See `move.stage_in`."""
+    """See `move.stage_in`: staging [M, layers, kv_heads, head_dim] into slots int32 [M, 2]."""
     blocks = jnp.where(jnp.arange(len(slots)) < count, slots[:, 0], pool.shape[1])
     return pool.at[:, blocks, :, slots[:, 1]].set(staging, mode="drop")

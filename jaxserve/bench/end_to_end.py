@@ -35,7 +35,8 @@ Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class StepSize:
-    """A decode step: rows requests of `context` cached tokens each, this step's included."""
+    """A decode step of a preset's model with `rows` requests of `context` cached tokens each, this
+    step's included, in blocks of block_size tokens; weights and pool in dtype."""
 
     model: str
     rows: int = 64
@@ -46,8 +47,9 @@ class StepSize:
 
 @dataclass(frozen=True)
 class StepTime:
-    """floor_bytes: what a step must read at least: every weight once, and the cache once.
-    floor_seconds: those at the measured copy rate."""
+    """seconds: the median of one step's. floor_bytes: what a step must read at least: every weight
+    once, and the cache once. floor_seconds: those at the measured copy rate. cache: its kind, in
+    words. rows, context: as in `StepSize`."""
 
     model: str
     cache: str
@@ -59,12 +61,13 @@ class StepTime:
 
     @property
     def times_floor(self) -> float:
+        """How many times the step's floor it took; 1 is as fast as memory allows."""
         return self.seconds / self.floor_seconds
 
 
 def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
-    """With a KV cache, and where the model can have one with a hidden cache read by absorption.
-    copy_rate: bytes/s."""
+    """Steps with a KV cache and, where the model can have one that absorbs, with a hidden cache
+    (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for a model that is not known."""
     config = inputs.model_config(size.model)
     family = get_family(config.family)
     heads = inputs.model_heads(size.model)
@@ -157,7 +160,8 @@ def _engine_step(
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that all wait at once."""
+    """Requests that all wait at once, each of input_len tokens in and output_len out; batch_tokens:
+    the one token bucket of the engine's steps."""
 
     model: str
     requests: int = 128
@@ -169,7 +173,7 @@ class Load:
 
 def throughput(load: Load, backend: str) -> dict[str, Any]:
     """The engine's, with random weights; see `runs.throughput`. Few buckets, so that it compiles
-    in little time."""
+    in little time. ConfigError for a model or backend that the engine does not take."""
     config = base.get_config()
     if load.model == inputs.TINY:
         config.model.path = str(inputs.TINY_FOLDER)

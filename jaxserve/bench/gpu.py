@@ -18,61 +18,22 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxserve.bench import kernels
-from jaxserve.bench.end_to_end import Load, StepSize, StepTime, decode_steps, throughput
+from jaxserve.bench.end_to_end import decode_steps, throughput
+from jaxserve.bench.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.gpu_report import page
-from jaxserve.bench.kernel_cases import Workload
-from jaxserve.bench.kernel_checks import HEADS, LIMITS, Check, check_kernels
-from jaxserve.bench.kernel_inputs import Heads
-from jaxserve.bench.kernels import Ceilings, Measured
+from jaxserve.bench.kernel_checks import check_kernels
 from jaxserve.machine import machine, versions
 
-MINUTES = 9.0
 LAST_START = 0.75  # of the minutes: what starts later would not end in time
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured; the defaults are for a GPU with 80 GB or more."""
-
-    backend: str = "triton"
-    dtypes: tuple[str, ...] = tuple(LIMITS)
-    shapes: tuple[Heads, ...] = HEADS
-    models: tuple[str, ...] = ("opt-13b", "llama-3-8b")
-    workload: Workload = field(default_factory=Workload)
-    matrix: int = 8192
-    step: StepSize = field(default_factory=lambda: StepSize("opt-13b"))
-    load: Load = field(default_factory=lambda: Load("opt-13b"))
-    minutes: float = MINUTES
-
-
-@dataclass
-class Outcome:
-    """What was measured. left_out: sections for which no time was left. broken: what ended a
-    section early. seconds: of sections."""
-
-    device: str
-    checks: list[Check] = field(default_factory=list)
-    ceilings: Ceilings | None = None
-    kernels: list[Measured] = field(default_factory=list)
-    steps: list[StepTime] = field(default_factory=list)
-    load: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    broken: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> list[Check]:
-        """Checks that ran and found an error; what a backend does not take did not run."""
-        return [check for check in self.checks if not check.passed and not check.why]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxserve.bench.gpu_outcome import Outcome, Plan
 from jaxserve.bench.kernels import Measured
-
-if TYPE_CHECKING:
-    from jaxserve.bench.gpu import Outcome, Plan
 
 
 def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """Whether it ran and is right."""
         return not self.why and self.error <= self.limit
 
 

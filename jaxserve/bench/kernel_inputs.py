@@ -35,6 +35,7 @@ class Heads:
 
     @property
     def offers_hidden(self) -> bool:
+        """Whether hidden caches can be: only where a hidden vector is smaller than K and V."""
         return self.num_heads == self.kv_heads
 
 
@@ -97,7 +98,8 @@ def _leading_decodes(rows: Sequence[Row]) -> int:
 def random_pool(
     heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Made on the device, a layer at a time: large ones would not fit twice."""
+    """Standard normal [layers, blocks, kv_heads, block_size, head_dim], made on the device, a layer
+    at a time: large ones would not fit twice."""
     shape = (blocks, heads.kv_heads, block_size, heads.head_dim)
 
     def fill(layer: jax.Array, pool: jax.Array) -> jax.Array:
@@ -117,7 +119,8 @@ def poisoned_pool(
     batch: AttentionBatch,
     rng: np.random.Generator,
 ) -> jax.Array:
-    """Random values in the slots that the batch's rows own, NaN in all others."""
+    """[layers, blocks, kv_heads, block_size, head_dim]: random values in the slots that the
+    batch's rows own, NaN in all others."""
     pool = np.full((layers, blocks, heads.kv_heads, block_size, heads.head_dim), np.nan, np.float32)
     tables = np.asarray(batch.tables)
     for row, context in enumerate(np.asarray(batch.context_lens)):
@@ -134,12 +137,13 @@ def poisoned_pool(
 
 
 def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
-    """Standard normal, made on the device."""
+    """Standard normal values of that shape, made on the device; the same for the same seed."""
     return jax.random.normal(jax.random.key(seed), tuple(shape), dtype)
 
 
 def make_projection(heads: Heads, longest: int, dtype: jnp.dtype) -> HiddenProjection:
-    """Weights that keep K and V near 1; a bias, or a rotation by position where keys have one."""
+    """Weights that keep K and V near 1; a bias, or where keys have one a rotation by position
+    (RoPE, Su et al. 2021, section 3.2) for contexts of up to `longest` tokens."""
     width = heads.width
     scale = jnp.asarray(width**-0.5, dtype)
     frequency = 10000.0 ** -(np.arange(heads.head_dim // 2) / (heads.head_dim // 2))

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.bench import cli, device_timing, gpu, gpu_report
 from jaxserve.bench.end_to_end import Load, StepSize, decode_steps
-from jaxserve.bench.gpu import Outcome, Plan
+from jaxserve.bench.gpu_outcome import Outcome, Plan
 from jaxserve.bench.kernel_cases import Workload
 from jaxserve.bench.kernel_checks import Check, check_kernels, relative_error, wrong_share
 from jaxserve.bench.kernel_inputs import Heads
