@@ -117,7 +117,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"no end within {TIMEOUT_S} s"
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0:
         return True, ""
     return False, failed[1] if failed else (done.stdout + done.stderr)[-500:]

@@ -152,6 +152,22 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
         pool.join(1, (3 - mine,))  # a free block has no other owner: it is taken with grow
     with pytest.raises(ValueError, match="different blocks"):
         pool.join(1, ())
+    pool.open(2, CacheKind.HIDDEN, Direction.RIGHT)
+    pool.join(2, (mine,))
+    with pytest.raises(ValueError, match="no free end"):
+        pool.join(1, (mine,))  # both ends are taken
+    pool.check()
+
+
+def test_nobody_grows_past_the_block_table() -> None:
+    pool = BlockPool(99, 4, 2, 3)
+    for kind in CacheKind:
+        pool.open(0, kind)
+        pool.grow(0, 12)
+        with pytest.raises(ValueError, match="13 tokens need 4 blocks, limit 3"):
+            pool.grow(0, 13)
+        pool.check()
+        pool.release(0)
 
 
 def test_check_sees_a_leak() -> None:
