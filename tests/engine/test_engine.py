@@ -34,11 +34,12 @@ def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
 
 
 def test_greedy_and_sampled_rows_share_a_batch(roomy: Engine) -> None:
-    expected = generate(roomy, [[9, 8, 7]], max_tokens=15, ignore_eos=True)[0]
-    _, noisy = send(roomy, [9, 8, 7], max_tokens=15, temperature=1.5, ignore_eos=True)
-    beside = generate(roomy, [[9, 8, 7]], max_tokens=15, ignore_eos=True)[0]
-    noisy.wait()
-    assert beside == expected
+    greedy = {"max_tokens": 40, "ignore_eos": True}
+    sampled = {**greedy, "temperature": 1.5, "seed": 3}
+    plain, noise = (generate(roomy, [[9, 8, 7]], **how)[0] for how in (greedy, sampled))
+    _, noisy = send(roomy, [9, 8, 7], **sampled)
+    assert generate(roomy, [[9, 8, 7]], **greedy)[0] == plain
+    assert noisy.wait().tokens() == noise != plain
 
 
 def test_n_continuations_use_seed_plus_index(roomy: Engine) -> None:

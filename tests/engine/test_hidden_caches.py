@@ -117,16 +117,17 @@ def test_whole_prompts(
 
 
 def test_long_caches_are_widened_in_pieces(tmp_path: Path) -> None:
-    """More cached tokens than become K and V at once, of several requests."""
+    """More cached tokens than become K and V at once, of one request and of several."""
     shape = SHAPES["llama"] | MHA | {"max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     texts = [[(3 + 7 * i + j * j) % 90 + 3 for j in range(150 + 9 * i)] for i in range(6)]
-    same = {"scheduler__max_batch_tokens": 256, "engine__token_buckets": (64, 256)}
+    # 128 become KV at once, whole prompts are longer, and two requests are planned as KV together.
+    same = {"scheduler__max_batch_tokens": 256, "engine__token_buckets": (128, 256)}
     with engine(tmp_path, **same) as running:
         expected = generate(running, texts, **SAMPLING)
-    with hybrid(tmp_path, CHUNKS, **same) as running:
+    with hybrid(tmp_path, WHOLE, **same) as running:
         assert generate(running, texts, **SAMPLING) == expected
-        assert seen(running).projected >= 1
+        assert seen(running).projected >= 2
 
 
 def test_grouped_queries_keep_kv_and_it_is_said(

@@ -6,9 +6,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxserve.engine import build
+from jaxserve.sched.plan import BatchPlan, Preempt
+from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import policies
+from jaxserve.sched.table import State
 from tests.engine.harness import engine, generate
 
 FAMILIES = ("opt", "llama")
@@ -86,3 +91,27 @@ def test_seeded_text_survives_preemption(
     with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
         assert generate(running, prompts(), **sampling) == expected
         assert running.stats().preemptions > 0
+
+
+class OneByOne(Policy):
+    """Computes a token a step, and preempts each request once, after five tokens of output."""
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        table = view.table
+        running, waiting = table.in_state(State.RUNNING), table.in_state(State.WAITING)
+        again = running[(table.generated[running] == 5) & (table.preemptions[running] == 0)]
+        if len(again):
+            return BatchPlan(operations=(Preempt.whole(again),))
+        rows = (running if len(running) else waiting)[:1]
+        one = np.ones(1, np.int64)
+        return BatchPlan(rows, one, table.computed[rows] + one, 0 * one)
+
+
+def test_refilled_token_by_token(
+    shapes: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a refill's single tokens only the last is the one that the device sampled last."""
+    monkeypatch.setattr(build, "make_policy", lambda name: OneByOne())
+    with engine(shapes["opt"]) as running:
+        assert generate(running, prompts(3), **SAMPLING) == alone["opt"][:3]
+        assert running.stats().preemptions == 3

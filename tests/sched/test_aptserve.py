@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from jaxserve.sched.cost_model import Coefficients, CostModel, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.policies.apt.value import in_flight
+from jaxserve.sched.policies.apt.value import in_flight, weigh
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
@@ -108,6 +108,28 @@ def test_a_step_of_prefills_on_the_device_counts_as_waited() -> None:
     assert scheduler.schedule(1.0).rows.tolist() != [b]
 
 
+def test_who_has_a_token_on_its_way_waits_for_nothing() -> None:
+    scheduler = Scheduler(
+        make_policy("aptserve"),
+        Limits(64, 64, 8),
+        num_blocks=64,
+        block_size=4,
+        max_model_len=32,
+        capacity=8,
+    )
+    rows = np.array([scheduler.add(Request("r", (1,) * 8, SamplingParams(max_tokens=9)))])
+
+    def pending() -> float:
+        weighed = weigh(scheduler.view, rows, clock=5.0, step=0.01, delay=None, decay=0.0)
+        return float(weighed.pending[0])
+
+    assert pending() == 5.0
+    scheduler.schedule(0.0)
+    assert pending() == 0.0
+    scheduler.receive(rows, 1.0)
+    assert pending() == 4.0
+
+
 # Cache kinds.
 
 
@@ -196,6 +218,16 @@ def test_the_late_one_is_preempted_and_no_more_than_needed() -> None:
     assert drive.step(1.0) == {a: 1, late: 1, c: 1}
     assert drive.step(2.0) == {a: 1, c: 1}
     assert drive.preempted == [late]
+    drive.to_the_end()
+
+
+def test_of_those_who_cannot_go_on_no_more_are_preempted_than_must_be() -> None:
+    """Four fill 16 blocks and each wants two more: two go on, one makes room, one pauses."""
+    drive = Drive("aptserve", blocks=16, watermark=0.0)
+    rows = {drive.add(7, 9) for _ in range(4)}
+    assert set(drive.step(0.0)) == set(drive.step(1.0)) == rows
+    assert len(drive.step(2.0)) == 2
+    assert len(drive.preempted) == 1
     drive.to_the_end()
 
 

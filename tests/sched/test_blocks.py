@@ -152,6 +152,22 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
         pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either: see grow
     with pytest.raises(ValueError, match="blocks at a time"):
         pool.join(1, np.zeros((0, 2), np.int64))
+    pool.open(2, CacheKind.HIDDEN, Direction.RIGHT)
+    pool.join(2, np.array([[mine]]))
+    with pytest.raises(ValueError, match="no free end"):
+        pool.join(1, np.array([[mine]]))  # both ends are taken
+    pool.check()
+
+
+def test_nobody_grows_past_the_block_table() -> None:
+    pool = BlockPool(99, 4, 2, 3)
+    for kind in CacheKind:
+        pool.open(0, kind)
+        pool.grow(0, 12)
+        with pytest.raises(ValueError, match="13 tokens need 4 blocks, limit 3"):
+            pool.grow(0, 13)
+        pool.check()
+        pool.release(0)
 
 
 def test_check_sees_a_leak() -> None:

@@ -212,7 +212,7 @@ def test_infermax_expects_outputs_as_long_as_those_before() -> None:
 
 
 def test_infermax_starts_somebody_even_if_the_expected_does_not_fit() -> None:
-    run = drive("infermax", m=40)
+    run = drive("infermax", m=40, watermark=0.1)
     for _ in range(40):
         run.table.output_lengths.add(1000)
     a = run.add(10, 30)
@@ -242,6 +242,22 @@ def test_fastserve_joins_below_the_top_falls_and_returns() -> None:
     run.step(now=6.0)
     run.step(now=6.0)
     assert queues(now=6.0) == [1, 1]
+
+
+def test_fastserve_starts_anew_with_whoever_gets_the_row() -> None:
+    policy = FastServe(quantum=2.0, prompt_tokens=4, patience=5.0)
+    run = drive("sarathi")
+    run.policy = run.scheduler.policy = policy
+    first = run.add(4, 30)
+    for _ in range(3):
+        run.step()
+    rows = np.array([first])
+    assert policy.queue_of(run.scheduler.view, rows, 9.0).tolist() == [0], "it has starved"
+    run.scheduler.finish(first)
+    assert run.add(4, 30) == first
+    run.step()
+    run.step()
+    assert policy.queue_of(run.scheduler.view, rows, 0.0).tolist() == [1], "1 + 1 decodes"
 
 
 def test_fastserve_preempts_for_a_higher_queue() -> None:

@@ -72,6 +72,15 @@ def test_refuses(scheduler: Scheduler, bad: BatchPlan, problem: str) -> None:
     assert scheduler.pool.num_free == 8 and (scheduler.table.computed == 0).all()
 
 
+def test_room_is_for_the_cached_tokens_too(scheduler: Scheduler) -> None:
+    policy = scheduler.policy
+    policy.next = plan([0], [4])  # type: ignore[attr-defined]
+    scheduler.schedule(0.0)
+    policy.next = plan([0], [2], reserve=[5])  # type: ignore[attr-defined]
+    with pytest.raises(InvalidPlan, match="less room"):
+        scheduler.schedule(0.0)
+
+
 def test_refuses_planned_and_preempted(scheduler: Scheduler) -> None:
     policy = scheduler.policy
     policy.next = plan([0], [6])  # type: ignore[attr-defined]
@@ -95,6 +104,14 @@ def test_books_chunks_tokens_and_preemptions(scheduler: Scheduler) -> None:
     assert table.state[0] == State.WAITING and table.computed[0] == 0
     assert table.pending(np.array([0]))[0] == 7, "prompt and the generated token are refilled"
     assert scheduler.preemptions == 1
+
+
+def test_the_order_of_the_last_batches_is_kept_over_steps(scheduler: Scheduler) -> None:
+    policy, order = scheduler.policy, scheduler.table.last_batch_order
+    for row, tokens, reserve in ((0, 6, 6), (1, 6, 6), (0, 1, 7)):
+        policy.next = plan([row], [tokens], reserve=[reserve])  # type: ignore[attr-defined]
+        scheduler.schedule(0.0)
+    assert order[1] < order[0]
 
 
 def test_blocks_go_back_when_the_last_token_is_launched(scheduler: Scheduler) -> None:
