@@ -6,7 +6,6 @@ loop coming round (`replica.py`). Nothing depends on the machine's own clock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ import numpy as np
 
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.parameters import parameters
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import make_policy
+from jaxserve.sched.registry import PolicyName, make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.replica import Replica
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
@@ -181,15 +181,13 @@ def _block_size(system: System | CostModel, rules: Rules) -> int:
 
 
 def policy_under(policy: str | Policy, rules: Rules) -> Policy:
-    """The policy as the rules have it: with those of their parameters that it has."""
+    """The policy as the rules have it: with those of their parameters that it has, and that its
+    name does not set. A policy that has been made stays as it is."""
     if not isinstance(policy, str):
         return policy
-    made = make_policy(policy)
-    has: set[str] = set()
-    if dataclasses.is_dataclass(made):
-        has = {f.name for f in dataclasses.fields(made)}
-    overrides = {name: value for name, value in rules.policy.items() if name in has}
-    return make_policy(policy, **overrides)
+    said, has = PolicyName.parse(policy).params, parameters(make_policy(policy))
+    ours = {name: value for name, value in rules.policy.items() if name in has.keys() - said}
+    return make_policy(policy, **ours)
 
 
 def coasts(policy: Policy) -> bool:

@@ -70,9 +70,11 @@ def check_common(found: dict[str, Any], command: str) -> None:
 
 
 def test_throughput(bench: Callable[..., dict[str, Any]], model: str) -> None:
-    found = bench("throughput", model, *SMALL, *LENGTHS, "--repeats=2", "--policy=vllm")
+    policy = ("--policy=vllm:requeue=true", "--config.scheduler.params.watermark=0.25")
+    found = bench("throughput", model, *SMALL, *LENGTHS, "--repeats=2", *policy)
     check_common(found, "throughput")
-    assert found["model"]["policy"] == found["config"]["scheduler"]["policy"] == "vllm"
+    assert found["model"]["policy"] == "vllm:requeue=true:watermark=0.25"
+    assert found["config"]["scheduler"]["params"] == {"watermark": "0.25"}
     results = found["results"]
     for seconds, out, total in zip(
         results["seconds"]["values"],

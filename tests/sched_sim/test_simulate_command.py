@@ -66,6 +66,14 @@ def test_rules_and_replicas_are_taken(capsys: pytest.CaptureFixture[str]) -> Non
     assert two["makespan_s"] < own["makespan_s"]
 
 
+def test_policies_take_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, tuned = (
+        run(capsys, *SMALL, f"--policy={name}") for name in ("sarathi", "sarathi:max_rows=1")
+    )
+    assert tuned["policy"] == "sarathi:max_rows=1"
+    assert tuned["mean_batch_requests"] == 1 < plain["mean_batch_requests"]
+
+
 def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     requests, batches = tmp_path / "requests.csv", tmp_path / "batches.json"
     found = run(capsys, *SMALL, f"--requests_table={requests}", f"--batches_table={batches}")
@@ -116,6 +124,7 @@ def test_the_schedule_view_draws_every_box() -> None:
     ("argv", "problem"),
     [
         (["--policy=nobody"], "there is no policy 'nobody'"),
+        (["--policy=sarathi:watermark=x"], "watermark must be a number, got 'x'"),
         (["--system=llama-9b@a100"], "there is no system"),
         (["--workload=nowhere.csv"], "no workload or file"),
         (["--kv_tokens=70"], "the cache holds"),
