@@ -4,6 +4,8 @@ Not a preset of its own: it names no model. Any field can be set on the command 
 `--config.scheduler.max_rows=16`; `python serve.py --help` shows the flags beside these.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 
@@ -11,78 +13,114 @@ def get_config() -> ConfigDict:
     """What serve.py, the bench and the notebook take."""
     return ConfigDict(
         {
-            "model": {
-                # Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax.
-                "path": "",
-                # auto | safetensors | orbax | random. random needs no weights: config.json under
-                # path gives the shape, or preset does.
-                "load_format": "auto",
-                # A built-in shape for random weights, e.g. opt-125m.
-                "preset": "",
-                # auto (float32 on CPU, else the checkpoint's; bfloat16 for float16 on TPUs) |
-                # float32 | bfloat16 | float16
-                "dtype": "auto",
-                # Seed of random weights.
-                "seed": 0,
-                # What GetServerInfo and the metrics call it; empty: from path or preset.
-                "name": "",
-            },
-            "cache": {
-                # Tokens a block holds.
-                "block_size": 16,
-                # Blocks of the pool; each holds K or V of block_size tokens, for all layers.
-                # 0: as many as memory_gib holds.
-                "num_blocks": 0,
-                # Size of the pool; 0: memory_fraction of what the device has left.
-                "memory_gib": 0.0,
-                "memory_fraction": 0.9,
-                # How policies with hidden caches have them read: auto (absorbed where positions are
-                # not rotated, else projected) | absorbed | projected.
-                "hidden_read": "auto",
-                # Seconds that a step takes longer for a token of a hidden cache than for one of K
-                # and V: a number, or auto to measure it at the start.
-                "rho": "auto",
-            },
-            "scheduler": {
-                # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
-                # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own.
-                "policy": "sarathi",
-                # Tokens of one batch, and how far prefills may fill it. Policies that compute
-                # whole prompts (vllm) know only the first, and it must hold the longest request.
-                "max_batch_tokens": 512,
-                "max_prefill_tokens": 512,
-                # Requests of one batch.
-                "max_rows": 32,
-                # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED.
-                "max_queue": 256,
-            },
-            "engine": {
-                # Prompt and output tokens of one request; 0: what the model was trained for.
-                "max_model_len": 0,
-                # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, else xla) | xla | triton |
-                # tpu; triton-interpret and tpu-interpret run anywhere, very slowly: for tests.
-                "attention_backend": "auto",
-                # Batch shapes to compile, ascending; empty: powers of two, then steps of 256.
-                "row_buckets": (),
-                "token_buckets": (),
-                # Compiled steps survive a restart here; empty: nothing is kept.
-                "compilation_cache_dir": "~/.cache/jaxserve/xla",
-                # Finish a step on the host while the device runs the next one.
-                "overlap": True,
-                # A compilation after the warm-up is an engine failure.
-                "forbid_compile": False,
-            },
-            # Devices that one layer's heads are split over.
-            "mesh": {"tensor": 1},
-            "server": {
-                # localhost: this machine only. 0.0.0.0: everyone; there is no authentication.
-                "host": "localhost",
-                # 0: any free one.
-                "port": 50051,
-                # Prometheus; -1: none, 0: any free port.
-                "metrics_port": 9464,
-                # Seconds that running requests get after SIGTERM.
-                "grace_s": 30.0,
-            },
+            "model": _model(),
+            "cache": _cache(),
+            "scheduler": _scheduler(),
+            "engine": _engine(),
+            "mesh": _mesh(),
+            "server": _server(),
         }
     )
+
+
+def _model() -> dict[str, Any]:
+    """What is served."""
+    return {
+        # Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax.
+        "path": "",
+        # auto | safetensors | orbax | random. random needs no weights: config.json under
+        # path gives the shape, or preset does.
+        "load_format": "auto",
+        # A built-in shape for random weights, e.g. opt-125m.
+        "preset": "",
+        # auto (float32 on CPU, else the checkpoint's; bfloat16 for float16 on TPUs) |
+        # float32 | bfloat16 | float16
+        "dtype": "auto",
+        # Seed of random weights.
+        "seed": 0,
+        # What GetServerInfo and the metrics call it; empty: from path or preset.
+        "name": "",
+    }
+
+
+def _cache() -> dict[str, Any]:
+    """The pool of blocks."""
+    return {
+        # Tokens a block holds.
+        "block_size": 16,
+        # Blocks of the pool; each holds K or V of block_size tokens, for all layers.
+        # 0: as many as memory_gib holds.
+        "num_blocks": 0,
+        # Size of the pool; 0: memory_fraction of what the device has left.
+        "memory_gib": 0.0,
+        "memory_fraction": 0.9,
+        # How policies with hidden caches have them read: auto (absorbed where positions are
+        # not rotated, else projected) | absorbed | projected.
+        "hidden_read": "auto",
+        # Seconds that a step takes longer for a token of a hidden cache than for one of K
+        # and V: a number, or auto to measure it at the start.
+        "rho": "auto",
+    }
+
+
+def _scheduler() -> dict[str, Any]:
+    """Who is served next."""
+    return {
+        # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
+        # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own.
+        "policy": "sarathi",
+        # The policy's own parameters, as python -m jaxserve.policies shows them:
+        # --config.scheduler.params.watermark=0.05. They may follow its name, too,
+        # sarathi:watermark=0.05.
+        "params": {},
+        # Tokens of one batch, and how far prefills may fill it. Policies that compute
+        # whole prompts (vllm) know only the first, and it must hold the longest request.
+        "max_batch_tokens": 512,
+        "max_prefill_tokens": 512,
+        # Requests of one batch.
+        "max_rows": 32,
+        # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED.
+        "max_queue": 256,
+    }
+
+
+def _engine() -> dict[str, Any]:
+    """How steps are run."""
+    return {
+        # Prompt and output tokens of one request; 0: what the model was trained for.
+        "max_model_len": 0,
+        # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, else xla) | xla | triton |
+        # tpu; triton-interpret and tpu-interpret run anywhere, very slowly: for tests.
+        "attention_backend": "auto",
+        # Batch shapes to compile, ascending; empty: powers of two, then steps of 256.
+        "row_buckets": (),
+        "token_buckets": (),
+        # Compiled steps survive a restart here; empty: nothing is kept.
+        "compilation_cache_dir": "~/.cache/jaxserve/xla",
+        # Finish a step on the host while the device runs the next one.
+        "overlap": True,
+        # A compilation after the warm-up is an engine failure.
+        "forbid_compile": False,
+    }
+
+
+def _mesh() -> dict[str, Any]:
+    """The devices."""
+    return {
+        # Devices that one layer's heads are split over.
+        "tensor": 1,
+    }
+
+
+def _server() -> dict[str, Any]:
+    """Where it listens."""
+    return {
+        # localhost: this machine only. 0.0.0.0: everyone; there is no authentication.
+        "host": "localhost",
+        # 0: any free one.
+        "port": 50051,
+        # Prometheus; -1: none, 0: any free port.
+        "metrics_port": 9464,
+        # Seconds that running requests get after SIGTERM.
+        "grace_s": 30.0,
+    }

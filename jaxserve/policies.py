@@ -1,7 +1,9 @@
 """Lists the scheduling policies: what they do, where they come from, and whether a server takes it.
 
-python -m jaxserve.policies
-python -m jaxserve.policies --json
+    python -m jaxserve.policies
+    python -m jaxserve.policies --json
+
+Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets one.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.sched.registry import policies, variants
+from jaxserve.sched.parameters import parameters, text_of
+from jaxserve.sched.registry import PolicyEntry, policies, variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 2 for a wrong command line."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxserve.policies",
         description=__doc__,
@@ -30,12 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listing() -> dict[str, list[dict[str, Any]]]:
-    """policies: name, summary, source, deployable. variants: suffix, summary, source."""
+    """policies: name, summary, source, deployable, parameters (default by name, as text).
+    variants: suffix, summary, source."""
     return {
-        "policies": [
-            {"name": p.name, "summary": p.summary, "source": p.source, "deployable": p.deployable}
-            for p in policies().values()
-        ],
+        "policies": [_entry(policy) for policy in policies().values()],
         "variants": [
             {"suffix": v.suffix, "summary": v.summary, "source": v.source}
             for v in variants().values()
@@ -43,13 +45,28 @@ def listing() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _entry(policy: PolicyEntry) -> dict[str, Any]:
+    known = parameters(policy.make())
+    return {
+        "name": policy.name,
+        "summary": policy.summary,
+        "source": policy.source,
+        "deployable": policy.deployable,
+        "parameters": {name: text_of(one.default) for name, one in known.items()},
+    }
+
+
 def text(found: dict[str, list[dict[str, Any]]]) -> str:
+    """`listing` for people."""
     width = max(len(p["name"]) for p in found["policies"])
     lines = []
     for policy in found["policies"]:
         where = "server and simulator" if policy["deployable"] else "simulator only"
         lines.append(f"{policy['name']:<{width}}  {policy['summary']}")
         lines.append(f"{'':<{width}}  [{policy['source']}; {where}]")
+        known = " ".join(f"{name}={default}" for name, default in policy["parameters"].items())
+        if known:
+            lines.append(f"{'':<{width}}  {known}")
     lines.append("")
     for variant in found["variants"]:
         lines.append(f"NAME+{variant['suffix']}: {variant['summary']}")

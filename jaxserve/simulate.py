@@ -4,11 +4,14 @@
         --workload=fixed:1024x128x32 --kv_tokens=100000 --max_batch_tokens=4096 --json
     python -m jaxserve.simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \\
         --slo_ttft_ms=1000 --slo_tbt_ms=100 --plots=figures
+    python -m jaxserve.simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \\
+        --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
     python -m jaxserve.simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, or a trace's path: a CSV of
-prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL. Several policies and
-rates, separated by commas, run beside each other on all cores.
+prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may say what each
+request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms and class. Several policies
+and rates, separated by commas, run beside each other on all cores.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxserve import workload_flags
+from jaxserve.group_table import aligned, group_lines
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import SLO, InvalidRequest
+from jaxserve.sched.request import InvalidRequest
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.results import SimulationResult, write_table
 from jaxserve.sched.simulation.simulator import SimulationError
@@ -62,7 +67,6 @@ class Run:
     max_rows: int | None
     replicas: int
     routing: str
-    slo: SLO
     seed: int
     record_rows: bool
     hidden_read: str = "auto"
@@ -90,7 +94,6 @@ class Run:
             rules=self.rules,
             replicas=self.replicas,
             routing=self.routing,
-            slo=self.slo,
             seed=self.seed,
             record_rows=self.record_rows,
             progress=None if bar is None else bar.update,
@@ -107,7 +110,7 @@ class Run:
             "replicas": self.replicas,
             "kv_tokens": result.kv_tokens,
             "seed": self.seed,
-            **result.summary(self.slo),
+            **result.summary(),
         }
 
 
@@ -136,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runs(args: argparse.Namespace) -> list[Run]:
-    rates = args.rate or [None]
+    rates, asked = args.rate or [None], workload_flags.options(args)
     specs = [
         WorkloadSpec(
             args.workload,
@@ -146,10 +149,10 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             args.cv,
             args.on_s,
             args.off_s,
+            **asked,
         )
         for rate in rates
     ]
-    slo = SLO(_seconds(args.slo_ttft_ms), _seconds(args.slo_tbt_ms))
     for policy in args.policy:
         make_policy(policy)  # an unknown name is said before anything runs
     return [
@@ -165,7 +168,6 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             args.max_rows,
             args.replicas,
             args.routing,
-            slo,
             args.seed,
             record_rows="schedule" in (args.views or ()),
             hidden_read=args.hidden_read,
@@ -258,25 +260,21 @@ _COLUMNS = {
 
 
 def _report(summaries: list[dict[str, Any]]) -> str:
-    """A table with a line a run."""
+    """A table with a line a run, and one with a line a tier or class where there is more than
+    one."""
     names = [n for n in _COLUMNS if any(s[n] is not None for s in summaries)]
     lines = [[_COLUMNS[name][0] for name in names]]
     for summary in summaries:
         lines.append(
             ["-" if summary[n] is None else _COLUMNS[n][1].format(summary[n]) for n in names]
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
-def _seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1e3
+    tables = [aligned(lines)]
+    for summary in summaries:
+        groups = group_lines(summary)
+        if groups:
+            rate = "" if summary["rate"] is None else f" at {summary['rate']:g}/s"
+            tables += ["", f"{summary['policy']}{rate}", *groups]
+    return "\n".join(tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -287,7 +285,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--policy", type=_names, default=["sarathi"], help="names, separated by commas (sarathi)")
+    add(
+        "--policy",
+        type=_names,
+        default=["sarathi"],
+        help="names, separated by commas, with parameters: edf:watermark=0.05 (sarathi)",
+    )
     add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
     add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
     add("--workload", required=True, help="see above")
@@ -305,8 +308,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_rows", type=_positive, help="requests of a batch (no limit)")
     add("--replicas", type=_positive, default=1, help="(1)")
     add("--routing", choices=tuple(simulator.ROUTERS), default="round_robin")
-    add("--slo_ttft_ms", type=float, help="target of the time to first token")
-    add("--slo_tbt_ms", type=float, help="target of each request's P99 time between tokens")
+    workload_flags.add_flags(
+        parser,
+        "a number; 'length', what each writes (by default as much as the longest request leaves)",
+    )
     add("--seed", type=int, default=0, help="of workloads and policies (0)")
     add("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
     add("--json", action="store_true", help="one JSON object as the last line")

@@ -1,48 +1,116 @@
 """What a load test or a simulation reports, computed from the times at which tokens arrived.
 
-TTFT: due time to first token. TBT: between two tokens of one request. Normalised latency: due
-time to last token, over the number of tokens. A request attains its SLO if its TTFT is within the
-one target and the 99th percentile of its own TBTs within the other (Apt-Serve section 1);
-one that was refused or failed does not. Percentiles interpolate linearly.
+TTFT: due time to first token. TBT: between two tokens of one request. JCT, or end to end: due time
+to last token. Normalised latency: JCT over the number of tokens. A request attains its SLO if its
+TTFT, the 99th percentile of its own TBTs (Apt-Serve section 1) and its JCT (AccelGen section 2) are
+within its own targets; one that was refused or failed attains none. Goodput: requests that attain
+their SLO, a second. Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.request import SLO
+from jaxserve.sched.request import Tier
+from jaxserve.sched.workloads.workload import TARGETS, Terms
 
 
 @dataclass(frozen=True)
-class RequestTimes:
-    """One request, in seconds on one clock. due: when it was to be sent, which is earlier than
-    when it was if the sender fell behind. token_times: float64 [tokens], ascending. finished:
-    False if it was refused or failed."""
+class Times:
+    """n requests, in seconds on one clock.
 
-    due: float
+    due: float64 [n], when each was to be sent, which is earlier than when it was if the sender fell
+    behind. token_times: float64 [sum of tokens], the first request's ascending, then the second's,
+    and so on. tokens: int64 [n], how many each has; at least 1 if finished. finished: bool [n],
+    false for those that were refused or failed.
+    """
+
+    due: np.ndarray
     token_times: np.ndarray
-    finished: bool = True
+    tokens: np.ndarray
+    finished: np.ndarray
+
+    @classmethod
+    def of(
+        cls, due: Sequence[float], token_times: Sequence[Sequence[float]], finished: Sequence[bool]
+    ) -> Times:
+        """From lists, one entry a request."""
+        flat = [time for times in token_times for time in times]
+        return cls(
+            np.asarray(due, np.float64),
+            np.asarray(flat, np.float64),
+            np.array([len(times) for times in token_times], np.int64),
+            np.asarray(finished, bool),
+        )
+
+    def __len__(self) -> int:
+        return len(self.due)
 
     @property
-    def ttft(self) -> float:
-        return float(self.token_times[0] - self.due)
+    def offsets(self) -> np.ndarray:
+        """Where each request's tokens begin in token_times, int64 [n]."""
+        return np.asarray(np.cumsum(self.tokens) - self.tokens)
 
     @property
-    def tbt(self) -> np.ndarray:
-        """float64 [tokens - 1]."""
-        return np.diff(self.token_times)
+    def ttft(self) -> np.ndarray:
+        """float64 [n]; nan without a token."""
+        return self._since_due(self.offsets)
 
     @property
-    def e2e(self) -> float:
-        return float(self.token_times[-1] - self.due)
+    def e2e(self) -> np.ndarray:
+        """float64 [n]; nan without a token."""
+        return self._since_due(self.offsets + self.tokens - 1)
 
     @property
-    def normalised_latency(self) -> float:
-        return self.e2e / len(self.token_times)
+    def normalised_latency(self) -> np.ndarray:
+        """Seconds a token, float64 [n]; nan without a token."""
+        return np.asarray(self.e2e / np.maximum(self.tokens, 1))
+
+    @property
+    def tbt(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times between tokens of all requests, one request after the other, and how many of them
+        each has: float64 [sum of shares], int64 [n]."""
+        gaps = np.diff(self.token_times, prepend=0.0)
+        within = np.ones(len(gaps), bool)
+        within[self.offsets[self.tokens > 0]] = False
+        return gaps[within], np.maximum(self.tokens - 1, 0)
+
+    def take(self, which: np.ndarray) -> Times:
+        """Those of some requests. which: bool [n]."""
+        theirs = np.repeat(which, self.tokens)
+        return Times(
+            self.due[which], self.token_times[theirs], self.tokens[which], self.finished[which]
+        )
+
+    def _since_due(self, at: np.ndarray) -> np.ndarray:
+        found = np.full(len(self), np.nan)
+        some = self.tokens > 0
+        found[some] = self.token_times[at[some]] - self.due[some]
+        return found
+
+
+@dataclass(frozen=True)
+class Attained:
+    """Which requests are within their targets, bool [n] each; whoever finished without a target is
+    within it."""
+
+    ttft: np.ndarray
+    tbt: np.ndarray
+    jct: np.ndarray
+
+    @property
+    def slo(self) -> np.ndarray:
+        """All three, bool [n]."""
+        return np.asarray(self.ttft & self.tbt & self.jct)
+
+    def take(self, which: np.ndarray) -> Attained:
+        """Those of some requests. which: bool [n]."""
+        return Attained(self.ttft[which], self.tbt[which], self.jct[which])
 
 
 def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[str, float] | None:
@@ -60,58 +128,106 @@ def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[
     }
 
 
-def meets_ttft(request: RequestTimes, slo: SLO) -> bool:
-    return request.finished and (slo.ttft is None or request.ttft <= slo.ttft)
+def attained(times: Times, terms: Terms) -> Attained:
+    """Each request judged by its own targets. terms: of the same requests."""
+    done = times.finished
+    ttft, jct = times.ttft, times.e2e
+    tbt, shares = times.tbt
+    return Attained(
+        done & ~(ttft > terms.ttft),
+        done & _within_tbt(tbt, shares, terms.tbt),
+        done & ~(jct > terms.jct),
+    )
 
 
-def meets_tbt(request: RequestTimes, slo: SLO) -> bool:
-    """A request of one token has no TBT to miss."""
-    if not request.finished:
-        return False
-    tbt = request.tbt
-    return slo.tbt is None or tbt.size == 0 or float(np.percentile(tbt, 99)) <= slo.tbt
-
-
-def load_metrics(requests: Sequence[RequestTimes], slo: SLO) -> dict[str, Any]:
-    """All numbers of one load test; times in the unit that their name ends with.
-
-    Latencies are of the finished requests only. duration_s: first due time to last token.
-    """
-    finished = [r for r in requests if r.finished]
-    tbts = [r.tbt for r in finished if r.tbt.size]
-    tokens = sum(len(r.token_times) for r in requests)
-    begin = min(r.due for r in requests)
-    end = max((float(r.token_times[-1]) for r in requests if r.token_times.size), default=begin)
-    duration = end - begin
+def group_metrics(
+    times: Times, terms: Terms, met: Attained, duration: float | None = None
+) -> dict[str, Any]:
+    """The numbers of some requests; latencies are of the finished ones. duration: seconds that
+    rates are of, by default from first due time to last token. `slo` is None where nobody has a
+    target."""
+    done = times.take(times.finished)
+    tbt, _ = done.tbt
+    duration = span(times) if duration is None else duration
     return {
-        "duration_s": duration,
-        "output_tokens": tokens,
-        "output_tokens_per_s": _rate(tokens, duration),
-        "finished_per_s": _rate(len(finished), duration),
-        "ttft_ms": summarise([r.ttft for r in finished], 1e3),
-        "tbt_ms": summarise(np.concatenate(tbts) if tbts else (), 1e3),
-        "request_p99_tbt_ms": summarise([float(np.percentile(t, 99)) for t in tbts], 1e3),
-        "normalised_latency_ms": summarise([r.normalised_latency for r in finished], 1e3),
-        "e2e_ms": summarise([r.e2e for r in finished], 1e3),
-        "slo": _slo_metrics(requests, slo, duration),
+        "requests": len(times),
+        "finished": len(done),
+        "output_tokens": len(times.token_times),
+        "ttft_ms": summarise(done.ttft, 1e3),
+        "tbt_ms": summarise(tbt, 1e3),
+        "e2e_ms": summarise(done.e2e, 1e3),
+        "slo": _slo_metrics(met, duration) if has_targets(terms) else None,
     }
 
 
-def _slo_metrics(
-    requests: Sequence[RequestTimes], slo: SLO, duration: float
-) -> dict[str, Any] | None:
-    if slo.ttft is None and slo.tbt is None:
-        return None
-    ttft = np.array([meets_ttft(r, slo) for r in requests])
-    tbt = np.array([meets_tbt(r, slo) for r in requests])
-    both = ttft & tbt
+def split_metrics(
+    times: Times, terms: Terms, met: Attained, total: dict[str, Any]
+) -> dict[str, Any]:
+    """`group_metrics` of every tier and of every class that has requests, by name; rates are of the
+    duration of all. total: the same of all requests."""
+    duration = span(times)
+
+    def group(which: np.ndarray) -> dict[str, Any]:
+        if which.all():
+            return dict(total)
+        return group_metrics(times.take(which), terms.take(which), met.take(which), duration)
+
+    tiers = {tier.name.lower(): terms.tier == tier for tier in Tier}
+    classes = {name: terms.slo_class == index for index, name in enumerate(terms.classes)}
     return {
-        "ttft_ms": None if slo.ttft is None else slo.ttft * 1e3,
-        "tbt_ms": None if slo.tbt is None else slo.tbt * 1e3,
-        "attainment": float(both.mean()),
-        "ttft_attainment": float(ttft.mean()),
-        "tbt_attainment": float(tbt.mean()),
-        "goodput_per_s": _rate(int(both.sum()), duration),
+        "tiers": {name: group(which) for name, which in tiers.items() if which.any()},
+        "classes": {name: group(which) for name, which in classes.items() if which.any()},
+    }
+
+
+def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
+    """All numbers of one load test, of all requests and by tier and class; times in the unit that
+    their name ends with.
+
+    Latencies are of the finished requests only. duration_s: first due time to last token.
+    """
+    met, duration = attained(times, terms), span(times)
+    done = times.take(times.finished)
+    total = group_metrics(times, terms, met)
+    return {
+        "duration_s": duration,
+        "output_tokens": total["output_tokens"],
+        "output_tokens_per_s": _rate(total["output_tokens"], duration),
+        "finished_per_s": _rate(total["finished"], duration),
+        **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms", "slo")},
+        "request_p99_tbt_ms": summarise(request_p99_tbt(done), 1e3),
+        "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
+        **split_metrics(times, terms, met, total),
+    }
+
+
+def span(times: Times) -> float:
+    """Seconds from the first due time to the last token; 0 without a token."""
+    begin = float(times.due.min())
+    return float(times.token_times.max()) - begin if len(times.token_times) else 0.0
+
+
+def has_targets(terms: Terms) -> bool:
+    """Whether any request has one."""
+    return any(bool(np.isfinite(getattr(terms, name)).any()) for name in TARGETS)
+
+
+def request_p99_tbt(times: Times) -> np.ndarray:
+    """The 99th percentile of each request's own TBTs, seconds, of those with two tokens or more."""
+    tbt, shares = times.tbt
+    parts = np.split(tbt, np.cumsum(shares)[:-1])
+    return np.array([np.percentile(part, 99) for part in parts if len(part)])
+
+
+def _slo_metrics(met: Attained, duration: float) -> dict[str, Any]:
+    shares = {
+        f"{field.name}_attainment": float(getattr(met, field.name).mean())
+        for field in dataclasses.fields(met)
+    }
+    return {
+        "attainment": float(met.slo.mean()),
+        **shares,
+        "goodput_per_s": _rate(int(met.slo.sum()), duration),
     }
 
 
@@ -119,24 +235,18 @@ def _rate(count: int, duration: float) -> float | None:
     return count / duration if duration > 0 else None
 
 
-def attained(ttft: np.ndarray, tbt: np.ndarray, shares: np.ndarray, slo: SLO) -> np.ndarray:
-    """Which requests attain the SLO, bool [n]; the same as `meets_ttft` and `meets_tbt`, for many.
-
-    ttft: float64 [n]. tbt: the requests' times between tokens, one request after the other; shares:
-    int64 [n], how many each has.
-    """
-    met = np.ones(len(ttft), bool) if slo.ttft is None else ttft <= slo.ttft
-    if slo.tbt is None or not len(tbt):
-        return met
+def _within_tbt(tbt: np.ndarray, shares: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Whose 99th percentile is within the target, bool [n]; a request of one token has no TBT to
+    miss. tbt, shares: as in `Times.tbt`. Sorts only where it has to."""
     slow = np.zeros(len(shares), np.int64)
-    some = shares > 0
-    ends = np.cumsum(shares)
-    np.add.at(slow, np.repeat(np.arange(len(shares)), shares)[tbt > slo.tbt], 1)
+    owner = np.repeat(np.arange(len(shares)), shares)
+    np.add.at(slow, owner[tbt > target[owner]], 1)
     # The percentile lies between the sorted values of ranks floor(h) and floor(h) + 1.
     low = np.floor(0.99 * (shares - 1)).astype(np.int64)
     within = shares - slow  # values within the target
-    met = met & (~some | (within > low))
-    for i in np.flatnonzero(met & some & (within == low + 1) & (slow > 0)).tolist():
+    met = (shares == 0) | (within > low)
+    ends = np.cumsum(shares)
+    for i in np.flatnonzero(met & (shares > 0) & (within == low + 1) & (slow > 0)).tolist():
         mine = tbt[ends[i] - shares[i] : ends[i]]
-        met[i] = np.percentile(mine, 99) <= slo.tbt
-    return met
+        met[i] = np.percentile(mine, 99) <= target[i]
+    return np.asarray(met)

@@ -7,17 +7,17 @@ lives elsewhere is named `path/to/file.py:name`, and a notebook's cell may use `
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxserve.sched.parameters import text_of, with_parameters
 from jaxserve.sched.policy import Policy
 
 
@@ -57,10 +57,10 @@ def register(name: str, summary: str, source: str) -> Callable[[_Make], _Make]:
     """Decorator: makes a policy class, or a function returning a policy, known by `name`.
 
     The same definition run again, as a notebook's cell is, replaces the earlier one. ValueError if
-    the name is another's, or has a `+` or `:` in it.
+    the name is another's, or has `+`, `:`, `,` or `=` in it.
     """
-    if not name or set(name) & set("+:"):
-        raise ValueError(f"a policy's name must be without + and :, got {name!r}")
+    if not name or set(name) & set("+:,="):
+        raise ValueError(f"a policy's name must be without + : , and =, got {name!r}")
 
     def add(make: _Make) -> _Make:
         known = _REGISTRY.get(name)
@@ -97,23 +97,59 @@ def variants() -> dict[str, Variant]:
     return dict(sorted(_VARIANTS.items()))
 
 
-def make_policy(name: str, **overrides: Any) -> Policy:
-    """A new policy: `sarathi`, `sarathi+ef`, `path/to/file.py:mine`.
+@dataclass(frozen=True)
+class PolicyName:
+    """What a policy's name says, such as `path/to/file.py:mine+ef:watermark=0.02`. path: of the
+    file, "" for none. suffixes: of variants. params: parameters as text."""
 
-    overrides: values for the policy's own parameters, the fields of its dataclass. ValueError
-    says what is wrong with a name, a parameter or a file.
+    path: str
+    base: str
+    suffixes: tuple[str, ...]
+    params: dict[str, str]
+
+    @classmethod
+    def parse(cls, name: str) -> PolicyName:
+        """ValueError for parameters that are not `NAME=VALUE`, or come twice."""
+        path, colon, rest = name.rpartition(".py:")
+        whole, *texts = (rest if colon else name).split(":")
+        base, *suffixes = whole.split("+")
+        params: dict[str, str] = {}
+        for text in texts:
+            key, equals, value = text.partition("=")
+            if not (key and equals):
+                raise ValueError(
+                    f"policy {name!r}: parameters are :NAME=VALUE after the name, got {text!r}"
+                )
+            if key in params:
+                raise ValueError(f"policy {name!r}: {key} is given twice")
+            params[key] = value
+        return cls(path + ".py" if colon else "", base, tuple(suffixes), params)
+
+
+def make_policy(name: str, **params: Any) -> Policy:
+    """A new policy: `sarathi`, `sarathi+ef`, `path/to/file.py:mine`, each maybe with parameters,
+    `aptserve:slo_decay=0.4:watermark=0.02`.
+
+    params: more of the policy's own parameters, the fields of its dataclass. ValueError says what
+    is wrong with a name, a parameter or a file.
     """
     policies()  # the built-in names are taken before a file runs
-    path, colon, rest = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        _load(path)
-    else:
-        rest = name
-    base, *suffixes = rest.split("+")
-    policy = _known("policy", base, policies()).make()
-    for suffix in suffixes:
+    said = PolicyName.parse(name)
+    twice = sorted(said.params.keys() & params.keys())
+    if twice:
+        raise ValueError(f"policy {name!r}: {twice[0]} is given twice")
+    if said.path:
+        _load(said.path)
+    policy = _known("policy", said.base, policies()).make()
+    for suffix in said.suffixes:
         policy = _known("policy variant", suffix, _VARIANTS).of(policy)
-    return _override(name, policy, overrides) if overrides else policy
+    shown = "+".join([said.base, *said.suffixes])
+    return with_parameters(shown, policy, {**said.params, **params})
+
+
+def full_name(name: str, params: Mapping[str, Any]) -> str:
+    """The name with more parameters, as text that `make_policy` takes."""
+    return "".join([name, *(f":{key}={text_of(value)}" for key, value in params.items())])
 
 
 _Entry = TypeVar("_Entry")
@@ -125,17 +161,6 @@ def _known(what: str, name: str, known: dict[str, _Entry]) -> _Entry:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"there is no {what} {name!r}{hint} Known: {', '.join(known)}")
     return known[name]
-
-
-def _override(name: str, policy: Policy, overrides: dict[str, Any]) -> Policy:
-    names: list[str] = []
-    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):
-        names = [field.name for field in dataclasses.fields(policy) if field.init]
-    for wanted in overrides:
-        if wanted not in names:
-            has = f"it has {', '.join(names)}" if names else "it has none"
-            raise ValueError(f"policy {name!r} has no parameter {wanted!r}; {has}")
-    return dataclasses.replace(policy, **overrides)  # type: ignore[type-var]
 
 
 def _origin(make: Callable[[], Policy]) -> tuple[str | None, str | None]:

@@ -164,6 +164,7 @@ def judge_all(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
 
 
 def main() -> int:
+    """Exit code: 0 if no mutant survived or is stale, else 1."""
     summary, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")

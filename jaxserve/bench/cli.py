@@ -4,6 +4,7 @@
     python -m jaxserve.bench latency --input_len=128 --output_len=64
     python -m jaxserve.bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
     python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
+    python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     python -m jaxserve.bench plan
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py
     python -m jaxserve.bench kernels
@@ -27,10 +28,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from jaxserve import workload_flags
 from jaxserve.bench import fidelity, runs
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import StepRecorder, step_metrics
@@ -40,15 +41,8 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.machine import machine, versions
 from jaxserve.sched.fit import FitError
-from jaxserve.sched.request import SLO
-from jaxserve.sched.workloads.workload import (
-    Workload,
-    WorkloadError,
-    fixed_lengths,
-    gamma_arrivals,
-    poisson_arrivals,
-    read_lengths,
-)
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.server import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
@@ -162,11 +156,11 @@ def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
         return said, lambda target: runs.latency(
             target, count, args.input_len, args.output_len, seed
         )
-    workload, slo = _workload(args), _slo(args)
+    workload = _spec(args).make(seed)
     said["num_requests"] = len(workload)
     said["prompt_tokens"] = int(workload.prompt_len.sum())
     said["output_tokens"] = int(workload.output_len.sum())
-    return said, lambda target: runs.load(target, workload, slo, seed)
+    return said, lambda target: runs.load(target, workload, seed)
 
 
 def _in_process(
@@ -200,32 +194,19 @@ def _in_process(
         engine.stop()
 
 
-def _workload(args: argparse.Namespace) -> Workload:
-    if args.lengths:
-        lengths = read_lengths(args.lengths)
-        if args.num_requests is not None:
-            if args.num_requests > len(lengths):
-                raise WorkloadError(
-                    f"{args.lengths} has {len(lengths)} rows; --num_requests={args.num_requests}"
-                )
-            lengths = lengths.first(args.num_requests)
-    else:
-        lengths = fixed_lengths(
-            args.input_len or INPUT_LEN, args.output_len or OUTPUT_LEN, args.num_requests or 100
-        )
-    rng = np.random.default_rng((args.seed, 2))
-    if args.arrivals == "poisson":
-        return Workload.of(poisson_arrivals(args.rate, len(lengths), rng), lengths)
-    return Workload.of(gamma_arrivals(args.rate, args.cv, len(lengths), rng), lengths)
-
-
-def _slo(args: argparse.Namespace) -> SLO:
-    ttft, tbt = args.slo_ttft_ms, args.slo_tbt_ms
-    return SLO(None if ttft is None else ttft / 1e3, None if tbt is None else tbt / 1e3)
+def _spec(args: argparse.Namespace) -> WorkloadSpec:
+    """What `load` serves."""
+    lengths, count = args.lengths, args.num_requests
+    if not lengths:
+        shape = f"{args.input_len or INPUT_LEN}x{args.output_len or OUTPUT_LEN}"
+        lengths, count = f"fixed:{shape}x{count or 100}", None
+    return WorkloadSpec(
+        lengths, count, args.arrivals, args.rate, args.cv, **workload_flags.options(args)
+    )
 
 
 def _check_load(args: argparse.Namespace) -> None:
-    for name in ("rate", "cv", "slo_ttft_ms", "slo_tbt_ms"):
+    for name in ("rate", "cv"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name} must be a positive number, got {value}")
@@ -233,6 +214,10 @@ def _check_load(args: argparse.Namespace) -> None:
         raise UsageError("--arrivals=gamma needs --cv, and only that does")
     if args.lengths and (args.input_len or args.output_len):
         raise UsageError("--lengths gives both lengths; leave out --input_len and --output_len")
+    try:
+        _spec(args)
+    except WorkloadError as error:
+        raise UsageError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -258,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         fixed = count is not None
-        number = str(count) if fixed else "100, or all rows of --lengths"
+        number = str(count) if fixed else "100, or all rows of a trace, or 1000 of a data set"
         _number(sub, "num_requests", int, count, f"requests ({number})")
         _number(sub, "input_len", int, INPUT_LEN if fixed else None, f"prompt tokens ({INPUT_LEN})")
         _number(
@@ -293,9 +278,13 @@ def _load_flags(sub: argparse.ArgumentParser) -> None:
         help="gaps between requests (poisson)",
     )
     _number(sub, "cv", float, None, "standard deviation of gamma gaps over their mean")
-    sub.add_argument("--lengths", help="CSV file with the columns prompt_tokens,output_tokens")
-    _number(sub, "slo_ttft_ms", float, None, "target of the time to first token")
-    _number(sub, "slo_tbt_ms", float, None, "target of each request's P99 time between tokens")
+    sub.add_argument(
+        "--lengths",
+        help="a trace's path, such as a CSV of prompt_tokens,output_tokens, or a "
+        "data set's name; arrivals are drawn",
+    )
+    workload_flags.add_flags(sub, "a number; 'length' (the default), what each request writes")
+    sub.set_defaults(max_tokens="length")
     sub.add_argument("--address", help="host:port of a running server, instead of an engine here")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.bench.runs import NO_SLO, warm_up
+from jaxserve.bench.runs import warm_up
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, measure_gap, profile_engine, with_gap
@@ -34,6 +34,8 @@ MEASURES = ("total_s", "mean_ttft_s", "mean_tbt_s")
 
 @dataclass(frozen=True)
 class Load:
+    """A workload, and what to call it."""
+
     name: str
     workload: Workload
 
@@ -41,6 +43,11 @@ class Load:
 def loads(num_requests: int, max_len: int, rate: float | None, seed: int) -> list[Load]:
     """Five offline loads of different make, and with a rate an online one.
     Lengths are shares of max_len, the longest request."""
+
+    def of(arrival: np.ndarray, lengths: Lengths) -> Workload:
+        # Served for real, a request gets max_tokens.
+        return Workload.of(arrival, lengths, limit=lengths.output_len)
+
     shapes = {
         "short in, short out": (0.05, 0.10),
         "short in, long out": (0.05, 0.40),
@@ -50,7 +57,7 @@ def loads(num_requests: int, max_len: int, rate: float | None, seed: int) -> lis
     found = [
         Load(
             name,
-            Workload.of(
+            of(
                 all_at_once(num_requests),
                 fixed_lengths(max(1, int(i * max_len)), max(2, int(o * max_len)), num_requests),
             ),
@@ -60,10 +67,10 @@ def loads(num_requests: int, max_len: int, rate: float | None, seed: int) -> lis
     rng = np.random.default_rng((seed, 3))
     top = max(3, int(0.45 * max_len))
     mixed = Lengths(rng.integers(1, top, num_requests), rng.integers(2, top, num_requests))
-    found.append(Load("mixed lengths", Workload.of(all_at_once(num_requests), mixed)))
+    found.append(Load("mixed lengths", of(all_at_once(num_requests), mixed)))
     if rate is not None:
         arrival = poisson_arrivals(rate, num_requests, rng)
-        found.append(Load(f"mixed, {rate:g} requests/s", Workload.of(arrival, mixed)))
+        found.append(Load(f"mixed, {rate:g} requests/s", of(arrival, mixed)))
     return found
 
 
@@ -114,7 +121,7 @@ def predict(
     """MEASURES by simulation."""
     scheduler = engine._scheduler
     result = simulate(
-        config.scheduler.policy,
+        engine.info().policy,
         workload,
         system,
         limits=scheduler.view.limits,
@@ -135,7 +142,7 @@ def measure(
 ) -> dict[str, float]:
     """MEASURES by serving."""
     jobs = random_jobs(workload, vocab_size, np.random.default_rng(seed))
-    start, records = drive(target, jobs, workload.arrival, NO_SLO)
+    start, records = drive(target, jobs, workload.arrival)
     must_finish(jobs, records)
     times = [np.array(record.token_times) - start for record in records]
     return {

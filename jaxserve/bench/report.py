@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.group_table import group_lines
+
 LABELS = {
     "output_tokens_per_s": "output tokens/s",
     "total_tokens_per_s": "prompt + output tokens/s",
@@ -38,6 +40,8 @@ def text(result: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in requests.items() if count)
         lines.append(_line("requests", counts))
     lines += _slo(result["results"].get("slo"))
+    if "tiers" in result["results"]:
+        lines += [f"  {line}" for line in group_lines(result["results"])]
     engine = result.get("engine")
     if engine:
         lines += _engine(engine)
@@ -57,6 +61,7 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
             ("attainment", ""),
             ("ttft_attainment", " of TTFT"),
             ("tbt_attainment", " of TBT"),
+            ("jct_attainment", " of JCT"),
         )
     )
     lines = [_line("SLO attainment", shares)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -13,10 +14,11 @@ import numpy as np
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.sched.metrics import RequestTimes
-from jaxserve.sched.request import SLO, Request, SamplingParams
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.sched.metrics import Times
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.workloads.workload import TARGETS, Workload
 
+NO_SLO = SLO()
 clock = time.monotonic
 """The engine's own clock, so that times of both sides can be compared."""
 
@@ -27,15 +29,22 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """One request to send."""
+    """One request to send. output_len: tokens after which it ends. max_tokens: the limit that it
+    asks for; where that is more, the sender ends it by cancelling it, so that the server knows no
+    more about its length than of a request that ends by itself."""
 
     prompt: tuple[int, ...]
     output_len: int
+    max_tokens: int
+    slo: SLO = NO_SLO
+    tier: Tier = Tier.REALTIME
 
 
 @dataclass
 class Record:
-    """What came of one job. outcome: finished, rejected (the queue was full) or failed."""
+    """What came of one job. sent, token_times: seconds on `clock`. outcome: finished, rejected (the
+    queue was full) or failed. preemptions: as the server counted; it says nothing of a request that
+    was cancelled over the network, which has 0."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -47,7 +56,9 @@ class Record:
 class Target(Protocol):
     """Serves jobs. `send` returns at once; `on_done` may be called on any thread."""
 
-    def send(self, job: Job, slo: SLO, record: Record, done: threading.Semaphore) -> None: ...
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """Serves the job, writes what comes of it into the record, and then releases `done`."""
+        ...
 
     def info(self) -> dict[str, Any]:
         """The fields of EngineInfo."""
@@ -57,9 +68,17 @@ class Target(Protocol):
 class SubmittingEngine(Protocol):
     """What is needed of an engine."""
 
-    def submit(self, request: Request, on_output: Any) -> None: ...
+    def submit(self, request: Request, on_output: Any) -> None:
+        """As `Engine.submit`."""
+        ...
 
-    def info(self) -> Any: ...
+    def cancel(self, request_id: str) -> None:
+        """As `Engine.cancel`."""
+        ...
+
+    def info(self) -> Any:
+        """As `Engine.info`."""
+        ...
 
 
 class EngineTarget:
@@ -70,22 +89,29 @@ class EngineTarget:
         self._sent = 0
 
     def info(self) -> dict[str, Any]:
+        """The fields of EngineInfo."""
         return dict(vars(self._engine.info()))
 
-    def send(self, job: Job, slo: SLO, record: Record, done: threading.Semaphore) -> None:
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`."""
+        self._sent += 1
+        name = f"bench-{self._sent}"
+
         def on_output(output: Output) -> None:
-            record.token_times.extend(output.token_times)
+            ended = _take(record, job, output.token_times)
             if output.finish_reason is None:
+                if ended and job.output_len < job.max_tokens:
+                    self._engine.cancel(name)
                 return
-            complete = output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            by_itself = output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            complete = by_itself or (ended and output.finish_reason is FinishReason.CANCELLED)
             record.outcome = "finished" if complete else "failed"
             record.error = output.error
             record.preemptions = output.usage.preemptions if output.usage else 0
             done.release()
 
-        self._sent += 1
-        sampling = SamplingParams(max_tokens=job.output_len, ignore_eos=True)
-        request = Request(f"bench-{self._sent}", job.prompt, sampling, slo)
+        sampling = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+        request = Request(name, job.prompt, sampling, job.slo, job.tier)
         try:
             self._engine.submit(request, on_output)
         except QueueFull as error:
@@ -103,27 +129,35 @@ class ServerTarget:
         self._client = client
 
     def info(self) -> dict[str, Any]:
+        """The fields of EngineInfo that a server tells."""
         message = self._client.info(timeout=30.0)
         return {f.name: getattr(message, f.name) for f in message.DESCRIPTOR.fields}
 
-    def send(self, job: Job, slo: SLO, record: Record, done: threading.Semaphore) -> None:
-        run = threading.Thread(target=self._call, args=(job, slo, record, done), daemon=True)
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`."""
+        run = threading.Thread(target=self._call, args=(job, record, done), daemon=True)
         run.start()
 
-    def _call(self, job: Job, slo: SLO, record: Record, done: threading.Semaphore) -> None:
-        targets = {"ttft_ms": slo.ttft, "tbt_ms": slo.tbt}
+    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        targets = {name: getattr(job.slo, name) for name in TARGETS}
         try:
-            for message in self._client.generate(
+            generation = self._client.generate(
                 job.prompt,
-                max_tokens=job.output_len,
+                max_tokens=job.max_tokens,
                 ignore_eos=True,
-                slo={name: value * 1e3 for name, value in targets.items() if value is not None},
-            ):
+                slo={f"{name}_ms": t * 1e3 for name, t in targets.items() if t is not None},
+                tier=job.tier.name.lower(),
+            )
+            for message in generation:
                 # A message may carry several tokens: they reached the caller together.
-                record.token_times.extend([clock()] * len(message.token_ids))
+                ended = _take(record, job, [clock()] * len(message.token_ids))
                 if message.HasField("finish"):
                     record.preemptions = message.finish.usage.preemptions
                     record.outcome = "finished"
+                elif ended and job.output_len < job.max_tokens:
+                    generation.cancel()
+                    record.outcome = "finished"
+                    break
         except ServerError as error:
             full = error.code == "RESOURCE_EXHAUSTED"
             record.outcome, record.error = "rejected" if full else "failed", str(error)
@@ -133,27 +167,45 @@ class ServerTarget:
             done.release()
 
 
+def _take(record: Record, job: Job, times: Sequence[float]) -> bool:
+    """Notes the tokens that are the job's; those that came while it was being cancelled are not.
+    Whether it has all of its own."""
+    record.token_times.extend(times[: job.output_len - len(record.token_times)])
+    return len(record.token_times) == job.output_len
+
+
 def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -> list[Job]:
-    """Prompts of uniformly random token ids."""
-    lengths = zip(workload.prompt_len.tolist(), workload.output_len.tolist(), strict=True)
-    return [Job(tuple(rng.integers(0, vocab_size, p).tolist()), o) for p, o in lengths]
+    """Prompts of uniformly random token ids, and what the workload asks for."""
+    columns = (
+        workload.prompt_len,
+        workload.output_len,
+        workload.limit,
+        workload.tier,
+        *(getattr(workload, name) for name in TARGETS),
+    )
+    jobs = []
+    for prompt, output, limit, tier, *targets in zip(*(c.tolist() for c in columns), strict=True):
+        ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
+        slo = SLO(*(t if math.isfinite(t) else None for t in targets))
+        jobs.append(Job(ids, output, limit, slo, Tier(tier)))
+    return jobs
 
 
 def check_fits(workload: Workload, info: dict[str, Any]) -> None:
-    """BenchError if the model does not serve requests of these lengths."""
+    """BenchError if the model does not serve requests of these lengths and limits."""
     limit = min(info["max_model_len"], info["pool_tokens"])
-    total = workload.prompt_len + workload.output_len
+    total = workload.prompt_len + workload.limit
     worst = int(total.argmax())
     if total[worst] > limit:
+        asked, output = workload.limit[worst], workload.output_len[worst]
+        more = f" of {asked} asked for" if asked > output else ""
         raise BenchError(
-            f"request {worst + 1} has {workload.prompt_len[worst]} tokens in and "
-            f"{workload.output_len[worst]} out; {info['model']} serves at most {limit} in all"
+            f"request {worst + 1} has {workload.prompt_len[worst]} tokens in and {output} out"
+            f"{more}; {info['model']} serves at most {limit} in all"
         )
 
 
-def drive(
-    target: Target, jobs: Sequence[Job], arrival: np.ndarray, slo: SLO
-) -> tuple[float, list[Record]]:
+def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[float, list[Record]]:
     """Sends each job when it is due and waits for all. Open loop: nothing waits for an answer.
 
     arrival: seconds after the start, [len(jobs)]. Returns the start on `clock`, and the records.
@@ -166,7 +218,7 @@ def drive(
         if wait > 0:
             time.sleep(wait)
         records.append(Record(sent=clock()))
-        target.send(job, slo, records[-1], done)
+        target.send(job, records[-1], done)
     for _ in records:
         done.acquire()
     return start, records
@@ -181,5 +233,10 @@ def must_finish(jobs: Sequence[Job], records: Sequence[Record]) -> None:
             raise BenchError(f"{len(record.token_times)} tokens came, not {job.output_len}")
 
 
-def times(due: float, record: Record) -> RequestTimes:
-    return RequestTimes(due, np.array(record.token_times), record.outcome == "finished")
+def times(due: np.ndarray, records: Sequence[Record]) -> Times:
+    """The records as arrays. due: float64 [n], when each was to be sent, on `clock`."""
+    return Times.of(
+        due.tolist(),
+        [record.token_times for record in records],
+        [record.outcome == "finished" for record in records],
+    )

@@ -38,7 +38,7 @@ from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import make_policy
+from jaxserve.sched.registry import full_name, make_policy
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import load_params, param_bytes
 
@@ -127,7 +127,7 @@ def _choose(config: ConfigDict) -> _Choices:
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     dtype = choose_dtype(config.model.dtype, hf)
     max_model_len = choose_max_len(config.engine.max_model_len, model)
-    policy = _policy(config.scheduler.policy)
+    policy = _policy(config)
     limits = _limits(config, policy, max_model_len)
     demand = _demand(config, limits, max_model_len)
     pool_heads = sharding.pool_kv_heads(model, tensor)
@@ -236,9 +236,10 @@ def _rho(config: ConfigDict, chosen: _Choices, executor: JaxExecutor) -> float |
     return rho.remembered(config.engine.compilation_cache_dir, key, measure)
 
 
-def _policy(name: str) -> Policy:
+def _policy(config: ConfigDict) -> Policy:
+    name = config.scheduler.policy
     try:
-        policy = make_policy(name)
+        policy = make_policy(name, **config.scheduler.params)
     except ValueError as error:
         raise ConfigError(f"scheduler.policy: {error}") from error
     if policy.hypothetical:
@@ -321,7 +322,7 @@ def _info(
         dtype=chosen.dtype.name,
         vocab_size=model.vocab_size,
         max_model_len=step_model.max_len,
-        policy=config.scheduler.policy,
+        policy=full_name(config.scheduler.policy, config.scheduler.params),
         num_blocks=scheduler.pool.num_blocks,
         block_size=scheduler.pool.block_size,
         pool_tokens=scheduler.pool.pool_tokens,

@@ -24,6 +24,7 @@ from jaxserve.server.runner import Server
 
 DEFAULT_PORT = 50051
 MAX_GRACE_S = 86_400
+_PARAMS = "scheduler.params."  # the policy's own: they come and go with it
 _SHORTCUTS = {
     "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
     "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
@@ -44,6 +45,7 @@ def parse_flags(
 
     default: the config file without --config. Raises UsageError.
     """
+    argv, params = _split_params(argv)
     for place, argument in enumerate(argv[1:], start=1):
         _check_field_flag(argument)
         name, equals, value = argument.lstrip("-").partition("=")
@@ -63,6 +65,7 @@ def parse_flags(
         for name in ("config", *_SHORTCUTS):  # so that --help shows them
             values.register_key_flag_for_module(argv[0], values[name])
         left = values(list(argv))
+        _set_params(values["config"].value, params)
     except flags.IllegalFlagValueError as error:
         raise UsageError(_config_file_error(error) or str(error)) from None
     except flags.Error as error:
@@ -98,13 +101,17 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
 
 
 def check_config(config: Any) -> None:
-    """Exactly base.py's fields, each of base.py's type. Raises ConfigError."""
+    """Exactly base.py's fields, each of base.py's type; under `scheduler.params`, what the policy
+    has is known only to the policy. Raises ConfigError."""
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"config: get_config() returned {type(config).__name__}, not ConfigDict")
     known = dict(_leaves(base.get_config()))
     given = dict(_leaves(config))
+    params = config.get("scheduler", {}).get("params")
+    if not isinstance(params, ConfigDict):
+        raise ConfigError("config: scheduler.params is missing; start from configs/base.py")
     for path in given:
-        if path not in known:
+        if path not in known and not path.startswith(_PARAMS):
             raise ConfigError(f"config: unknown field {path}{_hint(path, known)}")
     for path, default in known.items():
         if path not in given:
@@ -198,6 +205,29 @@ def _fits(value: Any, default: Any) -> bool:
     return type(value) is type(default)
 
 
+def _split_params(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command line without the policy's parameters, and those, as text. config_flags takes only
+    fields that the file has; which these are depends on the policy."""
+    left, params = [], {}
+    for argument in argv:
+        if not argument.lstrip("-").startswith("config." + _PARAMS) or argument[:1] != "-":
+            left.append(argument)
+            continue
+        name, equals, value = argument.lstrip("-").removeprefix("config." + _PARAMS).partition("=")
+        if not (name.isidentifier() and equals):
+            raise UsageError(f"{argument}: a parameter is set as --config.{_PARAMS}NAME=VALUE")
+        params[name] = value
+    return left, params
+
+
+def _set_params(config: Any, params: dict[str, str]) -> None:
+    """Adds them to the config; `check_config` refuses a config that has no place for them."""
+    if params and isinstance(config, ConfigDict) and "params" in config.get("scheduler", {}):
+        # The file may have a number where this is text.
+        with config.unlocked(), config.ignore_type():
+            config.scheduler.params.update(params)
+
+
 def _check_field_flag(argument: str) -> None:
     """absl says only "'zz'" of a field that does not exist."""
     name = argument.lstrip("-").partition("=")[0]
@@ -205,6 +235,8 @@ def _check_field_flag(argument: str) -> None:
     if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
         return
     known = dict(_leaves(base.get_config()))
+    if path == _PARAMS.rstrip("."):
+        raise UsageError(f"{argument}: a parameter is set as --config.{_PARAMS}NAME=VALUE")
     if path not in known:
         raise UsageError(f"unknown field {path}{_hint(path, known)}")
 

@@ -11,65 +11,87 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.metrics import attained, summarise
-from jaxserve.sched.request import SLO
+from jaxserve.sched.metrics import Times, attained, group_metrics, split_metrics
+from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.replica import BATCH_COLUMNS, BatchRows
+from jaxserve.sched.workloads.workload import TARGETS, Workload
 
 
 @dataclass(frozen=True)
 class RequestRecords:
     """Arrays over the n requests, in order of arrival. Times in seconds from the workload's start.
 
-    token_times: float64 [sum of output_len], when each token reached the host; request i's are
-    token_times[offsets[i] : offsets[i] + output_len[i]]. preemptions: how often its cache was
-    taken away. replica: who served it.
+    workload: what they asked for. token_times: float64 [sum of output_len], when each token reached
+    the host; request i's are token_times[offsets[i] : offsets[i] + output_len[i]]. preemptions:
+    int64 [n], how often its cache was taken away. replica: int64 [n], who served it.
     """
 
-    arrival: np.ndarray
-    prompt_len: np.ndarray
-    output_len: np.ndarray
+    workload: Workload
     preemptions: np.ndarray
     replica: np.ndarray
     token_times: np.ndarray
-    offsets: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.arrival)
+        return len(self.workload)
+
+    @property
+    def arrival(self) -> np.ndarray:
+        """float64 [n]."""
+        return self.workload.arrival
+
+    @property
+    def prompt_len(self) -> np.ndarray:
+        """int64 [n], tokens."""
+        return self.workload.prompt_len
+
+    @property
+    def output_len(self) -> np.ndarray:
+        """int64 [n], tokens."""
+        return self.workload.output_len
+
+    @property
+    def times(self) -> Times:
+        """As load tests have them."""
+        ended = np.ones(len(self), bool)
+        return Times(self.arrival, self.token_times, self.output_len, ended)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each request's tokens begin in token_times, int64 [n]."""
+        return self.times.offsets
 
     @property
     def first_token(self) -> np.ndarray:
+        """float64 [n]."""
         return np.asarray(self.token_times[self.offsets])
 
     @property
     def finish(self) -> np.ndarray:
+        """When the last token came, float64 [n]."""
         return np.asarray(self.token_times[self.offsets + self.output_len - 1])
 
     @property
     def ttft(self) -> np.ndarray:
-        """Arrival to first token."""
-        return np.asarray(self.first_token - self.arrival)
+        """Arrival to first token, float64 [n]."""
+        return self.times.ttft
 
     @property
     def latency(self) -> np.ndarray:
-        """Arrival to last token."""
-        return np.asarray(self.finish - self.arrival)
+        """Arrival to last token, float64 [n]."""
+        return self.times.e2e
 
     @property
     def tpot(self) -> np.ndarray:
         """Mean time between tokens of each request that has more than one, preempted time
-        included."""
+        included, float64."""
         several = self.output_len > 1
         span = (self.finish - self.first_token)[several]
         return np.asarray(span / (self.output_len[several] - 1))
 
     @property
     def tbt(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times between tokens of all requests one after the other, and each one's share of them:
-        float64 [sum of output_len - n], int64 [n]."""
-        gaps = np.diff(self.token_times, prepend=0.0)
-        within = np.ones(len(gaps), bool)
-        within[self.offsets] = False
-        return gaps[within], self.output_len - 1
+        """As `Times.tbt`."""
+        return self.times.tbt
 
 
 @dataclass(frozen=True)
@@ -113,22 +135,24 @@ class SimulationResult:
     rows: list[list[BatchRows]] | None
     kv_tokens: int
 
-    def summary(self, slo: SLO | None = None) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """The numbers of one run; seconds, or milliseconds where the name says so.
 
         latency_s: sum of the batch times (InferMax section 4.1), of the busiest replica.
         makespan_s: first arrival to last token. tps: generated tokens over latency_s. mean_tpot_s:
         over requests with more than one token, preempted time included. slo_attainment: share of
-        the requests whose TTFT, and whose 99th percentile of TBT, are within them; 1 if there
-        are none.
+        the requests within all of their own targets, ttft_, tbt_ and jct_attainment within one of
+        them; 1 if there are none (`sched/metrics.py`). tiers, classes: the same by name, as
+        `metrics.group_metrics` has it.
         """
         requests, batches = self.requests, self.batches
         busy = np.bincount(batches.replica, weights=batches.duration)
         latency = float(busy.max())
-        tbt, shares = requests.tbt
+        times, terms = requests.times, requests.workload.terms
+        met = attained(times, terms)
+        total = group_metrics(times, terms, met)
         tokens = len(requests.token_times)
         tpot = requests.tpot
-        met = attained(requests.ttft, tbt, shares, slo or SLO())
         makespan = float(requests.finish.max() - requests.arrival[0])
         return {
             "latency_s": latency,
@@ -138,35 +162,49 @@ class SimulationResult:
             "mean_tpot_s": float(tpot.mean()) if len(tpot) else 0.0,
             "num_batches": len(batches),
             "num_preemptions": int(batches.preemptions.sum()),
-            "slo_attainment": float(met.mean()),
-            "goodput_per_s": float(met.sum()) / makespan,
+            "slo_attainment": float(met.slo.mean()),
+            "ttft_attainment": float(met.ttft.mean()),
+            "tbt_attainment": float(met.tbt.mean()),
+            "jct_attainment": float(met.jct.mean()),
+            "goodput_per_s": float(met.slo.sum()) / makespan,
             "num_requests": len(requests),
             "output_tokens": tokens,
-            "ttft_ms": summarise(requests.ttft, 1e3),
-            "tbt_ms": summarise(tbt, 1e3),
-            "e2e_ms": summarise(requests.latency, 1e3),
+            **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms")},
             "mean_batch_requests": float((batches.num_decodes + batches.num_prefills).mean()),
             "mean_kv_used": float(
                 np.average(batches.kv_used, weights=batches.duration) / self.kv_tokens
             ),
             "peak_kv_used": float(batches.kv_used.max()) / self.kv_tokens,
+            **split_metrics(times, terms, met, total),
         }
 
     def request_table(self) -> dict[str, np.ndarray]:
-        """Columns of the per-request table."""
-        r = self.requests
+        """Columns of the per-request table, [n] each. limit: max_tokens, as asked for. slo_ttft,
+        slo_tbt, slo_jct: its targets, seconds, inf for none. attained: whether it is within all of
+        them."""
+        r, asked = self.requests, self.requests.workload
         names = ("arrival", "prompt_len", "output_len", "first_token", "finish", "preemptions")
-        columns = {name: getattr(r, name) for name in names}
-        return {"request": np.arange(len(r)), **columns, "replica": r.replica}
+        return {
+            "request": np.arange(len(r)),
+            **{name: getattr(r, name) for name in names},
+            "replica": r.replica,
+            "limit": asked.limit,
+            "tier": np.array([tier.name.lower() for tier in Tier])[asked.tier],
+            "class": np.array(asked.classes)[asked.slo_class],
+            **{f"slo_{name}": getattr(asked, name) for name in TARGETS},
+            "attained": attained(r.times, asked.terms).slo,
+        }
 
     def batch_table(self) -> dict[str, np.ndarray]:
-        """Columns of the per-batch table."""
+        """Columns of the per-batch table, [batches] each."""
         return {"batch": np.arange(len(self.batches)), **vars(self.batches)}
 
 
 def write_table(columns: dict[str, np.ndarray], path: str | Path) -> None:
-    """A CSV file with a header, or where the name ends in .json a JSON list of objects."""
-    rows: Iterator[tuple[Any, ...]] = zip(*(c.tolist() for c in columns.values()), strict=True)
+    """A CSV file with a header, or where the name ends in .json a JSON list of objects. What is not
+    finite is an empty cell, or null."""
+    cells = (_cells(column) for column in columns.values())
+    rows: Iterator[tuple[Any, ...]] = zip(*cells, strict=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         if str(path).endswith(".json"):
             json.dump([dict(zip(columns, row, strict=True)) for row in rows], file)
@@ -175,3 +213,10 @@ def write_table(columns: dict[str, np.ndarray], path: str | Path) -> None:
             writer = csv.writer(file)
             writer.writerow(columns)
             writer.writerows(rows)
+
+
+def _cells(column: np.ndarray) -> list[Any]:
+    if column.dtype.kind != "f":
+        return column.tolist()
+    finite = np.isfinite(column)
+    return [value if ok else None for value, ok in zip(column.tolist(), finite, strict=True)]

@@ -6,7 +6,6 @@ loop coming round (`replica.py`). Nothing depends on the machine's own clock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,16 @@ import numpy as np
 
 from jaxserve.sched.blocks import blocks_for, tokens_in
 from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.parameters import parameters
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import make_policy
+from jaxserve.sched.registry import PolicyName, make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.replica import Replica
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.shortcut import shortened
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.simulation.systems import System
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.sched.workloads.workload import TARGETS, Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
 DEFAULT_C = 4096
@@ -77,8 +77,6 @@ def simulate(
     overlap: bool | None = None,
     replicas: int = 1,
     routing: str = "round_robin",
-    slo: SLO | None = None,
-    tiers: np.ndarray | None = None,
     rho: float | Literal["system"] | None = "system",
     seed: int = 0,
     checked: bool = False,
@@ -92,11 +90,10 @@ def simulate(
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. overlap: instead of the rules'.
-    slo; tiers (int [n] of `Tier`): what each request asks for. rho: what a token read from a hidden
-    cache costs a step, see `View`; by default the system's, None for no hidden caches. checked:
-    check every plan as the engine does. coast: take steps that are certain several at once; the
-    outcome is the same. record_rows: keep who was in each batch. progress(n): n more requests have
-    arrived.
+    rho: what a token read from a hidden cache costs a step, see `View`; by default the system's,
+    None for no hidden caches. checked: check every plan as the engine does. coast: take steps that
+    are certain several at once; the outcome is the same. record_rows: keep who was in each batch.
+    progress(n): n more requests have arrived.
     SimulationError if a request can never be served.
     """
     chosen = rules_named(rules)
@@ -105,32 +102,34 @@ def simulate(
     limits = limits or default_limits(policies[0], system)
     size = block_size or _block_size(system, chosen)
     blocks = _num_blocks(system, kv_tokens, num_blocks, size)
-    kv_tokens = tokens_in(blocks, size)
-    longest = _check_fits(workload, policies[0], limits, kv_tokens)
+    tokens = tokens_in(blocks, size)
+    longest = _check_fits(workload, policies[0], limits, tokens)
     books = _Books(workload)
-    room = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
-    machines = [
-        books.replica(
-            SimulatedScheduler(
-                shortened(one) if coast else one,
-                limits,
-                **room,
-                cost_model=cost,
-                seed=seed,
-                rho=_rho(rho, system, cost),
-                checked=checked,
-            ),
+
+    def machine(one: Policy) -> Replica:
+        scheduler = SimulatedScheduler(
+            shortened(one) if coast else one,
+            limits,
+            num_blocks=blocks,
+            block_size=size,
+            max_model_len=longest,
+            cost_model=cost,
+            seed=seed,
+            rho=_rho(rho, system, cost),
+            checked=checked,
+        )
+        return books.replica(
+            scheduler,
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
             padding=system.padding if isinstance(system, System) else None,
             coasts=coast and one.steady,
             record_rows=record_rows,
         )
-        for one in policies
-    ]
-    requests = _Requests(workload, slo or SLO(), tiers)
-    _serve(machines, requests, router(routing), books.served_by, progress)
-    return books.result(machines, kv_tokens, record_rows)
+
+    machines = [machine(one) for one in policies]
+    _serve(machines, _Requests(workload), router(routing), books.served_by, progress)
+    return books.result(machines, tokens, record_rows)
 
 
 class _Books:
@@ -160,14 +159,9 @@ class _Books:
     def result(
         self, machines: Sequence[Replica], kv_tokens: int, with_rows: bool
     ) -> SimulationResult:
+        """When all requests have ended."""
         requests = RequestRecords(
-            self._workload.arrival,
-            self._workload.prompt_len,
-            self._workload.output_len,
-            self.preemptions,
-            self.served_by,
-            self.token_times,
-            self.offsets,
+            self._workload, self.preemptions, self.served_by, self.token_times
         )
         batches = BatchRecords.of([machine.batches() for machine in machines])
         rows = [machine.rows_log for machine in machines] if with_rows else None
@@ -187,15 +181,13 @@ def _block_size(system: System | CostModel, rules: Rules) -> int:
 
 
 def policy_under(policy: str | Policy, rules: Rules) -> Policy:
-    """The policy as the rules have it: with those of their parameters that it has."""
+    """The policy as the rules have it: with those of their parameters that it has, and that its
+    name does not set. A policy that has been made stays as it is."""
     if not isinstance(policy, str):
         return policy
-    made = make_policy(policy)
-    has: set[str] = set()
-    if dataclasses.is_dataclass(made):
-        has = {f.name for f in dataclasses.fields(made)}
-    overrides = {name: value for name, value in rules.policy.items() if name in has}
-    return make_policy(policy, **overrides)
+    said, has = PolicyName.parse(policy).params, parameters(make_policy(policy))
+    ours = {name: value for name, value in rules.policy.items() if name in has.keys() - said}
+    return make_policy(policy, **ours)
 
 
 def default_limits(
@@ -250,31 +242,39 @@ ROUTERS: dict[str, Router] = {
 class _Requests:
     """The workload's requests, made when they arrive."""
 
-    def __init__(self, workload: Workload, slo: SLO, tiers: np.ndarray | None) -> None:
-        if tiers is not None and len(tiers) != len(workload):
-            raise SimulationError(f"{len(tiers)} tiers for {len(workload)} requests")
+    def __init__(self, workload: Workload) -> None:
         self.arrival = [*workload.arrival.tolist(), math.inf]
         self._prompts = workload.prompt_len.tolist()
         self._outputs = workload.output_len.tolist()
-        self._tiers = None if tiers is None else [Tier(t) for t in tiers.tolist()]
-        self._slo = slo
+        self._tiers = workload.tier.tolist()
+        targets = zip(*(getattr(workload, name).tolist() for name in TARGETS), strict=True)
+        self._targets = list(targets)
         self._sampling: dict[int, SamplingParams] = {}
+        self._slo: dict[tuple[float, ...], SLO] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def make(self, number: int) -> Request:
-        output = self._outputs[number]
+        """Request `number`, from 0 in order of arrival."""
+        output = self._outputs[number]  # limit: see Workload.limit
         if output not in self._sampling:
             self._sampling[output] = SamplingParams(max_tokens=output, ignore_eos=True)
         return Request(
             str(number),
             (0,) * self._prompts[number],
             self._sampling[output],
-            self._slo,
-            Tier.REALTIME if self._tiers is None else self._tiers[number],
+            self._slo_of(number),
+            Tier(self._tiers[number]),
             self.arrival[number],
         )
+
+    def _slo_of(self, number: int) -> SLO:
+        targets = self._targets[number]
+        if targets not in self._slo:
+            named = zip(TARGETS, targets, strict=True)
+            self._slo[targets] = SLO(**{name: t for name, t in named if t < math.inf})
+        return self._slo[targets]
 
 
 def _serve(
@@ -317,19 +317,29 @@ def _num_blocks(
 
 
 def _check_fits(workload: Workload, policy: Policy, limits: Limits, kv_tokens: int) -> int:
-    """The longest request in tokens. SimulationError if M or C does not hold every request. The
-    last token of a request is never stored."""
-    total = workload.prompt_len + workload.output_len
-    worst = int(total.argmax())
-    shape = f"request {worst} has {workload.prompt_len[worst]} tokens in and "
-    shape += f"{workload.output_len[worst]} out"
-    longest = int(total[worst])
+    """The tokens that the longest request may get to have. SimulationError if M does not hold what
+    every request may get to, as a server refuses it, or C what it does get to. The last token of a
+    request is never stored."""
+    allowed, total = workload.prompt_len + workload.limit, workload.lengths.total
+    worst = int(np.lexsort((total, allowed))[-1])
+    longest = int(allowed[worst])
     if longest - 1 > kv_tokens:
-        raise SimulationError(f"{shape}; the cache holds {kv_tokens} tokens")
-    # After a preemption the generated tokens are part of the prompt.
-    if not policy.chunked and longest - 1 > limits.max_batch_tokens:
+        asked = f", of {workload.limit[worst]} asked for" if total[worst] < longest else ""
         raise SimulationError(
-            f"{shape}, and the policy computes it in one step; max_batch_tokens is "
-            f"{limits.max_batch_tokens}"
+            f"{_shape(workload, worst)}{asked}; the cache holds {kv_tokens} tokens"
+        )
+    # After a preemption the generated tokens are part of the prompt.
+    worst = int(total.argmax())
+    if not policy.chunked and total[worst] - 1 > limits.max_batch_tokens:
+        raise SimulationError(
+            f"{_shape(workload, worst)}, and the policy computes it in one step; max_batch_tokens "
+            f"is {limits.max_batch_tokens}"
         )
     return longest
+
+
+def _shape(workload: Workload, number: int) -> str:
+    return (
+        f"request {number} has {workload.prompt_len[number]} tokens in and "
+        f"{workload.output_len[number]} out"
+    )

@@ -5,24 +5,33 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from jaxserve.sched.request import SLO
 from jaxserve.sched.workloads import lengths
-from jaxserve.sched.workloads.traces import read_trace
+from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
+from jaxserve.sched.workloads.columns import NO_LIMIT
+from jaxserve.sched.workloads.traces import Trace, read_trace
 from jaxserve.sched.workloads.workload import (
+    NO_CLASS,
+    TARGETS,
     Lengths,
+    Terms,
     Workload,
     WorkloadError,
     all_at_once,
     fixed_lengths,
     gamma_arrivals,
     on_off_arrivals,
+    open_limit,
     poisson_arrivals,
 )
 
 ARRIVALS = ("all", "replay", "poisson", "gamma", "on_off")
 DEFAULT_COUNT = 1000
+MaxTokens = int | Literal["length"] | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,11 @@ class WorkloadSpec:
     arrivals: `all` at once; `replay` as the trace has them; `poisson`; `gamma` with cv; `on_off`
     with mean period lengths on_s, off_s; None for the trace's own, or all at once, or poisson where
     there is a rate and no trace. rate: requests/s; stretches replayed ones.
+
+    classes: drawn by their shares, for a workload that brings no tiers, targets or classes of its
+    own. slo: targets of the requests that have none of their own. max_tokens: limit of the requests
+    that ask for none of their own: a number; `length`, as load tests do that ignore the end of
+    sequence; None for `open_limit`.
     """
 
     lengths: str
@@ -43,6 +57,9 @@ class WorkloadSpec:
     cv: float | None = None
     on_s: float | None = None
     off_s: float | None = None
+    classes: tuple[SloClass, ...] = ()
+    slo: SLO = NO_SLO
+    max_tokens: MaxTokens = None
 
     def __post_init__(self) -> None:
         kind, needs = self.arrivals, {"gamma": ("cv",), "on_off": ("on_s", "off_s")}
@@ -57,26 +74,28 @@ class WorkloadSpec:
             raise WorkloadError(f"arrivals={kind} needs a rate")
         if kind == "all" and self.rate is not None:
             raise WorkloadError("arrivals=all has no rate")
+        if isinstance(self.max_tokens, int) and self.max_tokens < 1:
+            raise WorkloadError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     def make(self, seed: int = 0) -> Workload:
-        """The workload; the same for the same seed. WorkloadError says what is wrong with it."""
+        """The workload; the same for the same seed. Arrivals and lengths are the same with and
+        without classes. WorkloadError says what is wrong with it."""
         rng = np.random.default_rng((seed, 2))
         found = self._find(rng)
-        count = self.num_requests
-        if count is not None and len(found) != count:
-            found = found.first(count)
+        if self.num_requests is not None and len(found.lengths) != self.num_requests:
+            found = found.first(self.num_requests)
+        terms = self._terms(found.terms, np.random.default_rng((seed, 5)))
+        limit = self._limit(found)
         kind = self.arrivals
-        if isinstance(found, Workload):
-            if kind in (None, "replay"):
-                return found if self.rate is None else found.at_rate(self.rate)
-            found = found.lengths
-        elif kind == "replay":
+        if kind == "replay" and found.arrival is None:
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
-        if kind == "all" or self.rate is None:
-            return Workload.of(all_at_once(len(found)), found)
-        return Workload.of(self._arrivals(self.rate, len(found), rng), found)
+        if found.arrival is not None and kind in (None, "replay"):
+            made = Workload.of(found.arrival, found.lengths, limit=limit, terms=terms)
+            return made if self.rate is None else made.at_rate(self.rate)
+        arrival = self._arrivals(len(found.lengths), rng)
+        return Workload.of(arrival, found.lengths, limit=limit, terms=terms)
 
-    def _find(self, rng: np.random.Generator) -> Lengths | Workload:
+    def _find(self, rng: np.random.Generator) -> Trace:
         if self.lengths.startswith("fixed:"):
             shape = re.fullmatch(r"fixed:(\d{1,9})x(\d{1,9})x(\d{1,9})", self.lengths)
             if not shape:
@@ -84,10 +103,11 @@ class WorkloadSpec:
             prompt, output, count = (int(n) for n in shape.groups())
             if self.num_requests is not None:
                 raise WorkloadError("fixed:IxOxB gives the number of requests already")
-            return fixed_lengths(prompt, output, count)
+            return _without_terms(fixed_lengths(prompt, output, count))
         name = self.lengths.lower()
         if name in lengths.DATA_SETS or set(name.split("+")) <= set(lengths.GROUPS):
-            return lengths.sampler(name)(self.num_requests or DEFAULT_COUNT, rng)
+            count = self.num_requests or DEFAULT_COUNT
+            return _without_terms(lengths.sampler(name)(count, rng))
         if not Path(self.lengths).exists():
             known = ", ".join(lengths.names())
             raise WorkloadError(
@@ -95,11 +115,36 @@ class WorkloadSpec:
             )
         return read_trace(self.lengths)
 
-    def _arrivals(self, rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    def _terms(self, own: Terms, rng: np.random.Generator) -> Terms:
+        if self.classes:
+            targets = any(np.isfinite(getattr(own, name)).any() for name in TARGETS)
+            if targets or own.tier.any() or own.classes != (NO_CLASS,):
+                raise WorkloadError(
+                    f"{self.lengths} has tiers, targets or classes of its own: no classes are drawn"
+                )
+            own = draw_terms(self.classes, len(own), rng)
+        return with_targets(own, self.slo)
+
+    def _limit(self, found: Trace) -> np.ndarray:
+        unsaid: np.ndarray | int
+        if self.max_tokens is None:
+            unsaid = open_limit(found.lengths)
+        else:
+            given = self.max_tokens
+            unsaid = found.lengths.output_len if given == "length" else given
+        return np.where(found.limit == NO_LIMIT, unsaid, found.limit)
+
+    def _arrivals(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        if self.arrivals == "all" or self.rate is None:
+            return all_at_once(count)
         if self.arrivals == "gamma":
             assert self.cv is not None
-            return gamma_arrivals(rate, self.cv, count, rng)
+            return gamma_arrivals(self.rate, self.cv, count, rng)
         if self.arrivals == "on_off":
             assert self.on_s is not None and self.off_s is not None
-            return on_off_arrivals(rate, self.on_s, self.off_s, count, rng)
-        return poisson_arrivals(rate, count, rng)
+            return on_off_arrivals(self.rate, self.on_s, self.off_s, count, rng)
+        return poisson_arrivals(self.rate, count, rng)
+
+
+def _without_terms(found: Lengths) -> Trace:
+    return Trace(None, found, np.full(len(found), NO_LIMIT), Terms.none(len(found)))

@@ -6,35 +6,58 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.workloads.workload import (
-    LENGTH_COLUMNS,
-    Lengths,
-    Workload,
-    WorkloadError,
+from jaxserve.sched.workloads.columns import (
+    OPTIONAL_COLUMNS,
+    Extras,
+    extras_of,
     length_of,
+    seconds_of,
+    terms_of,
 )
+from jaxserve.sched.workloads.workload import Lengths, Terms, WorkloadError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """n requests as a file has them. arrival: float64 [n], seconds from the first of them; None if
+    it does not say. limit: int64 [n], max_tokens, `NO_LIMIT` where it does not say."""
+
+    arrival: np.ndarray | None
+    lengths: Lengths
+    limit: np.ndarray
+    terms: Terms
+
+    def first(self, count: int) -> Trace:
+        """The first `count` requests. WorkloadError if there are fewer."""
+        lengths, which = self.lengths.first(count), np.arange(count)
+        arrival = None if self.arrival is None else self.arrival[:count]
+        return Trace(arrival, lengths, self.limit[:count], self.terms.take(which))
+
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)
 Row = tuple[float | None, int, int]
-CsvRow = Callable[[str, list[str]], Row | None]
+CsvRow = Callable[[str, Sequence[str]], Row | None]
 
 
-def read_trace(path: str | Path) -> Lengths | Workload:
-    """A trace by its content: `Lengths` if it has no arrivals, else a `Workload` whose first
-    request arrives at 0.
+def read_trace(path: str | Path) -> Trace:
+    """A trace by its content.
 
-    Known: `prompt_tokens,output_tokens` (lengths only); Azure's CSV, `TIMESTAMP,ContextTokens,
-    GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's CSV, `Timestamp,Model,Request
-    tokens,Response tokens,Total tokens,Log Type`, whose failures, the rows with 0 response tokens,
-    are left out; InferMax's `id,arrived_at,I,O`; and Mooncake's JSONL, an object a line with
-    `timestamp` (ms), `input_length` and `output_length`. WorkloadError says what is wrong.
+    Known: `prompt_tokens,output_tokens`, and the same after `arrival_s`; Azure's CSV, `TIMESTAMP,
+    ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's CSV,
+    `Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, whose failures, the rows
+    with 0 response tokens, are left out; InferMax's `id,arrived_at,I,O`; and Mooncake's JSONL, an
+    object a line with `timestamp` (ms), `input_length` and `output_length`. After the columns of
+    its format, in any order, or among the fields of an object, there may be `max_tokens`, `tier`
+    (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms` and `class`; an empty cell, or null,
+    is none. WorkloadError says what is wrong.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -46,27 +69,28 @@ def read_trace(path: str | Path) -> Lengths | Workload:
     if not rows:
         raise WorkloadError(f"{path}: no requests in it")
     lengths = Lengths(
-        np.array([prompt for _, prompt, _ in rows], np.int64),
-        np.array([output for _, _, output in rows], np.int64),
+        np.array([prompt for (_, prompt, _), _ in rows], np.int64),
+        np.array([output for (_, _, output), _ in rows], np.int64),
     )
-    times = [at for at, _, _ in rows if at is not None]
-    if not times:
-        return lengths
-    arrival = np.array(times)
-    return Workload.of(arrival - arrival[0], lengths)
+    extras = [more for _, more in rows]
+    times = np.array([at for (at, _, _), _ in rows if at is not None])
+    return Trace(
+        times - times[0] if len(times) else None,
+        lengths,
+        np.array([more.limit for more in extras], np.int64),
+        terms_of(extras),
+    )
 
 
 def _is_json(path: str | Path) -> bool:
     return Path(path).suffix in (".jsonl", ".json")
 
 
-def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[Row]:
+def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:
     reader = csv.reader(file)
     header = tuple(next(reader, []))
-    if header not in _FORMATS:
-        known = "; ".join(",".join(names) for names in _FORMATS)
-        raise WorkloadError(f"{path}:1: unknown header {','.join(header)!r}; known: {known}")
-    parse, last = _FORMATS[header], -math.inf
+    own, parse = _format_of(path, header)
+    last = -math.inf
     for fields in reader:
         where = f"{path}:{reader.line_num}"
         if len(fields) != len(header):
@@ -74,10 +98,26 @@ def _csv_rows(path: str | Path, file: Iterable[str]) -> Iterator[Row]:
         row = parse(where, fields)
         if row is not None:
             last = _in_order(where, row[0], last)
-            yield row
+            cells = dict(zip(header[own:], fields[own:], strict=True))
+            yield row, extras_of(where, cells, row[2])
 
 
-def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[Row]:
+def _format_of(path: str | Path, header: tuple[str, ...]) -> tuple[int, CsvRow]:
+    """How many columns are the format's own, and what reads them."""
+    for names, parse in _FORMATS.items():
+        more = header[len(names) :]
+        if header[: len(names)] == names and (set(more) <= set(OPTIONAL_COLUMNS)):
+            if len(set(more)) < len(more):
+                raise WorkloadError(f"{path}:1: a column comes twice in {','.join(header)!r}")
+            return len(names), parse
+    known = "; ".join(",".join(names) for names in _FORMATS)
+    raise WorkloadError(
+        f"{path}:1: unknown header {','.join(header)!r:.200}; known: {known}; each may be followed "
+        f"by {','.join(OPTIONAL_COLUMNS)}"
+    )
+
+
+def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[tuple[Row, Extras]]:
     last = -math.inf
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -89,7 +129,7 @@ def _json_rows(path: str | Path, file: Iterable[str]) -> Iterator[Row]:
             raise WorkloadError(f"{where}: not JSON ({error.msg})") from error
         row = _mooncake(where, value)
         last = _in_order(where, row[0], last)
-        yield row
+        yield row, extras_of(where, _json_extras(where, value), row[2])
 
 
 def _in_order(where: str, at: float | None, last: float) -> float:
@@ -106,11 +146,8 @@ def _mooncake(where: str, value: Any) -> Row:
     for name in ("timestamp", "input_length", "output_length"):
         if name not in value:
             raise WorkloadError(f"{where}: {name} is missing")
-        number = value[name]
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise WorkloadError(f"{where}: {name} must be a number, got {number!r:.40}")
-        found.append(str(number))
-    at = _seconds(where, "timestamp", found[0]) / 1e3
+        found.append(_number(where, name, value[name]))
+    at = seconds_of(where, "timestamp", found[0]) / 1e3
     return (
         at,
         length_of(where, "input_length", found[1]),
@@ -118,7 +155,29 @@ def _mooncake(where: str, value: Any) -> Row:
     )
 
 
-def _azure(where: str, fields: list[str]) -> Row:
+def _json_extras(where: str, value: Mapping[str, Any]) -> dict[str, str]:
+    """An object's optional fields, as cells."""
+    cells = {}
+    for name in OPTIONAL_COLUMNS:
+        found = value.get(name)
+        if found is None:
+            continue
+        if name not in ("tier", "class"):
+            cells[name] = _number(where, name, found)
+        elif isinstance(found, str):
+            cells[name] = found
+        else:
+            raise WorkloadError(f"{where}: {name} must be a text, got {found!r:.40}")
+    return cells
+
+
+def _number(where: str, name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WorkloadError(f"{where}: {name} must be a number, got {value!r:.40}")
+    return str(value)
+
+
+def _azure(where: str, fields: Sequence[str]) -> Row:
     try:
         at = datetime.fromisoformat(fields[0]).timestamp()
     except ValueError as error:
@@ -130,8 +189,8 @@ def _azure(where: str, fields: list[str]) -> Row:
     )
 
 
-def _burstgpt(where: str, fields: list[str]) -> Row | None:
-    at = _seconds(where, "Timestamp", fields[0])
+def _burstgpt(where: str, fields: Sequence[str]) -> Row | None:
+    at = seconds_of(where, "Timestamp", fields[0])
     if fields[3] == "0":
         return None
     return (
@@ -141,33 +200,30 @@ def _burstgpt(where: str, fields: list[str]) -> Row | None:
     )
 
 
-def _infermax(where: str, fields: list[str]) -> Row:
+def _infermax(where: str, fields: Sequence[str]) -> Row:
     return (
-        _seconds(where, "arrived_at", fields[1]),
+        seconds_of(where, "arrived_at", fields[1]),
         length_of(where, "I", fields[2]),
         length_of(where, "O", fields[3]),
     )
 
 
-def _lengths(where: str, fields: list[str]) -> Row:
-    prompt, output = (
-        length_of(where, name, text) for name, text in zip(LENGTH_COLUMNS, fields, strict=True)
+def _lengths(where: str, fields: Sequence[str]) -> Row:
+    return (
+        None,
+        length_of(where, "prompt_tokens", fields[0]),
+        length_of(where, "output_tokens", fields[1]),
     )
-    return None, prompt, output
 
 
-def _seconds(where: str, name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise WorkloadError(f"{where}: {name} must be a time from 0, got {text!r:.40}")
-    return value
+def _timed_lengths(where: str, fields: Sequence[str]) -> Row:
+    _, prompt, output = _lengths(where, fields[1:])
+    return seconds_of(where, "arrival_s", fields[0]), prompt, output
 
 
 _FORMATS: dict[tuple[str, ...], CsvRow] = {
-    LENGTH_COLUMNS: _lengths,
+    ("prompt_tokens", "output_tokens"): _lengths,
+    ("arrival_s", "prompt_tokens", "output_tokens"): _timed_lengths,
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
     (
         "Timestamp",

@@ -1,22 +1,22 @@
-"""Workloads: when requests arrive, how long their prompts are and how much they write.
+"""Workloads: when requests arrive, how long they are, and what they ask for.
 
-Arrivals and lengths are made apart, by small functions over a NumPy generator, and put together
-in a `Workload`. The engine's bench and the simulator take the same ones.
+Arrivals, lengths and terms are made apart, by small functions over a NumPy generator, and put
+together in a `Workload`. The engine's bench and the simulator take the same ones.
 """
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-LENGTH_COLUMNS = ("prompt_tokens", "output_tokens")
+from jaxserve.sched.request import Tier
+
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
+NO_CLASS = "default"  # the class of requests that name none
+TARGETS = ("ttft", "tbt", "jct")
 
 
 class WorkloadError(ValueError):
@@ -41,60 +41,173 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.prompt_len)
 
+    @property
+    def total(self) -> np.ndarray:
+        """Prompt and output together, int64 [n], tokens."""
+        return np.asarray(self.prompt_len + self.output_len)
+
     def first(self, count: int) -> Lengths:
         """The first `count` of them. WorkloadError if there are fewer."""
         if not 1 <= count <= len(self):
             raise WorkloadError(f"{count} requests are asked for, of {len(self)} lengths")
         return Lengths(self.prompt_len[:count], self.output_len[:count])
 
-    def within(self, total: int) -> Lengths:
-        """The same with prompts, then outputs cut so that none has more than `total` tokens."""
-        if total < 2:
-            raise WorkloadError(f"a request has at least 2 tokens, got a limit of {total}")
-        prompt = np.minimum(self.prompt_len, total - 1)
-        return Lengths(prompt, np.minimum(self.output_len, total - prompt))
+
+@dataclass(frozen=True)
+class Terms:
+    """What n requests ask for beside the work itself.
+
+    tier: int8 [n] of `Tier`. ttft, tbt, jct: float64 [n], seconds, the targets that
+    `request.SLO` explains; inf for none. slo_class: int64 [n], index into classes, whose requests
+    are reported together.
+    """
+
+    tier: np.ndarray
+    ttft: np.ndarray
+    tbt: np.ndarray
+    jct: np.ndarray
+    slo_class: np.ndarray
+    classes: tuple[str, ...] = (NO_CLASS,)
+
+    def __post_init__(self) -> None:
+        shape = self.tier.shape
+        if any(getattr(self, name).shape != shape for name in (*TARGETS, "slo_class")):
+            raise WorkloadError("tier, ttft, tbt, jct and slo_class must have the same length")
+        if not np.isin(self.tier, list(Tier)).all():
+            raise WorkloadError(f"tier must be one of {', '.join(f'{int(t)}' for t in Tier)}")
+        for name in TARGETS:
+            values = getattr(self, name)
+            if not (values > 0).all():  # nor nan
+                raise WorkloadError(f"{name} must be a positive time, got {values.min()}")
+        if ((self.slo_class < 0) | (self.slo_class >= len(self.classes))).any():
+            raise WorkloadError("slo_class must be an index into classes")
+
+    @classmethod
+    def none(cls, count: int) -> Terms:
+        """Of `count` real-time requests without targets."""
+        never = np.full(count, np.inf)
+        return cls(np.zeros(count, np.int8), never, never, never, np.zeros(count, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tier)
+
+    def take(self, which: np.ndarray) -> Terms:
+        """Those of some requests: indices, or a mask."""
+        columns = {name: getattr(self, name)[which] for name in ("tier", *TARGETS, "slo_class")}
+        return dataclasses.replace(self, **columns)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """n requests in order of arrival. arrival: float64 [n], seconds from the start. prompt_len,
-    output_len: int64 [n], tokens."""
+    """n requests in order of arrival; `Workload.of` makes one.
+
+    arrival: float64 [n], seconds from the start. prompt_len, output_len: int64 [n], tokens; nobody
+    knows a request's output_len until it has ended. limit: int64 [n], the max_tokens asked for, at
+    least output_len: that is known. The rest is as in `Terms`.
+    """
 
     arrival: np.ndarray
     prompt_len: np.ndarray
     output_len: np.ndarray
+    limit: np.ndarray
+    tier: np.ndarray
+    ttft: np.ndarray
+    tbt: np.ndarray
+    jct: np.ndarray
+    slo_class: np.ndarray
+    classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        Lengths(self.prompt_len, self.output_len)
+        lengths, terms = self.lengths, self.terms
         if self.arrival.shape != self.prompt_len.shape:
-            raise WorkloadError(f"{self.arrival.size} arrivals for {self.prompt_len.size} lengths")
+            raise WorkloadError(f"{self.arrival.size} arrivals for {len(lengths)} lengths")
         if (np.diff(self.arrival, prepend=0.0) < 0).any() or not np.isfinite(self.arrival).all():
             raise WorkloadError("arrivals must be ascending times from 0")
+        if self.limit.shape != self.arrival.shape or len(terms) != len(self):
+            raise WorkloadError(
+                f"{self.limit.size} limits and {len(terms)} terms for {len(self)} requests"
+            )
+        short = np.flatnonzero(self.limit < self.output_len)
+        if len(short):
+            worst = int(short[0])
+            raise WorkloadError(
+                f"request {worst + 1} has an output of {self.output_len[worst]} tokens, more than "
+                f"its max_tokens of {self.limit[worst]}"
+            )
 
     @classmethod
-    def of(cls, arrival: np.ndarray, lengths: Lengths) -> Workload:
-        return cls(arrival, lengths.prompt_len, lengths.output_len)
+    def of(
+        cls,
+        arrival: np.ndarray,
+        lengths: Lengths,
+        *,
+        limit: np.ndarray | None = None,
+        terms: Terms | None = None,
+    ) -> Workload:
+        """Puts the parts together. limit: int64 [n], by default `open_limit`. terms: by default
+        none."""
+        if limit is None:
+            limit = open_limit(lengths)
+        terms = terms or Terms.none(len(lengths))
+        columns = {field.name: getattr(terms, field.name) for field in dataclasses.fields(terms)}
+        return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
     def __len__(self) -> int:
         return len(self.arrival)
 
     @property
     def lengths(self) -> Lengths:
+        """Its prompt_len and output_len."""
         return Lengths(self.prompt_len, self.output_len)
+
+    @property
+    def terms(self) -> Terms:
+        """Its tiers, targets and classes."""
+        columns = (getattr(self, field.name) for field in dataclasses.fields(Terms))
+        return Terms(*columns)
+
+    def take(self, which: np.ndarray) -> Workload:
+        """Some of the requests: ascending indices, or a mask. Their limits stay as they are."""
+        return Workload.of(
+            self.arrival[which],
+            Lengths(self.prompt_len[which], self.output_len[which]),
+            limit=self.limit[which],
+            terms=self.terms.take(which),
+        )
 
     def first(self, count: int) -> Workload:
         """The first `count` requests. WorkloadError if there are fewer."""
-        return Workload.of(self.arrival[:count], self.lengths.first(count))
+        return self.take(np.arange(len(self.lengths.first(count))))
+
+    def within(self, total: int) -> Workload:
+        """The same with prompts, then outputs and limits cut so that none may get longer than
+        `total` tokens."""
+        if total < 2:
+            raise WorkloadError(f"a request has at least 2 tokens, got a limit of {total}")
+        prompt = np.minimum(self.prompt_len, total - 1)
+        room = total - prompt
+        return dataclasses.replace(
+            self,
+            prompt_len=prompt,
+            output_len=np.minimum(self.output_len, room),
+            limit=np.minimum(self.limit, room),
+        )
 
     def at_rate(self, rate: float) -> Workload:
         """The same requests with time stretched so that `rate` of them arrive a second on
-        average."""
+        average. WorkloadError for no such rate, or if all arrive at once."""
         if not (math.isfinite(rate) and rate > 0):
             raise WorkloadError(f"rate must be a positive number, got {rate}")
         span = float(self.arrival[-1])
         if span == 0:
             raise WorkloadError("all requests arrive at once: there is no rate to change")
-        return Workload.of(self.arrival * ((len(self) - 1) / span / rate), self.lengths)
+        return dataclasses.replace(self, arrival=self.arrival * ((len(self) - 1) / span / rate))
+
+
+def open_limit(lengths: Lengths) -> np.ndarray:
+    """What requests may write that ask for no max_tokens, int64 [n], tokens: as many as a server
+    gives whose max_model_len is just enough for the longest of them."""
+    return np.asarray(lengths.total.max() - lengths.prompt_len)
 
 
 def all_at_once(count: int) -> np.ndarray:
@@ -145,49 +258,6 @@ def fixed_lengths(prompt_len: int, output_len: int, count: int) -> Lengths:
     """`count` requests of one shape; lengths in tokens."""
     _positive("num_requests", count)
     return Lengths(np.full(count, prompt_len, np.int64), np.full(count, output_len, np.int64))
-
-
-def read_lengths(path: str | Path) -> Lengths:
-    """Lengths from a CSV file with the header `prompt_tokens,output_tokens`, in file order.
-
-    WorkloadError names file, line and reason for whatever is not two positive whole numbers.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(_length_rows(path, csv.reader(file)))
-    except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise WorkloadError(f"{path}: not a CSV text file ({error})") from error
-    if not rows:
-        raise WorkloadError(f"{path}: no rows after the header")
-    table = np.array(rows, np.int64)
-    return Lengths(table[:, 0].copy(), table[:, 1].copy())
-
-
-def _length_rows(path: str | Path, reader: Any) -> Iterator[tuple[int, int]]:
-    header: list[str] = next(reader, [])
-    if tuple(header) != LENGTH_COLUMNS:
-        wanted = ",".join(LENGTH_COLUMNS)
-        raise WorkloadError(f"{path}:1: the header must be {wanted}, got {','.join(header)!r}")
-    for row in reader:
-        where = f"{path}:{reader.line_num}"
-        if len(row) != len(LENGTH_COLUMNS):
-            raise WorkloadError(f"{where}: 2 columns expected, got {len(row)}")
-        prompt, output = (
-            length_of(where, name, text) for name, text in zip(LENGTH_COLUMNS, row, strict=True)
-        )
-        yield prompt, output
-
-
-def length_of(where: str, name: str, text: str) -> int:
-    """The length written in a trace. WorkloadError names `where` and the column."""
-    # int() would also take " 7", "1_000" and other scripts' digits.
-    if not (text.isascii() and text.isdigit()):
-        raise WorkloadError(f"{where}: {name} must be a whole number, got {text!r}")
-    if len(text) > 10 or not 1 <= int(text) <= MAX_LENGTH:
-        raise WorkloadError(f"{where}: {name} must be 1 to {MAX_LENGTH}, got {text:.20}")
-    return int(text)
 
 
 def _positive(name: str, count: int) -> int:

@@ -16,8 +16,9 @@ from jaxserve.bench import cli, runs
 from jaxserve.bench.target import BenchError, EngineTarget
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.sched.request import SLO, Request
-from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
+from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, all_at_once, fixed_lengths
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine, write_shape
 
@@ -69,9 +70,11 @@ def check_common(found: dict[str, Any], command: str) -> None:
 
 
 def test_throughput(bench: Callable[..., dict[str, Any]], model: str) -> None:
-    found = bench("throughput", model, *SMALL, *LENGTHS, "--repeats=2", "--policy=vllm")
+    policy = ("--policy=vllm:requeue=true", "--config.scheduler.params.watermark=0.25")
+    found = bench("throughput", model, *SMALL, *LENGTHS, "--repeats=2", *policy)
     check_common(found, "throughput")
-    assert found["model"]["policy"] == found["config"]["scheduler"]["policy"] == "vllm"
+    assert found["model"]["policy"] == "vllm:requeue=true:watermark=0.25"
+    assert found["config"]["scheduler"]["params"] == {"watermark": "0.25"}
     results = found["results"]
     for seconds, out, total in zip(
         results["seconds"]["values"],
@@ -134,11 +137,64 @@ def test_load_against_a_server(
     assert "serves at most 64 in all" in capsys.readouterr().err
 
 
+CLASSES = "--classes=a:0.5:ttft=60s,b:0.5:tier=best_effort:jct=1ms"
+
+
+def test_load_by_class(
+    bench: Callable[..., dict[str, Any]], address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a server, whose tier and targets are the requests' own, to the last line of text."""
+    sizes = ("--num_requests=24", "--input_len=9", "--output_len=5")
+    argv = ("load", f"--address={address}", *sizes, "--rate=500", CLASSES)
+    results = bench(*argv)["results"]
+    classes = results["classes"]
+    assert sum(group["requests"] for group in classes.values()) == 24
+    assert classes["a"]["slo"]["attainment"] == 1.0
+    assert classes["b"]["slo"]["jct_attainment"] == classes["b"]["slo"]["attainment"] == 0.0
+    assert results["tiers"]["best_effort"] == classes["b"]
+    assert results["slo"]["attainment"] == pytest.approx(classes["a"]["requests"] / 24)
+    assert cli.main(argv) == 0
+    assert "class b" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_requests_carry_their_own_tier_slo_and_limit() -> None:
+    class Willing(FullEngine):
+        def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+            self._calls = 0  # refuses nobody
+            super().submit(request, on_output)
+
+    classes = parse_classes("a:0.5:ttft=1s:tbt=50ms,b:0.5:tier=best_effort:jct=9s")
+    lengths = Lengths(np.arange(1, 21), np.arange(2, 22))
+    terms = draw_terms(classes, 20, np.random.default_rng(0))
+    engine, limit = Willing(), lengths.output_len + np.arange(20) % 2
+    runs.load(
+        EngineTarget(engine), Workload.of(all_at_once(20), lengths, limit=limit, terms=terms), 0
+    )
+    wanted = [(SLO(ttft=1.0, tbt=0.05), Tier.REALTIME), (SLO(jct=9.0), Tier.BEST_EFFORT)]
+    assert [(r.slo, r.tier) for r in engine.requests] == [wanted[i] for i in terms.slo_class]
+    assert [r.sampling.max_tokens for r in engine.requests] == limit.tolist()
+    assert [len(r.prompt) for r in engine.requests] == lengths.prompt_len.tolist()
+
+
+def test_a_request_with_a_larger_limit_ends_at_its_length(
+    bench: Callable[..., dict[str, Any]], address: str, model: str
+) -> None:
+    """Who serves it cannot tell it from one that ends by itself."""
+    for where in ([model, *SMALL], [f"--address={address}"]):
+        found = bench("load", *where, *LENGTHS, "--rate=500", "--max_tokens=40")
+        assert found["results"]["requests"] == {"finished": 6, "rejected": 0, "failed": 0}
+        assert found["results"]["output_tokens"] == 6 * 5
+
+
 class FullEngine:
     """Takes one request and refuses the next."""
 
     def __init__(self) -> None:
         self._calls = 0
+        self.requests: list[Request] = []
+
+    def cancel(self, request_id: str) -> None:
+        pass
 
     def info(self) -> Any:
         return SimpleNamespace(model="full", vocab_size=96, max_model_len=64, pool_tokens=64)
@@ -147,6 +203,7 @@ class FullEngine:
         self._calls += 1
         if self._calls % 2 == 0:
             raise QueueFull("full")
+        self.requests.append(request)
         ids = tuple(range(request.sampling.max_tokens))
         times = tuple(1e9 + t for t in ids)
         on_output(Output(request.id, 0, ids, finish_reason=FinishReason.LENGTH, token_times=times))
@@ -154,8 +211,9 @@ class FullEngine:
 
 def test_refused_requests_count_and_miss_their_slo() -> None:
     target = EngineTarget(FullEngine())
-    workload = Workload.of(all_at_once(4), fixed_lengths(3, 2, 4))
-    found = runs.load(target, workload, SLO(tbt=1.5), seed=0)
+    terms = with_targets(Terms.none(4), SLO(tbt=1.5))
+    workload = Workload.of(all_at_once(4), fixed_lengths(3, 2, 4), terms=terms)
+    found = runs.load(target, workload, seed=0)
     assert found["requests"] == {"finished": 2, "rejected": 2, "failed": 0}
     assert found["first_error"] == "full"
     assert found["slo"]["attainment"] == 0.5
@@ -181,7 +239,7 @@ def test_the_sender_does_not_wait_for_answers() -> None:
                 released.set()
 
     workload = Workload.of(np.linspace(0, 0.01, 5), fixed_lengths(3, 1, 5))
-    found = runs.load(EngineTarget(SlowEngine()), workload, SLO(), seed=0)
+    found = runs.load(EngineTarget(SlowEngine()), workload, seed=0)
     assert found["requests"]["finished"] == 5
 
 
@@ -200,6 +258,9 @@ def test_the_sender_does_not_wait_for_answers() -> None:
         (["load", "--rate=1", "--arrivals=gamma"], "--arrivals=gamma needs --cv"),
         (["load", "--rate=1", "--lengths=x.csv", "--input_len=3"], "gives both lengths"),
         (["load", "--rate=1", "--slo_tbt_ms=-1"], "--slo_tbt_ms must be a positive number"),
+        (["load", "--rate=1", "--slo_jct_ms=nan"], "--slo_jct_ms must be a positive number"),
+        (["load", "--rate=1", "--classes=a:2"], "--classes: class a: a share is in (0, 1], got 2"),
+        (["load", "--rate=1", "--max_tokens=few"], "--max_tokens must be a positive number or"),
         (["load", "--rate=1", "--address=x:1", "--policy=vllm"], "its own configuration"),
     ],
 )
@@ -215,7 +276,10 @@ def test_a_wrong_command_line_is_one_clear_line(
     ("argv", "said"),
     [
         (["throughput", "--policy=nobody"], "there is no policy 'nobody'"),
-        (["load", "--rate=1", "--lengths=missing.csv"], "missing.csv: No such file"),
+        (
+            ["load", "--rate=1", "--lengths=missing.csv"],
+            "there is no workload or file 'missing.csv'",
+        ),
         (["load", "--rate=1", "--address=localhost:1"], "no server answers at localhost:1"),
     ],
 )
@@ -234,7 +298,7 @@ def test_more_requests_than_rows_of_the_file(
     file = tmp_path / "lengths.csv"
     file.write_text("prompt_tokens,output_tokens\n9,5\n")
     assert cli.main(["load", model, "--rate=1", f"--lengths={file}", "--num_requests=2"]) == 1
-    assert "has 1 rows; --num_requests=2" in capsys.readouterr().err
+    assert "2 requests are asked for, of 1 lengths" in capsys.readouterr().err
 
 
 def test_without_json_the_summary_is_for_people(

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.bench.steps import step_metrics
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.metrics import RequestTimes, load_metrics, summarise
-from jaxserve.sched.request import SLO
+from jaxserve.sched.metrics import Times, attained, load_metrics, request_p99_tbt, summarise
+from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.workloads.classes import parse_classes, with_targets
+from jaxserve.sched.workloads.workload import Terms
 
 
-def request(due: float, *token_times: float, finished: bool = True) -> RequestTimes:
-    return RequestTimes(due, np.array(token_times), finished)
+def load(*requests: tuple[float, list[float]], refused: tuple[int, ...] = ()) -> Times:
+    """From due times and token times."""
+    return Times.of(
+        [due for due, _ in requests],
+        [times for _, times in requests],
+        [i not in refused for i in range(len(requests))],
+    )
+
+
+def wanting(count: int, slo: SLO) -> Terms:
+    return with_targets(Terms.none(count), slo)
 
 
 def test_one_request() -> None:
-    one = request(1.0, 1.5, 1.6, 1.9, 2.0)
-    assert one.ttft == pytest.approx(0.5)
-    assert one.tbt == pytest.approx([0.1, 0.3, 0.1])
-    assert one.e2e == pytest.approx(1.0)
-    assert one.normalised_latency == pytest.approx(0.25)
+    one = load((1.0, [1.5, 1.6, 1.9, 2.0]))
+    assert one.ttft.tolist() == [pytest.approx(0.5)]
+    assert one.tbt[0] == pytest.approx([0.1, 0.3, 0.1]) and one.tbt[1].tolist() == [3]
+    assert one.e2e.tolist() == [pytest.approx(1.0)]
+    assert one.normalised_latency.tolist() == [pytest.approx(0.25)]
 
 
 def test_percentiles_interpolate_linearly() -> None:
@@ -34,16 +47,17 @@ def test_percentiles_interpolate_linearly() -> None:
 
 
 # Three requests and a refused one: first due at 1, last token at 5.
-LOAD = [
-    request(1.0, 1.2, 1.3, 1.4),  # TTFT 0.2; TBT 0.1, 0.1; end to end 0.4
-    request(2.0, 3.0, 3.5, 5.0),  # TTFT 1.0; TBT 0.5, 1.5; end to end 3.0
-    request(4.0, 4.1),  # TTFT 0.1; no TBT
-    request(4.5, finished=False),
-]
+LOAD = load(
+    (1.0, [1.2, 1.3, 1.4]),  # TTFT 0.2; TBT 0.1, 0.1; end to end 0.4
+    (2.0, [3.0, 3.5, 5.0]),  # TTFT 1.0; TBT 0.5, 1.5; end to end 3.0
+    (4.0, [4.1]),  # TTFT 0.1; no TBT
+    (4.5, []),
+    refused=(3,),
+)
 
 
 def test_a_load() -> None:
-    found = load_metrics(LOAD, SLO())
+    found = load_metrics(LOAD, Terms.none(4))
     assert found["duration_s"] == pytest.approx(4.0)
     assert found["output_tokens"] == 7
     assert found["output_tokens_per_s"] == pytest.approx(7 / 4)
@@ -64,30 +78,132 @@ def test_a_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slo", "ttft", "tbt", "both"),
+    ("slo", "ttft", "tbt", "jct", "all_three"),
     [
-        (SLO(ttft=0.5, tbt=0.2), 2 / 4, 2 / 4, 2 / 4),
-        (SLO(ttft=0.15, tbt=0.2), 1 / 4, 2 / 4, 1 / 4),
-        (SLO(ttft=2.0), 3 / 4, 3 / 4, 3 / 4),
+        (SLO(ttft=0.5, tbt=0.2), 2 / 4, 2 / 4, 3 / 4, 2 / 4),
+        (SLO(ttft=0.15, tbt=0.2), 1 / 4, 2 / 4, 3 / 4, 1 / 4),
+        (SLO(ttft=2.0), 3 / 4, 3 / 4, 3 / 4, 3 / 4),
         # The second request's P99 of 1.49 is just within; its largest, 1.5, would not be.
-        (SLO(tbt=1.495), 3 / 4, 3 / 4, 3 / 4),
-        (SLO(tbt=1.485), 3 / 4, 2 / 4, 2 / 4),
+        (SLO(tbt=1.495), 3 / 4, 3 / 4, 3 / 4, 3 / 4),
+        (SLO(tbt=1.485), 3 / 4, 2 / 4, 3 / 4, 2 / 4),
+        (SLO(jct=0.3), 3 / 4, 3 / 4, 1 / 4, 1 / 4),
+        (SLO(ttft=0.15, jct=0.5), 1 / 4, 3 / 4, 2 / 4, 1 / 4),
     ],
 )
-def test_slo_attainment(slo: SLO, ttft: float, tbt: float, both: float) -> None:
-    found = load_metrics(LOAD, slo)["slo"]
+def test_slo_attainment(slo: SLO, ttft: float, tbt: float, jct: float, all_three: float) -> None:
+    found = load_metrics(LOAD, wanting(4, slo))["slo"]
     assert found["ttft_attainment"] == pytest.approx(ttft)
     assert found["tbt_attainment"] == pytest.approx(tbt)
-    assert found["attainment"] == pytest.approx(both)
-    assert found["goodput_per_s"] == pytest.approx(both * 4 / 4.0)  # 4 requests in 4 s
+    assert found["jct_attainment"] == pytest.approx(jct)
+    assert found["attainment"] == pytest.approx(all_three)
+    assert found["goodput_per_s"] == pytest.approx(all_three * 4 / 4.0)  # 4 requests in 4 s
 
 
 def test_nothing_finished() -> None:
-    found = load_metrics([request(1.0, finished=False)], SLO(ttft=1.0))
+    found = load_metrics(load((1.0, []), refused=(0,)), wanting(1, SLO(ttft=1.0)))
     assert found["ttft_ms"] is found["tbt_ms"] is found["e2e_ms"] is None
     assert found["output_tokens_per_s"] is None
     assert found["slo"]["attainment"] == 0.0
     assert found["slo"]["goodput_per_s"] is None
+
+
+def test_a_class_is_judged_by_its_own_targets() -> None:
+    """Two requests that got the same, in classes that want different things of it."""
+    times = load((0.0, [1.0, 2.0]), (0.0, [1.0, 2.0]), (0.0, [1.0, 2.0]))
+    hasty, patient = parse_classes("hasty:0.5:ttft=500ms,patient:0.5:tier=best_effort:jct=1.5s")
+    terms = Terms(
+        np.array([0, 1, 0], np.int8),
+        np.array([hasty.slo.ttft, np.inf, np.inf]),
+        np.full(3, np.inf),
+        np.array([np.inf, patient.slo.jct, np.inf]),
+        np.array([0, 1, 2]),
+        ("hasty", "patient", "easy"),
+    )
+    found = load_metrics(times, terms)
+    shares = {
+        name: [group["slo"][f"{t}attainment"] for t in ("ttft_", "tbt_", "jct_", "")]
+        for name, group in found["classes"].items()
+        if group["slo"] is not None
+    }
+    assert shares == {"hasty": [0, 1, 1, 0], "patient": [1, 1, 0, 0]}
+    assert found["classes"]["easy"]["slo"] is None
+    assert found["slo"]["attainment"] == pytest.approx(1 / 3)
+    assert found["tiers"]["realtime"]["slo"]["attainment"] == 1 / 2
+    assert found["tiers"]["best_effort"]["slo"]["attainment"] == 0
+
+
+def drawn(seed: int, count: int) -> tuple[Times, Terms]:
+    """Requests of three classes with all kinds of gaps, some at a target exactly."""
+    rng = np.random.default_rng(seed)
+    terms = Terms(
+        rng.integers(0, 2, count).astype(np.int8),
+        rng.choice([0.5, 1.0, np.inf], count),
+        rng.choice([0.25, 0.5, np.inf], count),
+        rng.choice([1.0, 30.0, np.inf], count),
+        rng.integers(0, 3, count),
+        ("a", "b", "c"),
+    )
+    requests, refused = [], []
+    for i in range(count):
+        tokens = int(rng.choice([0, 1, 2, 5, 101, 250]))
+        if not tokens or rng.random() < 0.1:
+            refused.append(i)
+        gaps = rng.choice([0.0625, 0.25, 0.5, 1.0], tokens, p=[0.4, 0.3, 0.29, 0.01])
+        due = float(rng.integers(0, 4))
+        requests.append((due, (due + rng.choice([0.25, 0.5, 2.0]) + np.cumsum(gaps)).tolist()))
+    return load(*requests, refused=tuple(refused)), terms
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_attainment_of_many_is_that_of_each(seed: int) -> None:
+    times, terms = drawn(seed, 12)
+    met = attained(times, terms)
+    for i, at in enumerate(times.offsets.tolist()):
+        mine = times.token_times[at : at + int(times.tokens[i])]
+        done = bool(times.finished[i])
+        assert met.ttft[i] == (done and mine[0] - times.due[i] <= terms.ttft[i])
+        tbt = np.diff(mine)
+        within = not len(tbt) or np.percentile(tbt, 99) <= terms.tbt[i]
+        assert met.tbt[i] == (done and within)
+        assert met.jct[i] == (done and mine[-1] - times.due[i] <= terms.jct[i])
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_the_numbers_of_tiers_and_classes_add_up(seed: int, count: int) -> None:
+    times, terms = drawn(seed, count)
+    found = load_metrics(times, terms)
+    met = attained(times, terms)
+    for groups in (found["tiers"], found["classes"]):
+        for name in ("requests", "finished", "output_tokens"):
+            total = {
+                "requests": count,
+                "finished": int(times.finished.sum()),
+                "output_tokens": found["output_tokens"],
+            }[name]
+            assert sum(group[name] for group in groups.values()) == total
+        some = [group for group in groups.values() if group["ttft_ms"] is not None]
+        if some:
+            weighted = sum(group["ttft_ms"]["mean"] * group["finished"] for group in some)
+            assert weighted == pytest.approx(found["ttft_ms"]["mean"] * times.finished.sum())
+            assert max(g["e2e_ms"]["max"] for g in some) == found["e2e_ms"]["max"]
+        # Of those without a target, all that finished attain it.
+        attaining = sum(
+            group["finished"] if group["slo"] is None
+            else group["slo"]["attainment"] * group["requests"]
+            for group in groups.values()
+        )  # fmt: skip
+        assert attaining == pytest.approx(met.slo.sum())
+    by_name = {tier.name.lower(): int((terms.tier == tier).sum()) for tier in Tier}
+    assert {name: g["requests"] for name, g in found["tiers"].items()} == {
+        name: number for name, number in by_name.items() if number
+    }
+
+
+def test_the_99th_percentile_is_each_requests_own() -> None:
+    times = load((0.0, [1.0, 2.0, 4.0]), (0.0, [9.0]), (0.0, [1.0, 1.5]))
+    assert request_p99_tbt(times).tolist() == [pytest.approx(1.99), 0.5]
 
 
 def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: float) -> StepStats:

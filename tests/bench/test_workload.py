@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.workloads.classes import draw_terms, parse_classes
 from jaxserve.sched.workloads.workload import (
     Lengths,
+    Terms,
     Workload,
     WorkloadError,
     all_at_once,
     fixed_lengths,
     gamma_arrivals,
     poisson_arrivals,
-    read_lengths,
 )
 
 
@@ -80,56 +81,44 @@ def test_impossible_workloads_are_refused() -> None:
         fixed_lengths(1, 1, 2).first(5)
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "lengths.csv"
-    path.write_bytes(text.encode())
-    return path
+def test_without_a_limit_a_request_may_write_what_the_longest_one_leaves() -> None:
+    lengths = Lengths(np.array([5, 90, 7]), np.array([7, 20, 1]))
+    made = Workload.of(all_at_once(3), lengths)
+    assert made.limit.tolist() == [105, 20, 103]
+    assert made.first(1).limit.tolist() == [105]  # cut out, not worked out again
+    assert Workload.of(all_at_once(3), lengths, limit=lengths.output_len).limit.tolist() == [
+        7, 20, 1
+    ]  # fmt: skip
+    with pytest.raises(WorkloadError, match=r"request 2 has an output of 20 tokens, more .* 19"):
+        Workload.of(all_at_once(3), lengths, limit=np.array([7, 19, 1]))
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_length_file_is_read_in_order(tmp_path: Path, end: str) -> None:
-    path = write(tmp_path, end.join(["prompt_tokens,output_tokens", "8,273", "30,129", ""]))
-    lengths = read_lengths(path)
-    assert lengths.prompt_len.tolist() == [8, 30]
-    assert lengths.output_len.tolist() == [273, 129]
-    assert lengths.first(1).prompt_len.tolist() == [8]
+def test_impossible_terms_are_refused() -> None:
+    plain = Terms.none(2)
+    for change, problem in (
+        ({"ttft": np.array([1.0, 0.0])}, "ttft must be a positive time, got 0.0"),
+        ({"jct": np.array([np.nan, 1.0])}, "jct must be a positive time"),
+        ({"tbt": np.ones(3)}, "the same length"),
+        ({"tier": np.array([0, 7], np.int8)}, "tier must be one of 0, 1"),
+        ({"slo_class": np.array([0, 1])}, "an index into classes"),
+    ):
+        with pytest.raises(WorkloadError, match=problem):
+            dataclasses.replace(plain, **change)
+    with pytest.raises(WorkloadError, match="2 terms for 3 requests"):
+        Workload.of(all_at_once(3), fixed_lengths(1, 1, 3), terms=plain)
 
 
-HEAD = "prompt_tokens,output_tokens\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        ("", 1, "the header must be prompt_tokens,output_tokens"),
-        ("a,b\n1,2\n", 1, "the header must be .* got 'a,b'"),
-        ("1,2\n", 1, "the header"),
-        (HEAD + "1,2\n3\n", 3, "2 columns expected, got 1"),
-        (HEAD + "1,2,3\n", 2, "2 columns expected, got 3"),
-        (HEAD + "1,2\n\n3,4\n", 3, "2 columns expected, got 0"),
-        (HEAD + "1,x\n", 2, "output_tokens must be a whole number, got 'x'"),
-        (HEAD + "1.5,2\n", 2, "prompt_tokens must be a whole number, got '1.5'"),
-        (HEAD + "-1,2\n", 2, "prompt_tokens must be a whole number"),
-        (HEAD + "1_0,2\n", 2, "prompt_tokens must be a whole number"),
-        (HEAD + "٣,2\n", 2, "prompt_tokens must be a whole number"),
-        (HEAD + "1,\n", 2, "output_tokens must be a whole number, got ''"),
-        (HEAD + "1,0\n", 2, "output_tokens must be 1 to 2147483647, got 0"),
-        (HEAD + "1,2147483648\n", 2, "output_tokens must be 1 to"),
-        (HEAD + f"1,{'9' * 5000}\n", 2, "output_tokens must be 1 to"),
-    ],
-)
-def test_malformed_rows_name_file_line_and_reason(
-    tmp_path: Path, text: str, line: int, reason: str
-) -> None:
-    with pytest.raises(WorkloadError, match=rf"lengths\.csv:{line}: {reason}"):
-        read_lengths(write(tmp_path, text))
-
-
-def test_unreadable_length_files_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"none\.csv: No such file"):
-        read_lengths(tmp_path / "none.csv")
-    with pytest.raises(WorkloadError, match=r"lengths\.csv: no rows"):
-        read_lengths(write(tmp_path, HEAD))
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(WorkloadError, match=r"binary\.csv: not a CSV text file"):
-        read_lengths(tmp_path / "binary.csv")
+def test_parts_of_a_workload_keep_what_they_ask_for() -> None:
+    classes = parse_classes("a:0.5:ttft=1s,b:0.5:tier=best_effort:jct=9s")
+    made = Workload.of(
+        np.arange(200.0), fixed_lengths(9, 4, 200), terms=draw_terms(classes, 200, rng())
+    )
+    odd = made.take(np.arange(200) % 2 == 1)
+    for name in ("arrival", "limit", "tier", "ttft", "tbt", "jct", "slo_class"):
+        assert (getattr(odd, name) == getattr(made, name)[1::2]).all()
+    assert odd.classes == ("a", "b")
+    slower = made.at_rate(0.5)
+    assert slower.arrival[-1] == pytest.approx(398) and (slower.ttft == made.ttft).all()
+    short = made.within(11)
+    assert short.output_len.tolist() == short.limit.tolist() == [2] * 200
+    assert (short.slo_class == made.slo_class).all()

@@ -32,6 +32,14 @@ from jaxserve.engine.executor import JaxExecutor
         ),
         ({"scheduler.policy": "vllm+ef"}, r"scheduler.policy: vllm\+ef knows .* simulations only"),
         ({"scheduler.policy": "no/such.py:mine"}, "there is no policy file no/such.py"),
+        (
+            {"scheduler.policy": "vllm:watermark=x"},
+            "scheduler.policy: policy 'vllm': watermark must be a number, got 'x'",
+        ),
+        (
+            {"scheduler.params": {"watermrk": "0"}},
+            "scheduler.policy: policy .* has no parameter 'watermrk'; did you mean watermark",
+        ),
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
         ({"scheduler.max_queue": -1}, "scheduler.max_queue"),
@@ -91,6 +99,15 @@ def test_config_errors(
         build.build_engine(config, progress=False)
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
+    config = base.get_config()
+    config.scheduler.policy = "aptserve:adaptive=false"
+    config.scheduler.params.slo_decay = "0.4"
+    config.scheduler.params.headroom = 0.2
+    policy: Any = build._policy(config)
+    assert (policy.adaptive, policy.slo_decay, policy.headroom) == (False, 0.4, 0.2)
 
 
 def test_cache_directory_is_used(tmp_path: Path) -> None:

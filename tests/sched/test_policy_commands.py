@@ -18,6 +18,7 @@ def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
     for name, entry in policies().items():
         assert f"{name} " in text and entry.summary in text and entry.source in text
     assert "NAME+ef: eviction-free" in text
+    assert " watermark=0.01 " in text
 
 
 def test_says_what_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,15 +26,24 @@ def test_says_what_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in found["policies"] if not p["deployable"]] == ["rank_o"]
     assert [v["suffix"] for v in found["variants"]] == ["ef"]
+    known = {p["name"]: p["parameters"] for p in found["policies"]}
+    assert known["aptserve"]["slo_decay"] == "0.0"
+    assert known["sarathi"]["reserve"] == "prompt" and "groups" not in known["sarathi"]
 
 
 def test_times_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", "--policies=sarathi,vllm+ef", "--candidates=8,16", "--repeats=2", "--json"]
+    argv = [
+        "plan",
+        "--policies=sarathi:watermark=0.1,vllm+ef",
+        "--candidates=8,16",
+        "--repeats=2",
+        "--json",
+    ]
     assert cli.main(argv) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["plan_ms"]
-    assert set(found) == {"sarathi", "vllm+ef"}
-    assert set(found["sarathi"]) == {"decode", "mixed"}
-    assert set(found["sarathi"]["mixed"]) == {"8", "16"}
+    assert set(found) == {"sarathi:watermark=0.1", "vllm+ef"}
+    assert set(found["sarathi:watermark=0.1"]) == {"decode", "mixed"}
+    assert set(found["sarathi:watermark=0.1"]["mixed"]) == {"8", "16"}
 
 
 def test_times_plans_with_hidden_caches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +76,15 @@ def test_the_situations_are_what_they_say() -> None:
         assert bool(started) == bool(waiting)
 
 
-@pytest.mark.parametrize("argv", [["--policies=nobody"], ["--candidates=1"], ["--repeats=0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--policies=nobody"],
+        ["--policies=sarathi:watermark=x"],
+        ["--candidates=1"],
+        ["--repeats=0"],
+    ],
+)
 def test_wrong_command_lines(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(["plan", *argv])

@@ -15,7 +15,7 @@ from jaxserve.sched.optimal.replay import Schedule
 from jaxserve.sched.optimal.solve import OptimalError, Problem, Solution, solve
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.systems import PRESETS
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.sched.workloads.workload import Lengths, Workload
 
 from .exhaustive import best
 
@@ -28,7 +28,9 @@ EQUAL = 1e-4  # more than the rounding of time, less than any difference between
 
 def workload(*requests: tuple[int, int], arrivals: tuple[float, ...] = ()) -> Workload:
     prompt, output = np.array(requests, np.int64).T
-    return Workload(np.array(arrivals or (0.0,) * len(requests)), prompt.copy(), output.copy())
+    return Workload.of(
+        np.array(arrivals or (0.0,) * len(requests)), Lengths(prompt.copy(), output.copy())
+    )
 
 
 def problem(*requests: tuple[int, int], m: int, c: int = 64, **more: Any) -> Problem:

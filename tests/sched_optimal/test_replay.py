@@ -13,7 +13,7 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import PRESETS
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.sched.workloads.workload import Lengths, Workload
 
 COST = PRESETS["llama-2-7b@a100"].cost_model
 POLICIES = ("vllm", "vllm_hy", "sarathi", "sarathi_nohy", "sarathi+ef", "rank_i", "infermax")
@@ -21,7 +21,9 @@ POLICIES = ("vllm", "vllm_hy", "sarathi", "sarathi_nohy", "sarathi+ef", "rank_i"
 
 def workload(requests: list[tuple[int, int]], arrivals: list[float] | None = None) -> Workload:
     prompt, output = np.array(requests, np.int64).T
-    return Workload(np.array(arrivals or [0.0] * len(requests)), prompt.copy(), output.copy())
+    return Workload.of(
+        np.array(arrivals or [0.0] * len(requests)), Lengths(prompt.copy(), output.copy())
+    )
 
 
 def play(schedule: Schedule, load: Workload, m: int = 32, c: int = 16) -> Replay:

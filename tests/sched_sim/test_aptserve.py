@@ -14,7 +14,8 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads import lengths
-from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
+from jaxserve.sched.workloads.classes import with_targets
+from jaxserve.sched.workloads.workload import Terms, Workload, poisson_arrivals
 
 TARGET = SLO(ttft=1.0, tbt=1.0)
 
@@ -22,10 +23,11 @@ TARGET = SLO(ttft=1.0, tbt=1.0)
 @cache
 def served(policy: str, read: str = "absorbed", **overrides: Any) -> SimulationResult:
     rng = np.random.default_rng(3)
-    workload = Workload.of(poisson_arrivals(6.0, 300, rng), lengths.sampler("sharegpt")(300, rng))
+    arrival, terms = poisson_arrivals(6.0, 300, rng), with_targets(Terms.none(300), TARGET)
+    workload = Workload.of(arrival, lengths.sampler("sharegpt")(300, rng), terms=terms)
     chosen = system("opt-13b@a100-40g", read)
     made = make_policy(policy, **overrides)
-    return simulate(made, workload, chosen, block_size=16, slo=TARGET, checked=True)
+    return simulate(made, workload, chosen, block_size=16, checked=True)
 
 
 def attainment(result: SimulationResult) -> float:
@@ -56,9 +58,8 @@ def test_a_decay_shortens_the_tail_at_the_cost_of_attainment() -> None:
 
 @pytest.mark.parametrize("policy", ["aptserve", "aptserve_s", "aptserve_fcfs", "aptserve_kv"])
 def test_without_hidden_caches_all_are_the_same_as_with_kv_only(policy: str) -> None:
-    options: dict[str, Any] = {"rho": None, "block_size": 16, "slo": TARGET, "checked": True}
-    workload = served("aptserve").requests
-    made = Workload(workload.arrival, workload.prompt_len, workload.output_len).first(60)
+    options: dict[str, Any] = {"rho": None, "block_size": 16, "checked": True}
+    made = served("aptserve").requests.workload.first(60)
     a100 = system("opt-13b@a100-40g")
     mine = simulate(make_policy(policy), made, a100, **options)
     kv_only = simulate(make_policy(policy, hybrid_cache=False), made, a100, **options)

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
-from jaxserve.sched.workloads.workload import Workload
+from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.sched_sim.engine_on_a_virtual_clock import serve
 
 COST = system("llama-2-7b@a100").cost_model
@@ -18,7 +18,7 @@ LIMITS = Limits(256, 64, 12)
 def trace(seed: int, rate: float, count: int = 24) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
-    return Workload(arrival, rng.integers(2, 160, count), rng.integers(1, 60, count))
+    return Workload.of(arrival, Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count)))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

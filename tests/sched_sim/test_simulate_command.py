@@ -7,14 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxserve.figures import plots
-from jaxserve.sched.metrics import RequestTimes, attained, meets_tbt, meets_ttft
-from jaxserve.sched.request import SLO
 from jaxserve.simulate import main
 
 SMALL = ["--workload=fixed:64x16x12", "--kv_tokens=512", "--max_batch_tokens=256"]
@@ -71,6 +66,14 @@ def test_rules_and_replicas_are_taken(capsys: pytest.CaptureFixture[str]) -> Non
     assert two["makespan_s"] < own["makespan_s"]
 
 
+def test_policies_take_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, tuned = (
+        run(capsys, *SMALL, f"--policy={name}") for name in ("sarathi", "sarathi:max_rows=1")
+    )
+    assert tuned["policy"] == "sarathi:max_rows=1"
+    assert tuned["mean_batch_requests"] == 1 < plain["mean_batch_requests"]
+
+
 def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     requests, batches = tmp_path / "requests.csv", tmp_path / "batches.json"
     found = run(capsys, *SMALL, f"--requests_table={requests}", f"--batches_table={batches}")
@@ -121,11 +124,16 @@ def test_the_schedule_view_draws_every_box() -> None:
     ("argv", "problem"),
     [
         (["--policy=nobody"], "there is no policy 'nobody'"),
+        (["--policy=sarathi:watermark=x"], "watermark must be a number, got 'x'"),
         (["--system=llama-9b@a100"], "there is no system"),
         (["--workload=nowhere.csv"], "no workload or file"),
         (["--kv_tokens=70"], "the cache holds"),
         (["--plots=x", "--views=moon"], "there is no view 'moon'"),
-        (["--slo_ttft_ms=-1"], "slo.ttft"),
+        (["--slo_ttft_ms=-1"], "--slo_ttft_ms must be a positive number"),
+        (["--classes=a:0.5"], "--classes: the shares of the classes must add up to 1, not 0.5"),
+        (["--max_tokens=0"], "--max_tokens must be a positive number or 'length', got '0'"),
+        (["--max_tokens=15"], "output of 16 tokens, more than its max_tokens of 15"),
+        (["--max_tokens=9999"], "16 out, of 9999 asked for; the cache holds 512 tokens"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -137,21 +145,45 @@ def test_mistakes_get_one_line(
     assert error.count("\n") == 1
 
 
-@given(st.integers(0, 1 << 30), st.floats(0.01, 3.0), st.floats(0.01, 3.0))
-@settings(max_examples=60, deadline=None)
-def test_attainment_of_many_is_that_of_each(seed: int, ttft: float, tbt: float) -> None:
-    rng = np.random.default_rng(seed)
-    slo = SLO(ttft=ttft, tbt=tbt)
-    requests = []
-    for _ in range(12):
-        count = int(rng.choice([1, 2, 5, 101, 250]))
-        gaps = rng.choice([0.001, 0.9 * tbt, tbt, 1.3 * tbt], count, p=[0.4, 0.3, 0.29, 0.01])
-        requests.append(RequestTimes(0.0, np.cumsum(np.append(rng.exponential(1.0), gaps[1:]))))
-    found = attained(
-        np.array([r.ttft for r in requests]),
-        np.concatenate([r.tbt for r in requests]),
-        np.array([len(r.tbt) for r in requests]),
-        slo,
-    )
-    # Differences of sums are not exactly the gaps: both sides see the same ones.
-    assert found.tolist() == [meets_ttft(r, slo) and meets_tbt(r, slo) for r in requests]
+CLASSES = "--classes=chat:0.6:ttft=150ms:tbt=20ms,batch:0.4:tier=best_effort:jct=2s"
+
+
+def test_tiers_and_classes_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--policy=vllm", "--workload=alpaca", "--num_requests=60", "--rate=100", CLASSES]
+    found = run(capsys, *argv)
+    classes, tiers = found["classes"], found["tiers"]
+    assert list(classes) == ["chat", "batch"] and list(tiers) == ["realtime", "best_effort"]
+    assert classes["chat"] == tiers["realtime"] and classes["batch"] == tiers["best_effort"]
+    for groups in (classes, tiers):
+        assert sum(group["requests"] for group in groups.values()) == 60
+        goodput = sum(group["slo"]["goodput_per_s"] for group in groups.values())
+        assert goodput == pytest.approx(found["goodput_per_s"], rel=0.01)
+    assert 0 < classes["chat"]["slo"]["tbt_attainment"] < 1
+    assert classes["batch"]["slo"]["tbt_attainment"] == 1  # it has no such target
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines[-4:]] == [
+        "tier realtime",
+        "tier best_effort",
+        "class chat",
+        "class batch",
+    ]
+
+
+def test_classes_change_neither_arrivals_nor_lengths(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tables = []
+    for more in ([], [CLASSES, "--max_tokens=length"]):
+        path = tmp_path / f"{len(more)}.json"
+        argv = ["--workload=sharegpt", "--num_requests=30", "--rate=2", f"--requests_table={path}"]
+        run(capsys, *argv, *more)
+        tables.append(json.loads(path.read_text()))
+    for plain, drawn in zip(*tables, strict=True):
+        for name in ("arrival", "prompt_len", "output_len"):
+            assert plain[name] == drawn[name]
+        assert (plain["class"], plain["slo_ttft"]) == ("default", None)
+        assert drawn["slo_jct"] == (2.0 if drawn["class"] == "batch" else None)
+        assert drawn["limit"] == drawn["output_len"]
+    longest = max(row["prompt_len"] + row["output_len"] for row in tables[0])
+    assert {row["prompt_len"] + row["limit"] for row in tables[0]} == {longest}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import RUNNING, WAITING
-from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.classes import with_targets
+from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, all_at_once, fixed_lengths
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 PER_TOKEN = LinearCostModel(Coefficients(1.0, 0, 0, 0, 0, 0, 0, 0, 0), 1)
@@ -27,7 +29,7 @@ SEVEN = system("llama-2-7b@a100")
 
 
 def of(arrival: list[float], prompt: list[int], output: list[int]) -> Workload:
-    return Workload(np.array(arrival), np.array(prompt), np.array(output))
+    return Workload.of(np.array(arrival), Lengths(np.array(prompt), np.array(output)))
 
 
 def times(result: SimulationResult, request: int) -> list[float]:
@@ -144,27 +146,30 @@ def test_two_replicas_are_two_simulations() -> None:
     both = simulate("sarathi", workload, SEVEN, kv_tokens=2000, replicas=2)
     for one in (0, 1):
         mine = np.flatnonzero(both.requests.replica == one)
-        part = Workload(
-            workload.arrival[mine], workload.prompt_len[mine], workload.output_len[mine]
-        )
-        alone = simulate("sarathi", part, SEVEN, kv_tokens=2000)
+        alone = simulate("sarathi", workload.take(mine), SEVEN, kv_tokens=2000)
         np.testing.assert_allclose(both.requests.finish[mine], alone.requests.finish, rtol=1e-12)
 
 
 def test_slo_attainment_counts_requests() -> None:
     workload = of([0.0, 0.0, 0.0], [4, 4, 40], [3, 3, 3])
-    result = simulate("vllm", workload, PER_TOKEN, kv_tokens=512, limits=Limits(60, 60, 4))
-    summary = result.summary(SLO(ttft=48.0))
-    assert summary["slo_attainment"] == 1.0
-    assert result.summary(SLO(ttft=47.0))["slo_attainment"] == 0.0
-    assert result.summary(SLO(tbt=3.0))["slo_attainment"] == 1.0
-    assert result.summary(SLO(tbt=2.9))["slo_attainment"] == 0.0
+
+    def share(slo: SLO) -> float:
+        asked = dataclasses.replace(workload, **vars(with_targets(Terms.none(3), slo)))
+        result = simulate("vllm", asked, PER_TOKEN, kv_tokens=512, limits=Limits(60, 60, 4))
+        return float(result.summary()["slo_attainment"])
+
+    assert share(SLO(ttft=48.0)) == 1.0
+    assert share(SLO(ttft=47.0)) == 0.0
+    assert share(SLO(tbt=3.0)) == 1.0
+    assert share(SLO(tbt=2.9)) == 0.0
+    assert share(SLO(jct=54.0)) == 1.0
+    assert share(SLO(jct=53.9)) == 0.0
 
 
 def random_workload(seed: int, count: int, rate: float) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
-    return Workload(arrival, rng.integers(1, 300, count), rng.integers(1, 40, count))
+    return Workload.of(arrival, Lengths(rng.integers(1, 300, count), rng.integers(1, 40, count)))
 
 
 def compare(a: SimulationResult, b: SimulationResult) -> None:

@@ -16,8 +16,14 @@ from jaxserve.sched.workloads.lengths import (
     sampler,
 )
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.sched.workloads.traces import read_trace
-from jaxserve.sched.workloads.workload import Lengths, Workload, WorkloadError, on_off_arrivals
+from jaxserve.sched.workloads.traces import Trace, read_trace
+from jaxserve.sched.workloads.workload import (
+    Lengths,
+    Workload,
+    WorkloadError,
+    all_at_once,
+    on_off_arrivals,
+)
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -33,6 +39,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash
 {"timestamp": 3052, "input_length": 7319, "output_length": 490, "hash_ids": [0]}
 """
 LENGTHS = "prompt_tokens,output_tokens\n8,273\n30,129\n"
+HEAD = "prompt_tokens,output_tokens\n"
 INFERMAX = "id,arrived_at,I,O\n0,4.5,395,112\n1,5.0,1030,403\n"
 
 
@@ -42,42 +49,45 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def workload(path: Path) -> Workload:
-    found = read_trace(path)
-    assert isinstance(found, Workload)
-    return found
+def arrivals(found: Trace) -> list[float]:
+    assert found.arrival is not None
+    return list(found.arrival.tolist())
 
 
 def test_azures_csv(tmp_path: Path) -> None:
-    found = workload(write(tmp_path, "azure.csv", AZURE))
-    np.testing.assert_allclose(found.arrival, [0.0, 4.314579, 4.541977], atol=2e-6)
-    assert found.prompt_len.tolist() == [374, 396, 879]
-    assert found.output_len.tolist() == [44, 109, 55]
+    found = read_trace(write(tmp_path, "azure.csv", AZURE))
+    np.testing.assert_allclose(arrivals(found), [0.0, 4.314579, 4.541977], atol=2e-6)
+    assert found.lengths.prompt_len.tolist() == [374, 396, 879]
+    assert found.lengths.output_len.tolist() == [44, 109, 55]
 
 
 def test_azures_csv_with_time_zones(tmp_path: Path) -> None:
     text = AZURE.replace("00,374", "00+00:00,374").replace("90,396", "90+00:00,396")
     text = text.replace("70,879", "70+00:00,879")
-    assert workload(write(tmp_path, "azure.csv", text)).arrival[1] == pytest.approx(4.314579)
+    assert arrivals(read_trace(write(tmp_path, "azure.csv", text)))[1] == pytest.approx(4.314579)
 
 
 def test_burstgpts_csv_without_its_failures(tmp_path: Path) -> None:
-    found = workload(write(tmp_path, "burst.csv", BURSTGPT))
-    assert found.arrival.tolist() == [0.0, 113.0]
-    assert found.output_len.tolist() == [18, 276]
+    found = read_trace(write(tmp_path, "burst.csv", BURSTGPT))
+    assert arrivals(found) == [0.0, 113.0]
+    assert found.lengths.output_len.tolist() == [18, 276]
 
 
 def test_mooncakes_jsonl(tmp_path: Path) -> None:
-    found = workload(write(tmp_path, "mooncake.jsonl", MOONCAKE))
-    assert found.arrival.tolist() == [0.0, 3.052]
-    assert found.prompt_len.tolist() == [6758, 7319]
+    found = read_trace(write(tmp_path, "mooncake.jsonl", MOONCAKE))
+    assert arrivals(found) == [0.0, 3.052]
+    assert found.lengths.prompt_len.tolist() == [6758, 7319]
 
 
 def test_lengths_alone_and_the_authors_own(tmp_path: Path) -> None:
-    lengths = read_trace(write(tmp_path, "lengths.csv", LENGTHS))
-    assert isinstance(lengths, Lengths)
-    assert lengths.output_len.tolist() == [273, 129]
-    assert workload(write(tmp_path, "own.csv", INFERMAX)).arrival.tolist() == [0.0, 0.5]
+    for text in (LENGTHS, LENGTHS.replace("\n", "\r\n")):
+        found = read_trace(write(tmp_path, "lengths.csv", text))
+        assert found.arrival is None
+        assert found.lengths.output_len.tolist() == [273, 129]
+        assert found.first(1).lengths.prompt_len.tolist() == [8]
+    timed = "arrival_s,prompt_tokens,output_tokens\n2.5,8,273\n2.75,30,129\n"
+    assert arrivals(read_trace(write(tmp_path, "timed.csv", timed))) == [0.0, 0.25]
+    assert arrivals(read_trace(write(tmp_path, "own.csv", INFERMAX))) == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,18 @@ def test_lengths_alone_and_the_authors_own(tmp_path: Path) -> None:
         ("c.csv", "when,what\n1,2\n", "c.csv:1: unknown header 'when,what'; known: "),
         ("c.csv", "id,arrived_at,I,O\n", "c.csv: no requests in it"),
         ("c.csv", "id,arrived_at,I,O\n0,nan,3,4\n", "c.csv:2: arrived_at must be a time"),
+        ("l.csv", "", "l.csv:1: unknown header ''"),
+        ("l.csv", HEAD, "l.csv: no requests in it"),
+        ("l.csv", HEAD + "1,2\n3\n", "l.csv:3: 2 columns expected, got 1"),
+        ("l.csv", HEAD + "1,2\n\n3,4\n", "l.csv:3: 2 columns expected, got 0"),
+        ("l.csv", HEAD + "1,x\n", "l.csv:2: output_tokens must be a whole number, got 'x'"),
+        ("l.csv", HEAD + "-1,2\n", "l.csv:2: prompt_tokens must be a whole number"),
+        ("l.csv", HEAD + "1_0,2\n", "l.csv:2: prompt_tokens must be a whole number"),
+        ("l.csv", HEAD + "٣,2\n", "l.csv:2: prompt_tokens must be a whole number"),
+        ("l.csv", HEAD + "1,\n", "l.csv:2: output_tokens must be a whole number, got ''"),
+        ("l.csv", HEAD + "1,0\n", "l.csv:2: output_tokens must be 1 to 2147483647, got 0"),
+        ("l.csv", HEAD + "1,2147483648\n", "l.csv:2: output_tokens must be 1 to"),
+        ("l.csv", HEAD + f"1,{'9' * 5000}\n", "l.csv:2: output_tokens must be 1 to"),
     ],
 )
 def test_malformed_rows_are_refused_with_file_line_and_reason(
@@ -111,6 +133,9 @@ def test_malformed_rows_are_refused_with_file_line_and_reason(
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="No such file"):
         read_trace(tmp_path / "nothing.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WorkloadError, match=r"binary\.csv: not a text file"):
+        read_trace(tmp_path / "binary.csv")
 
 
 def test_the_six_mixes() -> None:
@@ -231,8 +256,10 @@ def test_wrong_words_are_refused(fields: dict[str, object], problem: str) -> Non
 
 
 def test_lengths_are_cut_to_a_limit() -> None:
-    lengths = Lengths(np.array([5, 90, 200, 1]), np.array([7, 20, 3, 500])).within(100)
+    lengths = Lengths(np.array([5, 90, 200, 1]), np.array([7, 20, 3, 500]))
+    made = Workload.of(all_at_once(4), lengths)
+    lengths = made.within(100).lengths
     np.testing.assert_array_equal(lengths.prompt_len, [5, 90, 99, 1])
     np.testing.assert_array_equal(lengths.output_len, [7, 10, 1, 99])
     with pytest.raises(WorkloadError, match="at least 2"):
-        lengths.within(1)
+        made.within(1)

@@ -60,6 +60,19 @@ def test_fields_and_shortcuts_override_the_file() -> None:
     assert (config.server.port, config.server.metrics_port) == (0, -1)
 
 
+def test_the_policys_parameters_are_the_policys_own(tmp_path: Path) -> None:
+    assert parse().scheduler.params.to_dict() == {}
+    flag = "--config.scheduler.params"
+    config = parse("--policy=aptserve", f"{flag}.slo_decay=0.4", f"{flag}.adaptive=false")
+    assert config.scheduler.params.to_dict() == {"slo_decay": "0.4", "adaptive": "false"}
+    lines = ["from jaxserve.configs import base", "def get_config():"]
+    lines += ["    c = base.get_config()", "    c.scheduler.params.slo_decay = 0.5", "    return c"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    mine = f"--config={tmp_path / 'mine.py'}"
+    assert parse(mine).scheduler.params.slo_decay == 0.5
+    assert parse(mine, f"{flag}.slo_decay=0.4").scheduler.params.slo_decay == "0.4"
+
+
 def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
     opt = f"--config={ROOT / 'configs' / 'opt_125m_cpu.py'}"
     config = parse(opt, "--model=/my/opt")
@@ -82,6 +95,10 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--config.scheduler.max_rows=2.5", "max_rows=2.5"),
         ("--config.engine.overlap=maybe", "overlap=maybe"),
         ("--config.scheduler=3", "scheduler"),
+        ("--config.scheduler.params=3", "a parameter is set as --config.scheduler.params.NAME"),
+        ("--config.scheduler.params.watermark", "set as --config.scheduler.params.NAME=VALUE"),
+        ("--config.scheduler.params.a.b=1", "set as --config.scheduler.params.NAME=VALUE"),
+        ("--noconfig.scheduler.params.requeue", "unknown field"),
         ("--confg=x", "'confg'. Did you mean: config"),
         ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu.py"),
         ("--port=abc", "port=abc"),
@@ -114,6 +131,7 @@ def test_a_config_file_that_fails_is_a_usage_error(tmp_path: Path, code: str, wo
     ("code", "words"),
     [
         ("c.scheduler.polcy = 'x'", "unknown field scheduler.polcy; did you mean"),
+        ("del c.scheduler.params", "scheduler.params is missing; start from configs/base.py"),
         ("del c.cache.block_size", "cache.block_size is missing; start from configs/base.py"),
         ("c.engine.token_buckets = (16, 2.5)", "engine.token_buckets: must be tuple of int"),
         ("c.server.grace_s = -1.0", "server.grace_s: must be 0 to 86400"),

@@ -22,8 +22,9 @@ from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
 from jaxserve.sched.request import SLO
+from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
+from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, poisson_arrivals
 
 POLICIES = ("vllm", "sarathi", "aptserve")
 RATES = (0.8, 1.2, 1.6)
@@ -59,7 +60,9 @@ def workload(rate: float, repeat: int, count: int) -> Workload:
     prompt = np.clip((drawn.prompt_len * SCALE).astype(np.int64), 4, half)
     output = np.clip((drawn.output_len * SCALE).astype(np.int64), 4, half)
     rng = np.random.default_rng((repeat, 1))
-    return Workload.of(poisson_arrivals(rate, count, rng), Lengths(prompt, output))
+    terms = with_targets(Terms.none(count), SLO_ASKED)
+    arrival = poisson_arrivals(rate, count, rng)
+    return Workload.of(arrival, Lengths(prompt, output), limit=output, terms=terms)
 
 
 def config_of(policy: str, config: Any) -> Any:
@@ -125,7 +128,7 @@ class _Kinds:
 
 def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, count: int) -> Load:
     kinds.share = 0.0
-    found = runs.load(EngineTarget(engine), workload(rate, repeat, count), SLO_ASKED, repeat)
+    found = runs.load(EngineTarget(engine), workload(rate, repeat, count), repeat)
     return Load(
         policy,
         rate,

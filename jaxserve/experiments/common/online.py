@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.metrics import attained
+from jaxserve.sched.metrics import request_p99_tbt
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
-from jaxserve.sched.simulation.results import RequestRecords
 from jaxserve.sched.simulation.simulator import default_limits, simulate
 from jaxserve.sched.simulation.systems import System, system
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -49,6 +48,7 @@ class OnlineCase:
 
     @property
     def slo(self) -> SLO:
+        """Of every request."""
         return SLO(self.ttft, self.tbt)
 
     def named(self) -> dict[str, Any]:
@@ -101,28 +101,22 @@ def workload_of(case: OnlineCase) -> Workload:
     """Its requests: the same at every rate, for every system."""
     kind = "poisson" if case.cv == 1 else "gamma"
     cv = None if case.cv == 1 else case.cv
-    found = WorkloadSpec(case.workload, case.requests, kind, case.rate, cv).make()
-    if case.longest is None:
-        return found
-    return Workload.of(found.arrival, found.lengths.within(case.longest))
+    spec = WorkloadSpec(case.workload, case.requests, kind, case.rate, cv, slo=case.slo)
+    return spec.make() if case.longest is None else spec.make().within(case.longest)
 
 
 def run(case: OnlineCase) -> OnlineNumbers:
+    """Simulates it."""
     place, policy = place_of(case), make_policy(case.policy, **dict(case.switches))
     limits = default_limits(policy, place, max_batch_tokens=case.max_batch_tokens)
-    result = simulate(policy, workload_of(case), place, limits=limits, slo=case.slo)
-    summary, requests, batches = result.summary(case.slo), result.requests, result.batches
-    tbt, shares = requests.tbt
-
-    def share(slo: SLO) -> float:
-        return float(attained(requests.ttft, tbt, shares, slo).mean())
-
+    result = simulate(policy, workload_of(case), place, limits=limits)
+    summary, requests, batches = result.summary(), result.requests, result.batches
     size = batches.num_decodes + batches.num_prefills
     ttft = requests.ttft
     return OnlineNumbers(
         attainment=summary["slo_attainment"],
-        ttft_attainment=share(SLO(case.ttft, None)),
-        tbt_attainment=share(SLO(None, case.tbt)),
+        ttft_attainment=summary["ttft_attainment"],
+        tbt_attainment=summary["tbt_attainment"],
         ttft_p50=_short(float(np.quantile(ttft, 0.5))),
         ttft_p99=_short(float(np.quantile(ttft, 0.99))),
         step=_short(float(batches.duration.mean())),
@@ -132,15 +126,8 @@ def run(case: OnlineCase) -> OnlineNumbers:
         preemptions=summary["num_preemptions"],
         makespan=_short(summary["makespan_s"]),
         ttft_quantiles=_quantiles(ttft) if case.quantiles else (),
-        tbt_quantiles=_quantiles(_p99_tbt(requests)) if case.quantiles else (),
+        tbt_quantiles=_quantiles(request_p99_tbt(requests.times)) if case.quantiles else (),
     )
-
-
-def _p99_tbt(requests: RequestRecords) -> np.ndarray:
-    """Each request's, seconds; those of one token have none."""
-    tbt, shares = requests.tbt
-    parts = np.split(tbt, np.cumsum(shares)[:-1])
-    return np.array([np.quantile(part, 0.99) for part in parts if len(part)])
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, ...]:

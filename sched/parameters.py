@@ -1,0 +1,180 @@
+"""A policy's parameters: which it has, and their values as text.
+
+They are the fields of the policy's dataclass. Those that are a number, a switch, or one of an
+enumeration's names can be set from text; the others (groups, keys) only in Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import inspect
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.sched.policy import Policy
+
+NONE = "none"  # how text says None
+# What a policy says of itself to those who run it is not for them to set.
+_DECLARED = ("hypothetical",)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """kind: float, int, bool or an enumeration. optional: whether it may be None. default: as the
+    policy has it."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+
+    def __str__(self) -> str:
+        """`name=default`, as text that sets it."""
+        return f"{self.name}={text_of(self.default)}"
+
+    def parse(self, text: str) -> Any:
+        """The value that the text says. ValueError names the parameter and what it takes."""
+        if self.optional and text.lower() == NONE:
+            return None
+        try:
+            value = _PARSERS[self.kind](text) if self.kind in _PARSERS else self._member(text)
+        except ValueError:
+            raise self._refused(text) from None
+        return value
+
+    def check(self, value: Any) -> Any:
+        """The value, if it is one that the parameter takes; text is parsed. ValueError names the
+        parameter and what it takes."""
+        if isinstance(value, str):
+            return self.parse(value)
+        if value is None and self.optional:
+            return value
+        if self.kind is float and type(value) is int:
+            return float(value)
+        wrong = type(value) is not self.kind
+        if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise self._refused(value)
+        return value
+
+    def _member(self, text: str) -> enum.Enum:
+        members = {name.lower(): member for name, member in self.kind.__members__.items()}  # type: ignore[attr-defined]
+        if text.lower() not in members:
+            raise ValueError
+        member: enum.Enum = members[text.lower()]
+        return member
+
+    def _refused(self, value: Any) -> ValueError:
+        names = {float: "a number", int: "a whole number", bool: "true or false"}
+        if self.kind in names:
+            takes = names[self.kind]
+        else:
+            members = self.kind.__members__  # type: ignore[attr-defined]
+            takes = f"one of {', '.join(name.lower() for name in members)}"
+        orelse = f" or {NONE}" if self.optional else ""
+        return ValueError(f"{self.name} must be {takes}{orelse}, got {value!r:.60}")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+_PARSERS: dict[type, Any] = {float: _float, int: int, bool: _bool}
+
+
+def parameters(policy: Policy) -> dict[str, Parameter]:
+    """Those that can be set from text, by name, in the order of their definition."""
+    found = {}
+    for name in _fields(policy):
+        kind, optional = _kind(policy, name)
+        if kind is not None and name not in _DECLARED:
+            found[name] = Parameter(name, kind, optional, getattr(policy, name))
+    return found
+
+
+def with_parameters(name: str, policy: Policy, values: Mapping[str, Any]) -> Policy:
+    """The policy with other values; text is converted. name: for messages.
+
+    ValueError for a parameter that it does not have, or not from text, and for a wrong value.
+    """
+    if not values:
+        return policy
+    known, fields = parameters(policy), _fields(policy)
+    checked = {}
+    for wanted, value in values.items():
+        if wanted not in fields:
+            raise ValueError(f"policy {name!r} has no parameter {wanted!r}{_hint(wanted, known)}")
+        if wanted not in known and (isinstance(value, str) or wanted in _DECLARED):
+            raise ValueError(
+                f"policy {name!r}: {wanted} cannot be set from text{_hint(wanted, known)}"
+            )
+        try:
+            checked[wanted] = known[wanted].check(value) if wanted in known else value
+        except ValueError as error:
+            raise ValueError(f"policy {name!r}: {error}") from None
+    try:
+        return dataclasses.replace(policy, **checked)  # type: ignore[type-var]
+    except ValueError as error:  # of a policy that checks its own values
+        raise ValueError(f"policy {name!r}: {error}") from error
+
+
+def text_of(value: Any) -> str:
+    """A parameter's value as text that `Parameter.parse` reads."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value.name.lower() if isinstance(value, enum.Enum) else str(value)
+
+
+def _fields(policy: Policy) -> list[str]:
+    if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
+        return []
+    return [field.name for field in dataclasses.fields(policy) if field.init]
+
+
+def _kind(policy: Policy, name: str) -> tuple[type | None, bool]:
+    """The type that text is converted to, None if there is none, and whether None is a value."""
+    hint = _annotation(type(policy), name)
+    optional = False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        optional = len(members) < len(typing.get_args(hint))
+        hint = members[0] if len(members) == 1 else None
+    plain = isinstance(hint, type) and (hint in _PARSERS or issubclass(hint, enum.Enum))
+    return (hint if plain else None), optional
+
+
+def _annotation(cls: type, name: str) -> Any:
+    """A field's type; None where its module cannot say, as for a name that only checkers import."""
+    owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+    hint = inspect.get_annotations(owner)[name]
+    if not isinstance(hint, str):
+        return hint
+    try:
+        return eval(hint, vars(sys.modules[owner.__module__]))
+    except (NameError, AttributeError, TypeError, KeyError):
+        return None
+
+
+def _hint(wanted: str, known: Mapping[str, Parameter]) -> str:
+    if not known:
+        return "; it has none"
+    near = difflib.get_close_matches(wanted, known, n=1)
+    maybe = f"; did you mean {near[0]}?" if near and wanted not in known else "."
+    return f"{maybe} It has {', '.join(map(str, known.values()))}"

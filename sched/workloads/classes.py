@@ -1,0 +1,137 @@
+"""Classes of requests with service-level objectives of their own, as text and drawn by share.
+
+A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `ttft=`, `tbt=` and `jct=`
+with a time in `ms` or `s`. Several are separated by commas, and their shares add up to 1:
+
+    chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.workloads.workload import TARGETS, Terms, WorkloadError
+
+NO_SLO = SLO()
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_TIME = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ms|s)")
+
+
+@dataclass(frozen=True)
+class SloClass:
+    """share: of the requests, in (0, 1]. slo: its requests' targets."""
+
+    name: str
+    share: float
+    slo: SLO = NO_SLO
+    tier: Tier = Tier.REALTIME
+
+    def __post_init__(self) -> None:
+        class_name("a class", self.name)
+        if not 0 < self.share <= 1:
+            raise WorkloadError(f"class {self.name}: a share is in (0, 1], got {self.share}")
+
+    def __str__(self) -> str:
+        """In words; `parse_classes` makes the same class of them."""
+        parts = [self.name, repr(self.share)]
+        if self.tier is not Tier.REALTIME:
+            parts.append(f"tier={self.tier.name.lower()}")
+        for name in TARGETS:
+            seconds = getattr(self.slo, name)
+            if seconds is not None:
+                parts.append(f"{name}={seconds!r}s")
+        return ":".join(parts)
+
+
+def parse_classes(text: str) -> tuple[SloClass, ...]:
+    """The classes that the text names, in its order. WorkloadError says what is wrong with it."""
+    classes = tuple(_parse(part) for part in text.split(","))
+    names = [one.name for one in classes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise WorkloadError(f"two classes are named {twice!r}")
+    total = sum(one.share for one in classes)
+    if not math.isclose(total, 1.0, abs_tol=1e-6):
+        raise WorkloadError(f"the shares of the classes must add up to 1, not {total:g}")
+    return classes
+
+
+def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator) -> Terms:
+    """Terms of `count` requests, each of a class drawn with its share."""
+    shares = np.array([one.share for one in classes])
+    which = rng.choice(len(classes), size=count, p=shares / shares.sum())
+    targets = {
+        name: np.array([seconds_or_inf(getattr(one.slo, name)) for one in classes])[which]
+        for name in TARGETS
+    }
+    tier = np.array([one.tier for one in classes], np.int8)[which]
+    names = tuple(one.name for one in classes)
+    return Terms(tier, **targets, slo_class=which.astype(np.int64), classes=names)
+
+
+def with_targets(terms: Terms, slo: SLO) -> Terms:
+    """The terms with `slo` for the requests that have no target of their own."""
+    without = np.isinf([getattr(terms, name) for name in TARGETS]).all(axis=0)
+    filled = {
+        name: np.where(without, seconds_or_inf(getattr(slo, name)), getattr(terms, name))
+        for name in TARGETS
+    }
+    return Terms(terms.tier, **filled, slo_class=terms.slo_class, classes=terms.classes)
+
+
+def seconds_or_inf(target: float | None) -> float:
+    """A target as arrays have it: inf for none."""
+    return math.inf if target is None else target
+
+
+def class_name(where: str, text: str) -> str:
+    """The name of a class. WorkloadError, beginning with `where`, for what is none."""
+    if not _NAME.fullmatch(text):
+        raise WorkloadError(f"{where}: a name has letters, digits, '_', '-', '.', got {text!r:.40}")
+    return text
+
+
+def tier_named(where: str, text: str) -> Tier:
+    """The tier of that name. WorkloadError, beginning with `where`, lists the names."""
+    names = {tier.name.lower(): tier for tier in Tier}
+    if text not in names:
+        raise WorkloadError(f"{where}: must be one of {', '.join(names)}, got {text!r:.40}")
+    return names[text]
+
+
+def _parse(part: str) -> SloClass:
+    name, *rest = part.split(":")
+    if not rest:
+        raise WorkloadError(f"a class is NAME:SHARE[:KEY=VALUE...], got {part!r:.60}")
+    where = f"class {name}"
+    try:
+        share = float(rest[0])
+    except ValueError:
+        raise WorkloadError(f"{where}: its share must be a number, got {rest[0]!r:.40}") from None
+    values: dict[str, str] = {}
+    for item in rest[1:]:
+        key, equals, value = item.partition("=")
+        if not equals or key not in ("tier", *TARGETS) or key in values:
+            once = " once" if key in values else ""
+            raise WorkloadError(
+                f"{where}: tier=, ttft=, tbt= and jct= may follow the share{once}, got {item!r:.40}"
+            )
+        values[key] = value
+    tier = tier_named(f"{where}: tier", values.pop("tier", "realtime"))
+    slo = SLO(**{key: _time(f"{where}: {key}", value) for key, value in values.items()})
+    return SloClass(name, share, slo, tier)
+
+
+def _time(where: str, text: str) -> float:
+    """Seconds."""
+    found = _TIME.fullmatch(text)
+    value = float(found[1]) / (1e3 if found[2] == "ms" else 1.0) if found else 0.0
+    if not (math.isfinite(value) and value > 0):
+        raise WorkloadError(f"{where}: must be a time such as 200ms or 1.5s, got {text!r:.40}")
+    return value

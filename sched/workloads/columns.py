@@ -1,0 +1,102 @@
+"""The columns that a row of any trace may have beside its arrival and its lengths, and the reading
+of single cells. Whatever is not as it should be is refused with file, line and column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.request import Tier
+from jaxserve.sched.workloads.classes import class_name, tier_named
+from jaxserve.sched.workloads.workload import (
+    MAX_LENGTH,
+    NO_CLASS,
+    TARGETS,
+    Terms,
+    WorkloadError,
+)
+
+NO_LIMIT = 0  # of a request that asks for no max_tokens
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What one request asks for. limit: tokens, or NO_LIMIT. ttft, tbt, jct: seconds, inf for
+    none."""
+
+    limit: int = NO_LIMIT
+    tier: Tier = Tier.REALTIME
+    ttft: float = math.inf
+    tbt: float = math.inf
+    jct: float = math.inf
+    slo_class: str = NO_CLASS
+
+
+def length_of(where: str, name: str, text: str) -> int:
+    """The number of tokens written in a trace. WorkloadError names `where` and the column."""
+    # int() would also take " 7", "1_000" and other scripts' digits.
+    if not (text.isascii() and text.isdigit()):
+        raise WorkloadError(f"{where}: {name} must be a whole number, got {text!r:.40}")
+    if len(text) > 10 or not 1 <= int(text) <= MAX_LENGTH:
+        raise WorkloadError(f"{where}: {name} must be 1 to {MAX_LENGTH}, got {text:.20}")
+    return int(text)
+
+
+def seconds_of(where: str, name: str, text: str) -> float:
+    """A time from 0. WorkloadError names `where` and the column."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise WorkloadError(f"{where}: {name} must be a time from 0, got {text!r:.40}")
+    return value
+
+
+def _target(where: str, name: str, text: str) -> float:
+    value = seconds_of(where, name, text) / 1e3
+    if value == 0:
+        raise WorkloadError(f"{where}: {name} must be a positive time, got {text!r:.40}")
+    return value
+
+
+# Column -> field of Extras, and what reads the cell.
+_COLUMNS: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
+    "max_tokens": ("limit", length_of),
+    "tier": ("tier", lambda where, name, text: tier_named(f"{where}: {name}", text)),
+    **{f"{name}_ms": (name, _target) for name in TARGETS},
+    "class": ("slo_class", lambda where, name, text: class_name(f"{where}: {name}", text)),
+}
+OPTIONAL_COLUMNS = tuple(_COLUMNS)
+
+
+def extras_of(where: str, cells: Mapping[str, str], output_len: int) -> Extras:
+    """From a row's optional columns; an empty cell says nothing. WorkloadError names `where` and
+    the column."""
+    values = {}
+    for name, text in cells.items():
+        if text:
+            field, read = _COLUMNS[name]
+            values[field] = read(where, name, text)
+    extras = Extras(**values)
+    if extras.limit != NO_LIMIT and extras.limit < output_len:
+        raise WorkloadError(
+            f"{where}: max_tokens is {extras.limit}, less than the {output_len} tokens written"
+        )
+    return extras
+
+
+def terms_of(rows: Sequence[Extras]) -> Terms:
+    """The rows as columns; classes are in the order in which they first come up."""
+    classes = tuple(dict.fromkeys(row.slo_class for row in rows))
+    index = {name: i for i, name in enumerate(classes)}
+    return Terms(
+        np.array([row.tier for row in rows], np.int8),
+        **{name: np.array([getattr(row, name) for row in rows]) for name in TARGETS},
+        slo_class=np.array([index[row.slo_class] for row in rows], np.int64),
+        classes=classes,
+    )
