@@ -172,11 +172,13 @@ class Replica:
             emitting, generated = emitting[step.emits], generated[step.emits]
         requests = self._request_of[emitting]
         # A request whose last token is still on its way takes part once more, for nothing.
-        real = generated <= self._lengths[requests]
+        lengths = self._lengths[requests]
+        real = generated <= lengths
         at = self._offsets[requests] + generated - 1
         self._token_times[at[real]] = end
         done = scheduler.release_finished(step)
-        steady = features.num_decodes == self.live and not len(done) and bool(real.all())
+        steady = features.num_decodes == self.live and not len(done)
+        steady = steady and bool((generated < lengths).all())
         return _Step(step.rows, emitting, requests, end, steady)
 
     def _finish(self, step: _Step) -> None:
@@ -211,8 +213,6 @@ class Replica:
             return False  # what they hold or read is not what a stretch counts
         lengths = self._lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]
-        if not left.min():
-            return False  # somebody's last token is on its way
         most = int(left.max())
         early = left[lengths < table.max_tokens[rows]]
         if self._overlap and len(early):

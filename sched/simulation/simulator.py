@@ -245,7 +245,7 @@ class _Requests:
     def __init__(self, workload: Workload) -> None:
         self.arrival = [*workload.arrival.tolist(), math.inf]
         self._prompts = workload.prompt_len.tolist()
-        self._outputs = workload.output_len.tolist()
+        self._limits = workload.limit.tolist()
         self._tiers = workload.tier.tolist()
         targets = zip(*(getattr(workload, name).tolist() for name in TARGETS), strict=True)
         self._targets = list(targets)
@@ -257,13 +257,13 @@ class _Requests:
 
     def make(self, number: int) -> Request:
         """Request `number`, from 0 in order of arrival."""
-        output = self._outputs[number]  # limit: see Workload.limit
-        if output not in self._sampling:
-            self._sampling[output] = SamplingParams(max_tokens=output, ignore_eos=True)
+        limit = self._limits[number]
+        if limit not in self._sampling:
+            self._sampling[limit] = SamplingParams(max_tokens=limit)
         return Request(
             str(number),
             (0,) * self._prompts[number],
-            self._sampling[output],
+            self._sampling[limit],
             self._slo_of(number),
             Tier(self._tiers[number]),
             self.arrival[number],

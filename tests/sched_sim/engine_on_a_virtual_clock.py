@@ -23,7 +23,7 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.workload import Workload
 
-VOCAB = 100
+VOCAB, WORD, END = 100, 7, 9
 
 
 class Clock:
@@ -38,11 +38,11 @@ class Clock:
 class Handle:
     clock: Clock
     end: float
-    rows: int
+    tokens: np.ndarray
 
     def result(self) -> SampleResult:
         self.clock.now = max(self.clock.now, self.end)
-        return SampleResult(np.full(self.rows, 7, np.int32), None, None, None)
+        return SampleResult(self.tokens, None, None, None)
 
 
 class Device:
@@ -61,7 +61,16 @@ class Device:
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
         features = self._scheduler.last.features()
         self._free = max(self._clock.now, self._free) + float(self._cost_model.batch_time(features))
-        return Handle(self._clock, self._free, layout.rows)
+        return Handle(self._clock, self._free, self._sampled(layout.rows))
+
+    def _sampled(self, rows: int) -> np.ndarray:
+        """END from those that have written enough."""
+        step, length = self._scheduler.last, self._scheduler.lengths
+        order = np.argsort(step.plan.num_tokens != 1, kind="stable")  # as batches are packed
+        wanted = [length[self._scheduler.numbers[row]] for row in step.rows[order].tolist()]
+        tokens = np.full(rows, WORD, np.int32)
+        tokens[: len(order)][step.generated[order] >= np.array(wanted)] = END
+        return tokens
 
 
 class Recording(Scheduler):
@@ -69,6 +78,7 @@ class Recording(Scheduler):
 
     plans: list[tuple[float, BatchPlan]]
     numbers: dict[int, int]
+    lengths: list[int]
     last: Step
 
     def schedule(self, now: float) -> Step:
@@ -113,9 +123,9 @@ class VirtualEngine(Engine):
 
     def _submit(self, number: int) -> None:
         prompt = (5,) * int(self.workload.prompt_len[number])
-        tokens = int(self.workload.output_len[number])
+        sampling = SamplingParams(max_tokens=int(self.workload.limit[number]))
         times = self.token_times[number] = []
-        request = Request(str(number), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        request = Request(str(number), prompt, sampling)
         self.submit(request, lambda output: times.extend(output.token_times))
 
 
@@ -131,7 +141,7 @@ def serve(
 ) -> tuple[list[tuple[float, BatchPlan]], dict[int, list[float]]]:
     """The engine's plans, with the times at which they were made, and every request's tokens."""
     clock = Clock()
-    longest = int((workload.prompt_len + workload.output_len).max())
+    longest = int((workload.prompt_len + workload.limit).max())
     width = -(-longest // block_size)
     buckets = make_buckets(limits.max_rows, limits.max_batch_tokens, width=width)
     scheduler = Recording(
@@ -144,6 +154,7 @@ def serve(
         cost_model=cost_model,
     )
     scheduler.plans, scheduler.numbers = [], {}
+    scheduler.lengths = workload.output_len.tolist()
     info = EngineInfo(
         model="none",
         family="none",
@@ -166,7 +177,7 @@ def serve(
         scheduler,
         load_tokenizer(None),
         info,
-        eos_ids=(),
+        eos_ids=(END,),
         options=EngineOptions(overlap=overlap),
         clock=clock,
     )

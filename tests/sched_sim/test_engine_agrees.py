@@ -15,19 +15,25 @@ COST = system("llama-2-7b@a100").cost_model
 LIMITS = Limits(256, 64, 12)
 
 
-def trace(seed: int, rate: float, count: int = 24) -> Workload:
+def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
+    """early: outputs end before their limits, but for every third."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
-    return Workload.of(arrival, Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count)))
+    lengths = Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count))
+    limit = lengths.output_len
+    if early:
+        limit = limit + rng.integers(1, 30, count) * (np.arange(count) % 3 > 0)
+    return Workload.of(arrival, lengths, limit=limit)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "infermax"])
 @pytest.mark.parametrize(("rate", "num_blocks"), [(4.0, 800), (100.0, 80)])
+@pytest.mark.parametrize("early", [True, False])
 def test_the_plans_are_the_same_one_by_one(
-    policy: str, overlap: bool, rate: float, num_blocks: int
+    policy: str, overlap: bool, rate: float, num_blocks: int, early: bool
 ) -> None:
-    workload = trace(3, rate)
+    workload = trace(3, rate, early)
     options = {"num_blocks": num_blocks, "block_size": 8, "overlap": overlap}
     plans, token_times = serve(policy, workload, COST, LIMITS, **options)
     result = simulate(

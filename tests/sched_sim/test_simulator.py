@@ -266,11 +266,13 @@ def test_every_request_gets_its_tokens_within_the_limits(
     assert batches.kv_used.max() <= result.kv_tokens <= kv_tokens
     assert batches.preemptions.sum() == requests.preemptions.sum()
     assert (batches.start[1:] >= (batches.start + batches.duration)[:-1] - 1e-9).all()
-    # What was computed is every prompt and output but the last token, and what preemptions redid.
+    # What was computed is every prompt and output but the last token; that too where the next step
+    # had begun before it was known to be the last; and what preemptions redid.
     needed = int((requests.prompt_len + requests.output_len - 1).sum())
+    late = np.count_nonzero(workload.limit > workload.output_len) * (rules == "jaxserve")
     assert batches.num_tokens.sum() >= needed
     if not batches.preemptions.sum():
-        assert batches.num_tokens.sum() == needed
+        assert batches.num_tokens.sum() <= needed + late
 
 
 def test_progress_counts_the_arrivals() -> None:
