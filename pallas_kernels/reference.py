@@ -18,6 +18,12 @@ from jaxserve.pallas_kernels.hidden import HiddenProjection
 Array = np.ndarray | jax.Array
 
 
+def _on_host(batch: AttentionBatch) -> AttentionBatch:
+    """The same in NumPy arrays: element by element, device arrays take their time."""
+    found: AttentionBatch = jax.tree.map(np.asarray, batch)
+    return found
+
+
 def _slot(position: int, direction: int, block_size: int) -> int:
     offset = position % block_size
     return block_size - 1 - offset if direction == RIGHT else offset
@@ -28,19 +34,19 @@ def write(
 ) -> np.ndarray:
     """A copy of the pool with every token's k and v, or its x where its row is hidden, [T,
     kv_heads, head_dim] each, in its slot."""
-    out = np.array(pool)
+    out, batch = np.array(pool), _on_host(batch)
     block_size = out.shape[3]
-    tables = np.asarray(batch.tables)
+    planes = [None if value is None else np.asarray(value) for value in (k, v, x)]
     for row in range(int(batch.num_rows)):
         length, context = int(batch.query_lens[row]), int(batch.context_lens[row])
-        values = (x,) if int(batch.kind[row]) == HIDDEN else (k, v)
+        values = planes[2:] if int(batch.kind[row]) == HIDDEN else planes[:2]
         for i in range(length):
             token, position = int(batch.query_start[row]) + i, context - length + i
             slot = _slot(position, int(batch.direction[row]), block_size)
             for plane, value in enumerate(values):
                 assert value is not None, f"row {row} is hidden, but there is no x"
-                block = tables[row, plane, position // block_size]
-                out[layer, block, :, slot] = np.asarray(value[token])
+                block = batch.tables[row, plane, position // block_size]
+                out[layer, block, :, slot] = value[token]
     return out
 
 
@@ -75,7 +81,7 @@ def _cached(blocks: np.ndarray, batch: AttentionBatch, row: int, plane: int) -> 
     """The row's vectors of one plane, in token order: [context, kv_heads, D]."""
     context, block_size = int(batch.context_lens[row]), blocks.shape[2]
     slots = [_slot(p, int(batch.direction[row]), block_size) for p in range(context)]
-    ids = np.asarray(batch.tables)[row, plane, np.arange(context) // block_size]
+    ids = batch.tables[row, plane, np.arange(context) // block_size]
     return blocks[ids, :, slots]
 
 
@@ -96,8 +102,8 @@ def paged_attention(
 ) -> np.ndarray:
     """Attention of q [T, H, D] over the pool -> [T, H, D] in dtype; zeros for padding tokens and
     those of hidden rows."""
-    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool[layer]).astype(dtype)
-    out = np.zeros(queries.shape, dtype)
+    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
+    out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
     for row in _rows_of(batch, KV, int(batch.num_rows)):
         k, v = (_cached(blocks, batch, row, plane) for plane in (0, 1))
         for token, start, end in _seen(batch, row, sliding_window):
@@ -118,8 +124,8 @@ def absorbed_attention(
 ) -> np.ndarray:
     """Attention of qx [T, H, E] over raw hidden vectors, one x for all heads -> [T, H, E] in dtype;
     zeros for all tokens but those of hidden decodes."""
-    queries, blocks = np.asarray(qx).astype(dtype), np.asarray(pool[layer]).astype(dtype)
-    out = np.zeros(queries.shape, dtype)
+    queries, blocks = np.asarray(qx).astype(dtype), np.asarray(pool)[layer].astype(dtype)
+    out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
     for row in _rows_of(batch, HIDDEN, int(batch.num_decodes)):
         x = _cached(blocks, batch, row, 0)
         x = x.reshape(len(x), 1, -1)
@@ -171,8 +177,8 @@ def projected_attention(
 ) -> np.ndarray:
     """Attention of q [T, H, D] over the K and V that hidden rows' cached vectors project to ->
     [T, H, D] in dtype; zeros for padding tokens and those of KV rows."""
-    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool[layer]).astype(dtype)
-    out = np.zeros(queries.shape, dtype)
+    queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
+    out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
     for row in _rows_of(batch, HIDDEN, int(batch.num_rows)):
         x = _cached(blocks, batch, row, 0)
         k, v = project(x.reshape(len(x), -1), projection, queries.shape[2])

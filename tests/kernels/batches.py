@@ -1,16 +1,21 @@
-"""Drawing pools and batches whose every unused slot is poisoned, for the kernel tests."""
+"""Drawing pools and batches whose every unused slot is poisoned, for the kernel tests.
+
+All in NumPy until the end, so that only the kernels are compiled.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
+
+POISON = np.array([np.nan, np.inf, -np.inf], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Shape:
         """Enough for every table entry to be a block of its own, and a few of nobody's."""
         return 2 * self.rows * self.width + 3
 
+    @property
+    def decode_only(self) -> bool:
+        """Whether steps of this shape have a token a row."""
+        return self.tokens == self.rows
+
 
 def make_batch(
     shape: Shape,
@@ -59,26 +69,40 @@ def make_batch(
         field[:4, row] = context, token, length, directions[row]
         token_row[token : token + length] = row
         token += length
-    return AttentionBatch(
-        tables=jnp.asarray(ids.reshape(shape.rows, 2, shape.width), jnp.int32),
-        context_lens=jnp.asarray(field[0]),
-        query_start=jnp.asarray(field[1]),
-        query_lens=jnp.asarray(field[2]),
-        direction=jnp.asarray(field[3]),
-        kind=jnp.asarray(field[4]),
-        token_row=jnp.asarray(token_row),
-        num_decodes=jnp.asarray(num_decodes, jnp.int32),
-        num_rows=jnp.asarray(len(rows), jnp.int32),
+    batch = AttentionBatch(
+        tables=ids.reshape(shape.rows, 2, shape.width).astype(np.int32),
+        context_lens=field[0],
+        query_start=field[1],
+        query_lens=field[2],
+        direction=field[3],
+        kind=field[4],
+        token_row=token_row,
+        num_decodes=np.int32(num_decodes),
+        num_rows=np.int32(len(rows)),
     )
+    on_device: AttentionBatch = jax.tree.map(jnp.asarray, batch)
+    return on_device
+
+
+def with_tables(batch: AttentionBatch, tables: np.ndarray) -> AttentionBatch:
+    """The batch with these tables [R, 2, W]."""
+    return dataclasses.replace(batch, tables=jnp.asarray(tables))
+
+
+def tokens_of(batch: AttentionBatch, kind: int, *, decodes: bool = False) -> np.ndarray:
+    """bool [T]: the tokens of rows of this kind, or of those of them that are decodes."""
+    rows = int(batch.num_decodes if decodes else batch.num_rows)
+    counted = (np.asarray(batch.kind) == kind) & (np.arange(batch.max_rows) < rows)
+    return np.append(counted, False)[np.asarray(batch.token_row)]
 
 
 def slots(batch: AttentionBatch, row: int, start: int, end: int, block_size: int) -> np.ndarray:
     """(block of K, block of V, slot) of the row's positions [start, end): [3, end - start]."""
     position = np.arange(start, end)
     offset = position % block_size
-    if int(batch.direction[row]) == RIGHT:
+    if int(np.asarray(batch.direction)[row]) == RIGHT:
         offset = block_size - 1 - offset
-    table = np.asarray(batch.tables[row])[:, position // block_size]
+    table = np.asarray(batch.tables)[row][:, position // block_size]
     return np.stack([table[0], table[1], offset])
 
 
@@ -88,25 +112,34 @@ def make_pool(
     rng: np.random.Generator,
     dtype: DTypeLike,
     window: int | None = None,
-) -> jnp.ndarray:
+) -> np.ndarray:
     """Random values where rows have cached tokens (this step's included) that their first query
     can see, NaN and infinities everywhere else. Hidden rows have nothing in tables[:, 1]."""
     size = (shape.layers, shape.blocks, shape.kv_heads, shape.block_size, shape.head_dim)
-    pool = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), size)
-    for row in range(int(batch.num_rows)):
-        context, length = int(batch.context_lens[row]), int(batch.query_lens[row])
+    pool = np.resize(rng.permutation(np.repeat(POISON, 331)), size)
+    host: AttentionBatch = jax.tree.map(np.asarray, batch)
+    for row in range(int(host.num_rows)):
+        context, length = int(host.context_lens[row]), int(host.query_lens[row])
         start = 0 if window is None else max(0, context - length + 1 - window)
-        k, v, slot = slots(batch, row, start, context, shape.block_size)
-        for block in (k,) if int(batch.kind[row]) == HIDDEN else (k, v):
+        k, v, slot = slots(host, row, start, context, shape.block_size)
+        for block in (k,) if int(host.kind[row]) == HIDDEN else (k, v):
             new = rng.standard_normal((len(slot), shape.layers, shape.kv_heads, shape.head_dim))
             pool[:, block, :, slot] = new
-    return jnp.asarray(pool).astype(dtype)
+    return pool.astype(dtype)
 
 
-def vectors(shape: Shape, heads: int, rng: np.random.Generator, dtype: DTypeLike) -> jnp.ndarray:
-    """[tokens, heads, head_dim], the padding tokens' ones too."""
+def vectors(
+    shape: Shape,
+    heads: int,
+    rng: np.random.Generator,
+    dtype: DTypeLike,
+    used: np.ndarray | None = None,
+) -> np.ndarray:
+    """[tokens, heads, head_dim]; NaN for the tokens that are not used, bool [T], if given."""
     drawn = rng.standard_normal((shape.tokens, heads, shape.head_dim), dtype=np.float32)
-    return jnp.asarray(drawn).astype(dtype)
+    if used is not None:
+        drawn[~used] = np.nan
+    return drawn.astype(dtype)
 
 
 def make_projection(
@@ -121,66 +154,49 @@ def make_projection(
     """Random weights of the scale that keeps K and V near 1; a real rotary table (base 100)."""
     width = shape.kv_heads * shape.head_dim
 
-    def drawn(*size: int) -> jnp.ndarray:
-        return jnp.asarray(rng.standard_normal(size, dtype=np.float32)).astype(dtype)
+    def drawn(*size: int, scale: float = 1.0) -> np.ndarray:
+        return (rng.standard_normal(size, dtype=np.float32) * scale).astype(dtype)
 
     frequency = 100.0 ** -(np.arange(shape.head_dim // 2) / (shape.head_dim // 2))
     phase = np.arange(shape.longest)[:, None] * frequency
-    table = jnp.asarray(np.stack([np.cos(phase), np.sin(phase)]), jnp.float32)
-    scale = jnp.asarray(width**-0.5, dtype)
-    return HiddenProjection(
-        wk=drawn(width, width) * scale,
-        wv=drawn(width, width) * scale,
+    table = np.stack([np.cos(phase), np.sin(phase)]).astype(np.float32)
+    projection = HiddenProjection(
+        wk=drawn(width, width, scale=width**-0.5),
+        wv=drawn(width, width, scale=width**-0.5),
         bk=drawn(width) if bias else None,
         bv=drawn(width) if bias else None,
-        k_norm=drawn(shape.head_dim).astype(jnp.float32) if norm else None,
+        k_norm=drawn(shape.head_dim).astype(np.float32) if norm else None,
         rotation=table if rotary else None,
     )
+    on_device: HiddenProjection = jax.tree.map(jnp.asarray, projection)
+    return on_device
 
 
 def lengths(shape: Shape) -> st.SearchStrategy[int]:
-    """Context lengths, at and around block edges more often."""
-    edges = {
-        edge + d
-        for edge in (0, shape.block_size, 2 * shape.block_size, shape.longest)
-        for d in (-1, 0, 1)
-    }
-    near = sorted(edge for edge in edges if 1 <= edge <= shape.longest)
-    return st.sampled_from(near) | st.integers(1, shape.longest)
+    """Context lengths: 1, the longest, at and around the edges of blocks, and any other."""
+    size = shape.block_size
+    edges = {k * size + d for k in range(shape.width + 1) for d in (-1, 0, 1)}
+    near = st.sampled_from(sorted(n for n in edges if 1 <= n <= shape.longest))
+    return near | st.integers(1, shape.longest)
 
 
 @st.composite
-def decode_batches(
-    draw: st.DrawFn, shape: Shape, kinds: Sequence[int] = (KV,)
-) -> tuple[AttentionBatch, int]:
-    """(batch of decodes, seed), some rows unused; each row of one of these kinds."""
-    contexts = draw(st.lists(lengths(shape), min_size=0, max_size=shape.rows))
-    directions = [draw(st.sampled_from([LEFT, RIGHT])) for _ in contexts]
-    seed = draw(st.integers(0, 2**16))
-    rows = [(context, 1) for context in contexts]
-    drawn = [draw(st.sampled_from(kinds)) for _ in rows]
-    rng = np.random.default_rng(seed)
-    return make_batch(shape, rows, directions, len(rows), rng, kinds=drawn), seed
-
-
-@st.composite
-def mixed_batches(
-    draw: st.DrawFn, shape: Shape, kinds: Sequence[int] = (KV,)
-) -> tuple[AttentionBatch, int]:
-    """(batch, seed): decodes first, then chunks with and without cached context, some rows and
-    tokens unused; each row of one of these kinds. Only decodes if there are no more tokens."""
-    if shape.tokens == shape.rows:
-        return draw(decode_batches(shape, kinds))
+def steps(draw: st.DrawFn, shape: Shape, kind: int = KV) -> tuple[AttentionBatch, int]:
+    """(batch, seed): decodes first, then chunks, with and without cached context; rows and tokens
+    may be left over. Only decodes if there are no more tokens than rows, else the rows' tokens lie
+    in any order. Rows are all of this kind or of both."""
+    kinds = st.sampled_from(draw(st.sampled_from([(kind,), (KV, HIDDEN)])))
     decodes = draw(st.integers(0, shape.rows))
     rows = [(draw(lengths(shape)), 1) for _ in range(decodes)]
-    left = shape.tokens - decodes
-    for _ in range(draw(st.integers(0, shape.rows - decodes))):
-        context = draw(lengths(shape))
-        length = min(context, left, draw(lengths(shape)))
-        rows.append((context, length))
-        left -= length
+    placing, left = None, shape.tokens - decodes
+    if not shape.decode_only:
+        for _ in range(draw(st.integers(0, shape.rows - decodes))):
+            context = draw(lengths(shape))
+            rows.append((context, min(context, left, draw(lengths(shape)))))
+            left -= rows[-1][1]
+        placing = draw(st.permutations(range(len(rows))))
     directions = [draw(st.sampled_from([LEFT, RIGHT])) for _ in rows]
+    drawn = [draw(kinds) for _ in rows]
     seed = draw(st.integers(0, 2**16))
-    drawn = [draw(st.sampled_from(kinds)) for _ in rows]
     rng = np.random.default_rng(seed)
-    return make_batch(shape, rows, directions, decodes, rng, kinds=drawn), seed
+    return make_batch(shape, rows, directions, decodes, rng, placing, drawn), seed

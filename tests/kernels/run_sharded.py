@@ -1,6 +1,6 @@
 """Run by test_sharded.py in a process of its own, with virtual devices: `run_sharded BACKEND
-SHARDS,SHARDS,... HEAD_DIM TOKENS,TOKENS,...` compares steps of that many tokens, on that many
-shards, with one of XLA's on a single device."""
+HEAD_DIM SHARDS:TOKENS ...` compares a step of that many tokens, on that many shards, with one of
+XLA's on a single device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from jaxserve.pallas_kernels import (
     write,
 )
 from tests.kernels.batches import Shape, make_batch, make_projection, vectors
+from tests.kernels.conformance import wide
 
-HEADS = 8
+HEADS = 4
 MOVES = [[0, 1, 2, 3], [1, 0, 3, 7], [9, 9, 9, 9]]  # the last one is not made
 
 
@@ -47,8 +48,8 @@ def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.nd
         tables = jnp.pad(batch.tables, ((0, 0), (0, 0), (0, 6)))
         batch = dataclasses.replace(batch, tables=tables)
         assert shape.rows * tables.shape[2] > shape.blocks
-    q, k, v, x = (vectors(shape, HEADS, rng, jnp.float32) for _ in range(4))
-    qx = jnp.asarray(rng.standard_normal((shape.tokens, HEADS, HEADS * shape.head_dim)) / 9)
+    q, k, v, x = (jnp.asarray(vectors(shape, HEADS, rng, np.float32)) for _ in range(4))
+    qx = jnp.asarray(vectors(wide(shape), HEADS, rng, np.float32))
     projection = make_projection(shape, rng, jnp.float32, bias=True, norm=True, rotary=True)
     sharding = None if mesh is None else NamedSharding(mesh, P(None, None, "tensor"))
     pool = make_pool(2, shape.blocks, HEADS, shape.block_size, shape.head_dim, q.dtype, sharding)
@@ -61,7 +62,8 @@ def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.nd
             pool = write(pool, i, k + i, v, batch, x=x, **place)
             out = paged_attention(q, pool, i, batch, **only)
             out += projected_attention(q, pool, i, batch, projection, **only)
-            mixed = absorbed_attention(qx, pool, i, batch, scale=0.1, **place)
+            # A cap tells scores that were summed over shards from sums of capped ones.
+            mixed = absorbed_attention(qx, pool, i, batch, scale=0.1, soft_cap=2.0, **place)
             return pool, {"out": out, "mixed": mixed}
 
         pool, found = jax.lax.scan(layer, pool, jnp.arange(2))
@@ -77,11 +79,11 @@ def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.nd
 
 def refuse(mesh: Mesh) -> None:
     """Print what is said about heads that do not divide over the mesh."""
-    shape = Shape(num_heads=8, kv_heads=4, rows=1, tokens=1, width=1)
+    shape = Shape(8, 4, rows=1, tokens=1, width=1)
     rng = np.random.default_rng(0)
     batch = make_batch(shape, [(1, 1)], [0], 1, rng)
     pool = make_pool(1, shape.blocks, 4, shape.block_size, shape.head_dim, jnp.float32)
-    q, k = (vectors(shape, heads, rng, jnp.float32) for heads in (8, 4))
+    q, k = (vectors(shape, heads, rng, np.float32) for heads in (8, 4))
     for call in (
         lambda: write(pool, 0, k, k, batch, mesh=mesh),
         lambda: paged_attention(q, pool, 0, batch, scale=1.0, decode_only=True, mesh=mesh),
@@ -93,20 +95,20 @@ def refuse(mesh: Mesh) -> None:
             print(error)
 
 
-def main(backend: str, shards: list[int], head_dim: int, sizes: list[int]) -> None:
-    for tokens in sizes:
+def main(backend: str, head_dim: int, pairs: list[tuple[int, int]]) -> None:
+    """pairs: (shards, tokens) of each comparison. AssertionError for a difference."""
+    for shards, tokens in pairs:
         shape = Shape(HEADS, HEADS, head_dim=head_dim, rows=4, width=3, tokens=tokens)
         want, _ = step(shape, None, "xla")
-        for count in shards:
-            mesh = Mesh(np.array(jax.devices()[:count]), ("tensor",))
-            found, pool = step(shape, mesh, backend)
-            for name, value in want.items():
-                scale = np.abs(value).max()
-                np.testing.assert_allclose(found[name], value, atol=1e-5 * scale, err_msg=name)
-            assert pool.addressable_shards[0].data.shape[2] == HEADS // count
+        mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
+        found, pool = step(shape, mesh, backend)
+        for name, value in want.items():
+            scale = np.abs(value).max()
+            np.testing.assert_allclose(found[name], value, atol=1e-5 * scale, err_msg=name)
+        assert pool.addressable_shards[0].data.shape[2] == HEADS // shards
     refuse(Mesh(np.array(jax.devices()[:3]), ("tensor",)))
 
 
 if __name__ == "__main__":
-    shards, sizes = ([int(n) for n in sys.argv[i].split(",")] for i in (2, 4))
-    main(sys.argv[1], shards, int(sys.argv[3]), sizes)
+    given = [pair.split(":") for pair in sys.argv[3:]]
+    main(sys.argv[1], int(sys.argv[2]), [(int(shards), int(tokens)) for shards, tokens in given])

@@ -1,78 +1,89 @@
-"""Moves of slots against the reference, exactly, and what they must leave alone."""
+"""Every backend's moves of slots and staging against the references, bit for bit."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
+from tests.kernels.batches import POISON
+from tests.kernels.cases import BACKENDS
+from tests.kernels.conformance import same
 
-BLOCKS, SLOTS, MOST = 6, 8, 10
-SHAPE = (2, BLOCKS, 3, SLOTS, 16)
+MOST = 14
+Size = tuple[int, int, int, int, int]  # of a pool: layers, blocks, kv_heads, block_size, head_dim
+SMALL: Size = (3, 5, 2, 8, 64)
+WIDE: Size = (2, 4, 2, 16, 128)
+ODD: Size = (2, 4, 3, 12, 40)  # not for TPUs
+POOLS = [
+    pytest.param(backend, size, dtype, id=f"{backend}-{dtype}")
+    for backend in BACKENDS
+    for size, dtype in ((SMALL, "float32"), (WIDE, "bfloat16"), (ODD, "float16"))
+    if (backend, size) != ("tpu-interpret", ODD)
+]
 
-move = jax.jit(move_slots, donate_argnums=0)
-put = jax.jit(stage_in, donate_argnums=0)
-take = jax.jit(stage_out)
+move = jax.jit(move_slots, static_argnames="backend", donate_argnums=0)
+put = jax.jit(stage_in, static_argnames="backend", donate_argnums=0)
+take = jax.jit(stage_out, static_argnames="backend")
 
 
-@st.composite
-def places(draw: st.DrawFn, columns: int) -> tuple[np.ndarray, int]:
-    """(int32 [MOST, columns], count): that many (block, slot), or pairs of them, all different;
-    the rest is junk, outside of the pool too."""
-    count = draw(st.integers(0, MOST))
-    many = count * columns // 2
-    flat = draw(
-        st.lists(st.integers(0, BLOCKS * SLOTS - 1), min_size=many, max_size=many, unique=True)
+def drawn_pool(size: Size, dtype: str, rng: np.random.Generator) -> np.ndarray:
+    """Values of all kinds: a move is a copy of bits."""
+    pool = rng.standard_normal(size, dtype=np.float32)
+    for odd in (*POISON, -0.0):
+        pool[rng.random(size) < 0.05] = odd
+    return pool.astype(dtype)
+
+
+def drawn_slots(size: Size, rng: np.random.Generator) -> np.ndarray:
+    """Twice MOST distinct (block, slot), int32 [2 * MOST, 2], with runs of neighbours among
+    them."""
+    flat = rng.permutation(size[1] * size[3])[: 2 * MOST]
+    flat[: MOST // 2].sort()
+    return np.stack(np.divmod(flat, size[3]), axis=1).astype(np.int32)
+
+
+def check_moves(backend: str, pool: np.ndarray, moves: np.ndarray, count: int) -> None:
+    """Also out to a staging buffer and in from it; what lies there from `count` on must not get
+    into the pool."""
+    sources, targets, used = moves[:, :2], moves[:, 2:], jnp.int32(count)
+    got = move(jnp.asarray(pool), moves, used, backend=backend)
+    same(got, reference.move(pool, moves, count))
+    staged = take(pool, sources, used, backend=backend)
+    same(staged, reference.stage_out(pool, sources, count))
+    staging = np.array(staged)
+    staging[count:] = np.nan
+    got = put(jnp.asarray(pool), staging, targets, used, backend=backend)
+    same(got, reference.stage_in(pool, staging, targets, count))
+
+
+@pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)
+def test_moves_and_staging(backend: str, size: Size, dtype: str) -> None:
+    """Entries from `count` on may hold anything, what is outside of the pool too."""
+
+    @settings(max_examples=BACKENDS[backend])
+    @given(
+        count=st.integers(0, MOST), junk=st.sampled_from([-1, 0, 10**6]), seed=st.integers(0, 2**16)
     )
-    rows = np.array([(i // SLOTS, i % SLOTS) for i in flat], np.int32).reshape(count, columns)
-    junk = draw(st.sampled_from([-1, 0, 10**6]))
-    return np.concatenate([rows, np.full((MOST - count, columns), junk, np.int32)]), count
+    def run(count: int, junk: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        moves = drawn_slots(size, rng).reshape(2, MOST, 2).transpose(1, 0, 2).reshape(MOST, 4)
+        moves = np.where(np.arange(MOST)[:, None] < count, moves, np.int32(junk))
+        check_moves(backend, drawn_pool(size, dtype, rng), moves, count)
+
+    run()
 
 
-def drawn_pool(seed: int, dtype: jnp.dtype | type) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(SHAPE)).astype(dtype)
-
-
-def equal(got: jax.Array, want: np.ndarray) -> None:
-    assert got.dtype == want.dtype
-    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), want.astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@given(drawn=places(4), seed=st.integers(0, 99))
-def test_move(dtype: jnp.dtype, drawn: tuple[np.ndarray, int], seed: int) -> None:
-    moves, count = drawn
-    want = reference.move(drawn_pool(seed, dtype), moves, count)
-    equal(move(drawn_pool(seed, dtype), jnp.asarray(moves), jnp.int32(count)), want)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@given(drawn=places(2), seed=st.integers(0, 99))
-def test_staging(dtype: jnp.dtype, drawn: tuple[np.ndarray, int], seed: int) -> None:
-    slots, count = drawn
-    pool = drawn_pool(seed, dtype)
-    staged = take(pool, jnp.asarray(slots), jnp.int32(count))
-    equal(staged, reference.stage_out(pool, slots, count))
-    other = drawn_pool(seed + 100, dtype)
-    # What lies behind the staged vectors must not get into the pool.
-    staged = staged.at[count:].set(jnp.nan)
-    want = reference.stage_in(other, staged, slots, count)
-    equal(put(other, staged, jnp.asarray(slots), jnp.int32(count)), want)
-
-
-def test_moves_are_in_place() -> None:
-    """A copy of the pool would show as temporary memory of its size."""
-    pool = jax.ShapeDtypeStruct((3, 4000, 2, 8, 16), jnp.float32)
-    moves = jax.ShapeDtypeStruct((16, 4), jnp.int32)
-    call = jax.jit(functools.partial(move_slots), donate_argnums=0)
-    memory = call.lower(pool, moves, 3).compile().memory_analysis()
-    size = pool.size * 4
-    assert memory is not None
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size // 4
+@pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)
+@pytest.mark.parametrize("count", [0, MOST])
+def test_a_whole_block_moves(backend: str, size: Size, dtype: str, count: int) -> None:
+    """In order, and of a second block some slots mirrored; all of it, or nothing."""
+    index, slots = np.arange(MOST), size[3]
+    slot, block = index % 8, np.where(index < 8, 0, 1)
+    mirrored = np.where(block == 1, slots - 1 - slot, slot)
+    moves = np.stack([block, slot, block + 2, mirrored], axis=1).astype(np.int32)
+    check_moves(backend, drawn_pool(size, dtype, np.random.default_rng(0)), moves, count)

@@ -1,0 +1,100 @@
+"""What every backend is held to: the static part, one compilation each, and who takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from jaxserve.pallas_kernels import HIDDEN, KV, get_backend
+from tests.kernels.batches import Shape
+
+# Those of other devices are interpreted. How many drawn batches a test has: TPUs are interpreted
+# slowly, an instruction at a time.
+BACKENDS = {"xla": 6, "triton-interpret": 6, "tpu-interpret": 2}
+# Relative error (L2) that is allowed.
+LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape with the options of attention over it. parts: of the hidden vectors' projection, as
+    `batches.make_projection` names them. A test of hidden vectors has kv_heads queries a token."""
+
+    name: str
+    shape: Shape
+    dtype: str = "float32"
+    window: int | None = None
+    cap: float | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """The relative error (L2) that is allowed."""
+        return LIMITS[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        """Of scores, such that softmax is neither flat nor a maximum."""
+        return float(1.5 * self.shape.head_dim**-0.5)
+
+
+# Three tiles of XLA's context, and five or more of the others'.
+DECODES = Shape(4, 2, head_dim=64, block_size=16, width=10, tokens=5)
+CASES = (
+    Case("decodes", DECODES, parts=("rotary",)),
+    # Blocks wider than a tile of context; a group of query heads that is no power of two.
+    Case(
+        "cut-decodes",
+        Shape(6, 2, head_dim=64, block_size=128, rows=3, width=2, tokens=3),
+        window=11,
+        cap=3.0,
+        parts=("bias", "norm", "rotary"),
+    ),
+    # Three tiles of queries; XLA's are wider, see test_xla.
+    Case("mixed", dataclasses.replace(DECODES, tokens=40), parts=("bias",)),
+    Case(
+        "cut-mixed",
+        Shape(6, 2, head_dim=128, block_size=8, rows=4, width=9, tokens=40),
+        "bfloat16",
+        window=20,
+        cap=1.5,
+        parts=("norm", "rotary"),
+    ),
+    # What TPUs do not take: a head_dim that is padded, sizes that are no powers of two, float16.
+    Case(
+        "odd",
+        Shape(15, 3, head_dim=40, block_size=24, rows=3, width=4, tokens=3),
+        "float16",
+        parts=("norm", "rotary"),
+    ),
+    # XLA reads a single row's blocks one by one.
+    Case("one-row", Shape(4, 1, head_dim=64, rows=1, width=12, tokens=1)),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def takes(backend: str, case: Case, kind: int) -> bool:
+    """Whether a backend says that it has kernels of this kind for the case's shape."""
+    shape = case.shape
+    reason = get_backend(backend).supports(
+        kind,
+        num_heads=shape.kv_heads if kind == HIDDEN else shape.num_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        dtype=case.dtype,
+    )
+    return reason is None
+
+
+def on_backends(names: Sequence[str], kind: int = KV) -> list[ParameterSet]:
+    """Parameters (backend, case): every backend with each of these cases that it takes."""
+    return [
+        pytest.param(backend, case, id=f"{backend}-{case.name}")
+        for backend in BACKENDS
+        for case in (BY_NAME[name] for name in names)
+        if takes(backend, case, kind)
+    ]
