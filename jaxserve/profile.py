@@ -34,7 +34,7 @@ from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams, Tier
-from jaxserve.sched.simulation.systems import System
+from jaxserve.sched.simulation.profiles import System
 from jaxserve.server import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"

@@ -35,9 +35,11 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.hardware import HIDDEN_READS
+from jaxserve.sched.simulation.profiles import UnknownSystem
 from jaxserve.sched.simulation.results import SimulationResult, write_table
 from jaxserve.sched.simulation.simulator import SimulationError
-from jaxserve.sched.simulation.systems import HIDDEN_READS, UnknownSystem, system
+from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
 

@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 from jaxserve.sched.request import SLO
+from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.classes import SloClass, parse_classes
 from jaxserve.sched.workloads.specs import MaxTokens
-from jaxserve.sched.workloads.workload import TARGETS, WorkloadError
+from jaxserve.sched.workloads.workload import WorkloadError
 
 
 def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.workloads.workload import TARGETS, Terms
+from jaxserve.sched.terms import TARGETS, Terms
 
 
 @dataclass(frozen=True)

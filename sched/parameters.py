@@ -22,7 +22,7 @@ from jaxserve.sched.policy import Policy
 
 NONE = "none"  # how text says None
 # What a policy says of itself to those who run it is not for them to set.
-_DECLARED = ("hypothetical",)
+_DECLARED = ("hypothetical", "moves_cache", "steady")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from jaxserve.bench.runs import warm_up
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, measure_gap, profile_engine, with_gap
+from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems import System
 from jaxserve.sched.workloads.workload import (
     Lengths,
     Workload,

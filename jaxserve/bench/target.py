@@ -16,7 +16,8 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.metrics import Times
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.workloads.workload import TARGETS, Workload
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.workloads.workload import Workload
 
 NO_SLO = SLO()
 clock = time.monotonic

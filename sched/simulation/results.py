@@ -14,7 +14,8 @@ import numpy as np
 from jaxserve.sched.metrics import Times, attained, group_metrics, split_metrics
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.replica import BATCH_COLUMNS, BatchRows
-from jaxserve.sched.workloads.workload import TARGETS, Workload
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.workloads.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from jaxserve.sched.parameters import parameters
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.replica import Replica
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.shortcut import shortened
 from jaxserve.sched.simulation.state import SimulatedScheduler
-from jaxserve.sched.simulation.systems import System
-from jaxserve.sched.workloads.workload import TARGETS, Workload
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
 DEFAULT_C = 4096
@@ -106,28 +107,21 @@ def simulate(
     longest = _check_fits(workload, policies[0], limits, tokens)
     books = _Books(workload)
 
-    def machine(one: Policy) -> Replica:
-        scheduler = SimulatedScheduler(
-            shortened(one) if coast else one,
-            limits,
-            num_blocks=blocks,
-            block_size=size,
-            max_model_len=longest,
-            cost_model=cost,
-            seed=seed,
-            rho=_rho(rho, system, cost),
-            checked=checked,
-        )
-        return books.replica(
-            scheduler,
+    room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
+    given: dict[str, Any] = {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked}
+    machines = [
+        books.replica(
+            SimulatedScheduler(
+                shortened(one) if coast else one, limits, cost_model=cost, **room, **given
+            ),
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
             padding=system.padding if isinstance(system, System) else None,
             coasts=coast and one.steady,
             record_rows=record_rows,
         )
-
-    machines = [machine(one) for one in policies]
+        for one in policies
+    ]
     _serve(machines, _Requests(workload), router(routing), books.served_by, progress)
     return books.result(machines, tokens, record_rows)
 

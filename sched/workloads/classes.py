@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.workloads.workload import TARGETS, Terms, WorkloadError
+from jaxserve.sched.terms import TARGETS, Terms
+from jaxserve.sched.workloads.workload import WorkloadError
 
 NO_SLO = SLO()
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Tier
+from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
 from jaxserve.sched.workloads.classes import class_name, tier_named
-from jaxserve.sched.workloads.workload import (
-    MAX_LENGTH,
-    NO_CLASS,
-    TARGETS,
-    Terms,
-    WorkloadError,
-)
+from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 
 NO_LIMIT = 0  # of a request that asks for no max_tokens
 

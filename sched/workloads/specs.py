@@ -10,15 +10,13 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.sched.request import SLO
+from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.columns import NO_LIMIT
 from jaxserve.sched.workloads.traces import Trace, read_trace
 from jaxserve.sched.workloads.workload import (
-    NO_CLASS,
-    TARGETS,
     Lengths,
-    Terms,
     Workload,
     WorkloadError,
     all_at_once,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.columns import (
     OPTIONAL_COLUMNS,
     Extras,
@@ -22,7 +23,7 @@ from jaxserve.sched.workloads.columns import (
     seconds_of,
     terms_of,
 )
-from jaxserve.sched.workloads.workload import Lengths, Terms, WorkloadError
+from jaxserve.sched.workloads.workload import Lengths, WorkloadError
 
 
 @dataclass(frozen=True)

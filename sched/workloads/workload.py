@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.request import Tier
+from jaxserve.sched.terms import Terms
 
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
-NO_CLASS = "default"  # the class of requests that name none
-TARGETS = ("ttft", "tbt", "jct")
 
 
 class WorkloadError(ValueError):
@@ -51,50 +49,6 @@ class Lengths:
         if not 1 <= count <= len(self):
             raise WorkloadError(f"{count} requests are asked for, of {len(self)} lengths")
         return Lengths(self.prompt_len[:count], self.output_len[:count])
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What n requests ask for beside the work itself.
-
-    tier: int8 [n] of `Tier`. ttft, tbt, jct: float64 [n], seconds, the targets that
-    `request.SLO` explains; inf for none. slo_class: int64 [n], index into classes, whose requests
-    are reported together.
-    """
-
-    tier: np.ndarray
-    ttft: np.ndarray
-    tbt: np.ndarray
-    jct: np.ndarray
-    slo_class: np.ndarray
-    classes: tuple[str, ...] = (NO_CLASS,)
-
-    def __post_init__(self) -> None:
-        shape = self.tier.shape
-        if any(getattr(self, name).shape != shape for name in (*TARGETS, "slo_class")):
-            raise WorkloadError("tier, ttft, tbt, jct and slo_class must have the same length")
-        if not np.isin(self.tier, list(Tier)).all():
-            raise WorkloadError(f"tier must be one of {', '.join(f'{int(t)}' for t in Tier)}")
-        for name in TARGETS:
-            values = getattr(self, name)
-            if not (values > 0).all():  # nor nan
-                raise WorkloadError(f"{name} must be a positive time, got {values.min()}")
-        if ((self.slo_class < 0) | (self.slo_class >= len(self.classes))).any():
-            raise WorkloadError("slo_class must be an index into classes")
-
-    @classmethod
-    def none(cls, count: int) -> Terms:
-        """Of `count` real-time requests without targets."""
-        never = np.full(count, np.inf)
-        return cls(np.zeros(count, np.int8), never, never, never, np.zeros(count, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.tier)
-
-    def take(self, which: np.ndarray) -> Terms:
-        """Those of some requests: indices, or a mask."""
-        columns = {name: getattr(self, name)[which] for name in ("tier", *TARGETS, "slo_class")}
-        return dataclasses.replace(self, **columns)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from jaxserve.bench.target import BenchError, EngineTarget
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
-from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine, write_shape
 

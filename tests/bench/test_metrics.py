@@ -11,8 +11,8 @@ from jaxserve.bench.steps import step_metrics
 from jaxserve.engine.stats import StepStats
 from jaxserve.sched.metrics import Times, attained, load_metrics, request_p99_tbt, summarise
 from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import parse_classes, with_targets
-from jaxserve.sched.workloads.workload import Terms
 
 
 def load(*requests: tuple[float, list[float]], refused: tuple[int, ...] = ()) -> Times:

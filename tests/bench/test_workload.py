@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes
 from jaxserve.sched.workloads.workload import (
     Lengths,
-    Terms,
     Workload,
     WorkloadError,
     all_at_once,
@@ -102,7 +102,7 @@ def test_impossible_terms_are_refused() -> None:
         ({"tier": np.array([0, 7], np.int8)}, "tier must be one of 0, 1"),
         ({"slo_class": np.array([0, 1])}, "an index into classes"),
     ):
-        with pytest.raises(WorkloadError, match=problem):
+        with pytest.raises(ValueError, match=problem):
             dataclasses.replace(plain, **change)
     with pytest.raises(WorkloadError, match="2 terms for 3 requests"):
         Workload.of(all_at_once(3), fixed_lengths(1, 1, 3), terms=plain)

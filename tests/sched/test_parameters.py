@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.sched import registry
 from jaxserve.sched.parameters import parameters, text_of, with_parameters
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import View
+from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import PolicyName, full_name, make_policy, policies
 from jaxserve.sched.simulation.simulator import RULES, policy_under
 from jaxserve.sched.unified import Reserve, UnifiedPolicy
@@ -27,7 +27,7 @@ class Colour(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Policy):
     """One parameter of every kind."""
 
     share: float = 0.5

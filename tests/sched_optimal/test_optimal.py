@@ -14,7 +14,7 @@ from jaxserve.sched.optimal.cost import ScaledCost
 from jaxserve.sched.optimal.replay import Schedule
 from jaxserve.sched.optimal.solve import OptimalError, Problem, Solution, solve
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.systems import PRESETS
+from jaxserve.sched.simulation.presets import PRESETS
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 from .exhaustive import best

@@ -11,8 +11,8 @@ from jaxserve.sched.optimal.replay import Replay, ReplayError, Schedule, replay,
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.presets import PRESETS
 from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems import PRESETS
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 COST = PRESETS["llama-2-7b@a100"].cost_model

@@ -13,9 +13,10 @@ from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.workload import Terms, Workload, poisson_arrivals
+from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
 
 TARGET = SLO(ttft=1.0, tbt=1.0)
 

@@ -12,7 +12,7 @@ from jaxserve import profile
 from jaxserve.bench import fidelity
 from jaxserve.configs import base
 from jaxserve.sched.cost_model import Padding
-from jaxserve.sched.simulation.systems import load
+from jaxserve.sched.simulation.profiles import load
 from tests.engine.harness import write_shape
 
 

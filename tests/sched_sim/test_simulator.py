@@ -20,8 +20,9 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
-from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, all_at_once, fixed_lengths
+from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 PER_TOKEN = LinearCostModel(Coefficients(1.0, 0, 0, 0, 0, 0, 0, 0, 0), 1)

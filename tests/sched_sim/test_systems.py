@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
-from jaxserve.sched.simulation.systems import (
-    DEVICES,
-    MODELS,
-    Device,
-    System,
-    UnknownSystem,
-    hidden_read_of,
-    load,
-    scale,
-    system,
-)
+from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, hidden_read_of
+from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
+from jaxserve.sched.simulation.systems import scale, system
 
 MS = 1e-3
 

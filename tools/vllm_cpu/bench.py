@@ -79,8 +79,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = cpu_settings()
     os.environ.update(settings)
     # vLLM reads the settings when it is imported.
-    import numpy as np
     import torch
+    import vllm
+
+    batch, single, start_s = measure(args)
+    return {
+        "command": "vllm",
+        "dtype": args.dtype,
+        "workload": {
+            "num_requests": args.num_requests,
+            "input_len": args.input_len,
+            "output_len": args.output_len,
+            "repeats": args.repeats,
+            "seed": args.seed,
+        },
+        "results": {
+            "batch": rates(batch, args.num_requests * args.output_len),
+            "single": rates(single, args.output_len),
+            "start_s": start_s,
+        },
+        "settings": settings,
+        "versions": {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
+    """Seconds of every repeat with all requests at once, of every repeat with one, and of vLLM's
+    start. RuntimeError if a request did not get all of its tokens."""
+    import numpy as np
     import vllm
 
     with tempfile.TemporaryDirectory() as folder:
@@ -119,28 +149,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         batch = [timed(args.num_requests) for _ in range(args.repeats)]
         timed(1)
         single = [timed(1) for _ in range(args.repeats)]
-    return {
-        "command": "vllm",
-        "dtype": args.dtype,
-        "workload": {
-            "num_requests": args.num_requests,
-            "input_len": args.input_len,
-            "output_len": args.output_len,
-            "repeats": args.repeats,
-            "seed": args.seed,
-        },
-        "results": {
-            "batch": rates(batch, args.num_requests * args.output_len),
-            "single": rates(single, args.output_len),
-            "start_s": start_s,
-        },
-        "settings": settings,
-        "versions": {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
+    return batch, single, start_s
 
 
 def rates(seconds: Sequence[float], tokens: int) -> dict[str, Any]:

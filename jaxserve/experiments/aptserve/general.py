@@ -12,7 +12,7 @@ from jaxserve.experiments.common.crossing import crossing
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import OnlineCase, OnlineResults, place_of, workload_of
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.simulation.systems import MODELS
+from jaxserve.sched.simulation.hardware import MODELS
 
 CHUNKED = "aptserve_s"
 

@@ -22,9 +22,10 @@ from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
 from jaxserve.sched.request import SLO
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
-from jaxserve.sched.workloads.workload import Lengths, Terms, Workload, poisson_arrivals
+from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
 
 POLICIES = ("vllm", "sarathi", "aptserve")
 RATES = (0.8, 1.2, 1.6)
