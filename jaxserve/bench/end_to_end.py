@@ -149,8 +149,7 @@ def _engine_step(
     fields["emit"][:] = 1
     placed = jnp.asarray(packed)
     read = ABSORBED if hidden else None
-    device = jax.devices()[0]
-    unroll = unrolls(device.platform, device.device_kind)
+    unroll = unrolls(jax.default_backend())
     step = make_model_step(StepModel(family, config, backend, None, 1, unroll, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

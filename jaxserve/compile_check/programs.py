@@ -37,6 +37,7 @@ class Program:
     whole: bool = False
 
     def applies(self, case: Case) -> bool:
+        """Whether the case's model can have such a program."""
         return case.offers_hidden or not self.hidden
 
 
@@ -72,7 +73,7 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     mesh = case.mesh if case.shards > 1 else None
     read = (ABSORBED if case.config.rope is None else PROJECTED) if hidden else None
     length = case.config.max_position
-    unroll = unrolls(case.target.platform, case.target.device)
+    unroll = unrolls(case.target.platform)
     return StepModel(case.family, case.config, case.backend, mesh, repeat, unroll, read, length)
 
 

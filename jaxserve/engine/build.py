@@ -152,8 +152,7 @@ def _choose(config: ConfigDict) -> _Choices:
         hidden_work=_hidden_work(model, dtype, buckets, demand, tensor),
     )
     repeat = pool_heads // model.num_kv_heads
-    device = jax.devices()[0]
-    unroll = unrolls(device.platform, device.device_kind)
+    unroll = unrolls(jax.default_backend())
     step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
     block_size = demand.block_size
     return _Choices(

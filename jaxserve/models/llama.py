@@ -158,7 +158,7 @@ def layer(
 
 
 def finish(params: LlamaParams, config: LlamaConfig, x: jax.Array) -> jax.Array:
-    """The final norm of x [R, d_model]."""
+    """The final norm of x [R, d_model]; see `jaxserve.models.base.Finish`."""
     return rms_norm(x, params.final_norm.scale, config.norm_eps)
 
 

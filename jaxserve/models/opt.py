@@ -177,7 +177,8 @@ def layer(
 
 
 def finish(params: OPTParams, config: OPTConfig, x: jax.Array) -> jax.Array:
-    """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]."""
+    """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]; see
+    `jaxserve.models.base.Finish`."""
     if params.final_norm is not None:
         x = layer_norm(x, params.final_norm, config.norm_eps)
     return x if params.project_out is None else linear(x, params.project_out)
