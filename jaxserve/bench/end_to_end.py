@@ -23,7 +23,7 @@ from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.hidden import ABSORBED
 from jaxserve.engine.layout import PLACEHOLDER, Layout
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
@@ -149,7 +149,8 @@ def _engine_step(
     fields["emit"][:] = 1
     placed = jnp.asarray(packed)
     read = ABSORBED if hidden else None
-    step = make_model_step(StepModel(family, config, backend, None, 1, read), pool_format)
+    unroll = unrolls(jax.default_backend())
+    step = make_model_step(StepModel(family, config, backend, None, 1, unroll, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         pool, logits, _, _ = step(params, pool, tokens, placed, layout=layout)

@@ -59,7 +59,7 @@ def model_config(name: str) -> ModelConfig:
 def model_heads(name: str) -> Heads:
     """The attention of a model that `model_config` knows."""
     config = model_config(name)
-    rotary = hasattr(config, "rope")
+    rotary = config.rope is not None
     return Heads(config.num_heads, config.num_kv_heads, config.head_dim, rotary)
 
 

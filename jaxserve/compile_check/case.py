@@ -32,7 +32,11 @@ BACKENDS = {"cuda": "triton", "tpu": "tpu"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the engine is configured with: the largest buckets follow from it."""
+    """What the engine is configured with: the largest buckets follow from it.
+
+    block_size, max_batch_tokens: in tokens. max_rows: requests of a batch. dtype: of weights and
+    pool.
+    """
 
     block_size: int
     max_rows: int
@@ -59,20 +63,22 @@ class Case:
 
     @property
     def shards(self) -> int:
+        """Number of devices that the model is cut over."""
         return self.mesh.size
 
     @property
     def dtype(self) -> jnp.dtype:
+        """What the weights and the pool are stored as."""
         return jnp.dtype(self.sizes.dtype)
 
     @property
     def pool_heads(self) -> int:
-        """KV heads in the whole pool."""
+        """KV heads in the whole pool, of all devices; see `sharding.pool_kv_heads`."""
         return sharding.pool_kv_heads(self.config, self.shards)
 
     @property
     def pool_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the pool on each device, as the target lays it out."""
         config = self.config
         heads = self.pool_heads // self.shards
         size = self.sizes.block_size
@@ -87,6 +93,7 @@ class Case:
 
     @functools.cached_property
     def buckets(self) -> Buckets:
+        """The engine's default buckets for these sizes, with tables for the longest request."""
         width = -(-self.config.max_position // self.sizes.block_size)
         return make_buckets(self.sizes.max_rows, self.sizes.max_batch_tokens, width=width)
 

@@ -24,7 +24,7 @@ AUTO = 0  # as many devices as the model needs
 
 @dataclass(frozen=True)
 class Wish:
-    """What to compile."""
+    """What to compile, and for which engine. backend: "auto", or the kernels' name."""
 
     programs: Sequence[Program]
     sizes: Sizes

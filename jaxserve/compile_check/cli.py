@@ -33,7 +33,8 @@ MODELS = "opt-13b,llama-3-8b"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: see above."""
+    """Compiles what the command line (None: this process's) asks for and prints what came of it.
+    Returns the exit code, see above."""
     given = list(sys.argv[1:] if argv is None else argv)
     args, wish = parse(given)
     toolchain.quiet_start()
@@ -95,6 +96,7 @@ def _target(text: str, tensor: int) -> tuple[Target, int]:
 
 
 def exit_code(results: Sequence[Result]) -> int:
+    """0, 1 or 3 as the module says; a failure counts before what was not checked."""
     if any(result.is_bad for result in results):
         return 1
     return 3 if any(result.status == NOT_CHECKED for result in results) else 0

@@ -51,9 +51,11 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
+        """Whether it failed to compile or does not fit; what was not checked is not bad."""
         return self.status in (FAILED, NO_ROOM) or self.fits is False
 
     def as_json(self) -> dict[str, Any]:
+        """All fields by name, kernels as dicts likewise."""
         return asdict(self)
 
 

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
-from jaxserve.engine.hidden_options import rotates
 from jaxserve.engine.layout import Layout
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models import sharding
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
@@ -38,6 +37,7 @@ class Program:
     whole: bool = False
 
     def applies(self, case: Case) -> bool:
+        """Whether the case's model can have such a program."""
         return case.offers_hidden or not self.hidden
 
 
@@ -71,9 +71,10 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     """hidden: with caches of both kinds, read as the engine's auto has it."""
     repeat = case.pool_heads // case.config.num_kv_heads
     mesh = case.mesh if case.shards > 1 else None
-    read = (PROJECTED if rotates(case.family, case.config) else ABSORBED) if hidden else None
+    read = (ABSORBED if case.config.rope is None else PROJECTED) if hidden else None
     length = case.config.max_position
-    return StepModel(case.family, case.config, case.backend, mesh, repeat, read, length)
+    unroll = unrolls(case.target.platform)
+    return StepModel(case.family, case.config, case.backend, mesh, repeat, unroll, read, length)
 
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
@@ -184,7 +185,7 @@ def _projected(case: Case, *, decode: bool) -> jax.stages.Lowered:
     q = _heads(case, layout, config.num_heads)
     weight = _array(case, (config.d_model, config.d_model), case.dtype, "embed", "heads")
     bias = _array(case, (config.d_model,), case.dtype, "heads")
-    rotary = hasattr(config, "rope")
+    rotary = config.rope is not None
     table = _array(case, (2, config.max_position, config.head_dim // 2), jnp.float32)
     projection = HiddenProjection(
         wk=weight,

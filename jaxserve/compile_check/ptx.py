@@ -15,7 +15,7 @@ _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 
 
 class AssemblerError(RuntimeError):
-    """ptxas refused a kernel."""
+    """ptxas refused a kernel; the message ends with the last line it said."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class KernelUse:
 
 
 def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
-    """Of every kernel in the dump of one compilation. AssemblerError says what ptxas says."""
+    """Every kernel in `folder`, the dump of one compilation, as the assembler `ptxas` sees it.
+    AssemblerError says what it says."""
     found: dict[str, KernelUse] = {}
     shared: dict[str, int] = {}
     for path in folder.glob("*thunk_sequence.txt"):
@@ -54,7 +55,7 @@ def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
 
 
 def parse(log: str) -> list[KernelUse]:
-    """What `ptxas -v` prints."""
+    """The kernels in what `ptxas -v` prints; it knows nothing of the shared memory of a launch."""
     uses, name, spills = [], "", (0, 0)
     for line in log.splitlines():
         if entry := _ENTRY.search(line):

@@ -17,7 +17,7 @@ _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code")
 
 
 def versions() -> dict[str, str]:
-    """Of the compilers; "" for what is not installed."""
+    """Version of each compiler by package name, and of Python; "" for what is not installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -28,13 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def header() -> str:
-    """The names of `line`'s columns."""
+    """The names of the columns that `line` prints, as wide as they are."""
     memory = "".join(f"{name[:9]:>10}" for name in _COLUMNS)
     return f"{'target':<8}{'model':<12}{'x':>2} {'program':<24}{'s':>6}{memory}{'needed':>9}"
 
 
 def line(result: Result) -> str:
-    """One result; memory in GiB on each device."""
+    """One result as a line of a table: seconds, then memory in GiB on each device, by kind."""
     start = f"{result.target:<8}{result.model:<12}{result.devices:>2} {result.program:<24}"
     if result.status != COMPILED:
         return f"{start}{result.status.upper()}: {result.reason}"
@@ -58,7 +58,7 @@ def registers(result: Result) -> str:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """A line a model and target."""
+    """The verdicts as lines, one a model and target."""
     return [f"{one.target.name}, {one.model}: {verdict(one)}" for one in checked]
 
 
@@ -88,7 +88,7 @@ def _backend(one: Checked) -> str:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Everything that was found, in what `json` writes, for programs to read."""
     return {
         "command": "compile_check",
         "versions": versions(),
@@ -124,7 +124,7 @@ def _layout(one: Checked) -> dict[str, Any]:
 
 
 def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
-    """docs/targets.md."""
+    """The Markdown text of docs/targets.md. command: the flags that it is written with."""
     sizes = wish.sizes
     used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
     compiled = textwrap.fill(_COMPILED.format(used=used, sizes=sizes), 100, break_on_hyphens=False)

@@ -59,12 +59,12 @@ class Target:
 
 
 def target_names() -> list[str]:
-    """GPUs first, each kind by age."""
+    """The names that `load_target` knows: GPUs first, each kind by age."""
     return sorted((path.stem for path in _FOLDER.glob("*.json")), key=_order)
 
 
 def load_target(name: str) -> Target:
-    """TargetError lists the known ones."""
+    """Reads a target's file; TargetError lists the known names."""
     if name not in target_names():
         raise TargetError(f"--target: {name!r} is not one of {', '.join(target_names())}")
     fields = json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))

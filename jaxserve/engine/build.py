@@ -32,7 +32,7 @@ from jaxserve.engine.model_options import (
 from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
@@ -131,7 +131,7 @@ def _choose(config: ConfigDict) -> _Choices:
     limits = _limits(config, policy, max_model_len)
     demand = _demand(config, limits, max_model_len)
     pool_heads = sharding.pool_kv_heads(model, tensor)
-    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, family, model)
+    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
     backend, read = _backend(config, model, dtype, read, pool_heads=pool_heads, shards=tensor)
     buckets = make_buckets(
@@ -152,7 +152,8 @@ def _choose(config: ConfigDict) -> _Choices:
         hidden_work=_hidden_work(model, dtype, buckets, demand, tensor),
     )
     repeat = pool_heads // model.num_kv_heads
-    step_model = StepModel(family, model, backend, mesh, repeat, read, max_model_len)
+    unroll = unrolls(jax.default_backend())
+    step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
     block_size = demand.block_size
     return _Choices(
         step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given
@@ -317,7 +318,7 @@ def _info(
     return EngineInfo(
         model=config.model.name or os.path.basename(path) or config.model.preset,
         family=family.name,
-        num_params=model.num_params(),
+        num_params=family.num_params(model),
         num_layers=model.num_layers,
         dtype=chosen.dtype.name,
         vocab_size=model.vocab_size,

@@ -13,7 +13,9 @@ from jax.experimental.layout import Format
 
 from jaxserve.engine.layout import Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel
-from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, Params
+from jaxserve.models.attention import kv_projection
+from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, LayerIndex, Params
+from jaxserve.models.forward import over_layers
 from jaxserve.pallas_kernels import (
     KV,
     RIGHT,
@@ -34,7 +36,7 @@ FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies
 def attend_hidden(
     inputs: AttentionInput,
     pool: jax.Array,
-    layer: jax.Array,
+    layer: LayerIndex,
     batch: AttentionBatch,
     how: KVProjection,
     model: StepModel,
@@ -75,7 +77,7 @@ def attend_hidden(
 def _absorbed(
     q: jax.Array,
     pool: jax.Array,
-    layer: jax.Array,
+    layer: LayerIndex,
     batch: AttentionBatch,
     weights: KVWeights,
     options: dict[str, Any],
@@ -140,22 +142,20 @@ def _widen(
 ) -> jax.Array:
     fields = layout.unpack(packed)
     batch, where = attention_batch(fields), positions(fields)
-    how = model.family.kv_projection(params, model.config, model.max_len)
+    how = kv_projection(params, model.config, model.max_len)
     count = jnp.sum(batch.query_lens, dtype=jnp.int32)
     options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
     # All layers' vectors are read before any is written over.
     cached = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
     heads = model.config.num_kv_heads
 
-    def one_layer(pool: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
-        index, x, weights = scanned
-        made = project(x.reshape(len(x), -1), where, _projection(weights, how), heads)
+    def one_layer(pool: jax.Array, weights: KVWeights, index: LayerIndex) -> jax.Array:
+        x = cached[:, index].reshape(len(cached), -1)
+        made = project(x, where, _projection(weights, how), heads)
         k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
-        return write(pool, index, k, v, batch, **options), None
+        return write(pool, index, k, v, batch, **options)
 
-    layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
-    scanned = (layers, jnp.moveaxis(cached, 1, 0), how.weights)
-    return jax.lax.scan(one_layer, pool, scanned)[0]
+    return over_layers(one_layer, pool, how.weights, unroll=model.unroll)
 
 
 def _slots(batch: AttentionBatch, where: jax.Array, block_size: int) -> jax.Array:

@@ -6,12 +6,9 @@ from __future__ import annotations
 import logging
 import math
 
-import jax
-import jax.numpy as jnp
-
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, READS
-from jaxserve.models.base import Family, ModelConfig
+from jaxserve.models.base import ModelConfig
 from jaxserve.sched.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -36,18 +33,7 @@ def why_not(config: ModelConfig) -> str | None:
     return None
 
 
-def rotates(family: Family, config: ModelConfig) -> bool:
-    """Whether the model's keys are rotated by position."""
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), family.param_specs(config)
-    )
-    made = jax.eval_shape(lambda params: family.kv_projection(params, config, 1), params)
-    return made.rotation is not None
-
-
-def choose_read(
-    wanted: str, policy_name: str, policy: Policy, family: Family, config: ModelConfig
-) -> str | None:
+def choose_read(wanted: str, policy_name: str, policy: Policy, config: ModelConfig) -> str | None:
     """How hidden caches are read, `hidden.READS`, or None: there are none, since the policy plans
     none, or since the model gains nothing by them, which is said once.
 
@@ -68,7 +54,7 @@ def choose_read(
             raise ConfigError(f"{field}: {reason}")
         log.warning("no hidden caches, all are KV: %s", reason)
         return None
-    rotary = rotates(family, config)
+    rotary = config.rope is not None
     if wanted == ABSORBED and rotary:
         raise ConfigError(
             f"{field}: the model rotates its keys by position, so Wk cannot be folded into the "

@@ -18,7 +18,9 @@ from jax.experimental.layout import Format
 from jaxserve.engine.hidden import attend_hidden
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel
-from jaxserve.models.base import AttentionInput, Params
+from jaxserve.models.attention import kv_projection
+from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
+from jaxserve.models.forward import forward, logits
 from jaxserve.pallas_kernels import paged_attention, write
 
 # (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], and
@@ -50,10 +52,10 @@ def _model_step(
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
-    how = model.family.kv_projection(params, config, model.max_len) if layout.hidden else None
+    how = kv_projection(params, config, model.max_len) if layout.hidden else None
 
     def attend(
-        pool: jax.Array, layer: jax.Array, inputs: AttentionInput
+        pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
     ) -> tuple[jax.Array, jax.Array]:
         k, v = inputs.k, inputs.v
         if model.kv_repeat > 1:
@@ -76,13 +78,13 @@ def _model_step(
             out += attend_hidden(inputs, pool, layer, batch, how, model, decode_only=only)
         return pool, out
 
-    tokens = _feed(fields, last_token)
-    pool, hidden = model.family.forward(
-        params, config, tokens, positions(fields), attend, pool, mesh=mesh
+    inputs = StepInputs(_feed(fields, last_token), positions(fields), fields["token_row"])
+    pool, x = forward(
+        model.family, params, config, inputs, attend, pool, unroll=model.unroll, mesh=mesh
     )
-    wanted = hidden if layout.decode_only else hidden[fields["last"]]
-    logits = model.family.logits(params, config, wanted, mesh=mesh)
-    return pool, logits, fields["slots"], fields["emit"] != 0
+    wanted = x if layout.decode_only else x[fields["last"]]
+    found = logits(model.family, params, config, wanted, mesh=mesh)
+    return pool, found, fields["slots"], fields["emit"] != 0
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

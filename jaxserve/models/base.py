@@ -1,9 +1,10 @@
-"""What every model family provides: a config, parameter specs, a checkpoint layout, two functions.
+"""What every model family provides: a config, its parameters, and three functions.
 
-A family is plain functions over pytrees. Its parameters are one `flax.struct` tree whose layer
-leaves are stacked on axis 0, so that the layers run as one `lax.scan`. Attention is not the
-family's business: `forward` hands every layer's q, k, v to an `Attend` callable, which owns the
-cache (its carry) and returns the attention output.
+A family is plain functions over pytrees: the embedding, one layer, and what comes after the last
+layer. Its parameters are one `flax.struct` tree; `layers` in it is a tuple of one tree each, whose
+leaves are that layer's own arrays. How the layers run one after another (`jaxserve.models.forward`)
+and what attention reads are not the family's business: a layer hands its normalised input to an
+`Attention`, behind which an `Attend` owns the cache (its carry).
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
+from jaxserve.models.rope import Rope
+
 Carry = Any
 Params = Any
+LayerIndex = jax.Array | int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,10 @@ class ModelConfig:
         head_dim: elements of one attention head; `num_heads * head_dim` may differ from `d_model`.
         max_position: longest sequence, in tokens.
         attn_scale: factor on q.k before the softmax.
+        norm_eps: added to the variance, or the mean square, in all norms.
+        tied: the output embedding is the input embedding.
+        init_std: standard deviation of random projections and embeddings.
+        rope: how queries and keys are rotated by position; None where they are not.
         sliding_window: a token sees this many tokens, itself included; None for all before it.
         eos_token_ids: ids that end a generation; may be empty.
     """
@@ -44,18 +52,18 @@ class ModelConfig:
     head_dim: int
     max_position: int
     attn_scale: float
+    norm_eps: float
+    tied: bool
+    init_std: float
+    rope: Rope | None = None
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
-    def num_params(self) -> int:
-        """Number of parameters, tied ones counted once."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter array: shape, logical axis names (see `jaxserve.sharding`), random init.
+    """One parameter array: shape, logical axis names (see `jaxserve.models.sharding`), random init.
 
     Attributes:
         init: "normal" (mean 0, deviation `std`), "zeros" or "ones".
@@ -71,6 +79,7 @@ class ParamSpec:
 
     @property
     def size(self) -> int:
+        """Number of elements, before any padding of the vocabulary."""
         return math.prod(self.shape)
 
 
@@ -79,20 +88,12 @@ class HFTensor:
     """Which tensor of a Hugging Face checkpoint fills a parameter.
 
     Attributes:
-        name: tensor name; "{}" stands for the layer number when `num_layers` is set.
+        name: the tensor's name, such as "model.decoder.layers.3.fc1.weight".
         transpose: the checkpoint stores [out, in], the parameter is [in, out].
-        num_layers: the parameter stacks this many tensors on axis 0; None for a single tensor.
     """
 
     name: str
     transpose: bool = False
-    num_layers: int | None = None
-
-    def names(self) -> list[str]:
-        """The tensor names, one a layer, in order."""
-        if self.num_layers is None:
-            return [self.name]
-        return [self.name.format(i) for i in range(self.num_layers)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,23 +104,8 @@ class Leaf:
     source: HFTensor
 
 
-def leaf_specs(leaves: Params) -> Params:
-    """The tree of `ParamSpec` in a tree of `Leaf`."""
-    return jax.tree.map(lambda leaf: leaf.spec, leaves)
-
-
-def leaf_sources(leaves: Params) -> Params:
-    """The tree of `HFTensor` in a tree of `Leaf`."""
-    return jax.tree.map(lambda leaf: leaf.source, leaves)
-
-
-def count_params(specs: Params) -> int:
-    """Number of elements in a tree of `ParamSpec`."""
-    return sum(spec.size for spec in jax.tree.leaves(specs))
-
-
 class KVWeights(NamedTuple):
-    """A layer's weights for K and V; stacked over layers, every array has one more axis in front.
+    """One layer's weights for K and V.
 
     Attributes:
         wk, wv: [d_model, num_kv_heads * head_dim].
@@ -134,11 +120,26 @@ class KVWeights(NamedTuple):
     k_norm: jax.Array | None
 
 
+class StepInputs(NamedTuple):
+    """The T flat tokens that a forward pass computes, of all rows of the batch one after another.
+
+    Attributes:
+        tokens: int32 [T], token ids.
+        positions: int32 [T], each token's place in its sequence, from 0.
+        token_row: int32 [T], the batch row that each token belongs to; the number of rows, or
+            more, for padding tokens.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    token_row: jax.Array
+
+
 class AttentionInput(NamedTuple):
     """What a layer hands to attention, for T flat tokens.
 
     Attributes:
-        q: [T, num_heads, head_dim], rotated where the family rotates.
+        q: [T, num_heads, head_dim], rotated where the model rotates.
         k: [T, num_kv_heads, head_dim], likewise.
         v: [T, num_kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
@@ -158,47 +159,46 @@ class KVProjection(NamedTuple):
         K_h = rotate(norm(x @ wk_h + bk_h), position),   V_h = x @ wv_h + bv_h
 
     Attributes:
-        weights: of all layers, stacked.
+        weights: one a layer.
         norm_eps: of the norm.
         rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; None where
             positions are not rotated.
     """
 
-    weights: KVWeights
+    weights: tuple[KVWeights, ...]
     norm_eps: float
     rotation: jax.Array | None
 
 
-# (carry, layer index as a traced int32, inputs) -> (carry, output [T, num_heads, head_dim])
-Attend = Callable[[Carry, jax.Array, AttentionInput], tuple[Carry, jax.Array]]
+# (carry, layer index, inputs) -> (carry, output [T, num_heads, head_dim])
+Attend = Callable[[Carry, LayerIndex, AttentionInput], tuple[Carry, jax.Array]]
+
+# One layer's: input [T, d_model] -> (carry, output [T, d_model]), projections on both ends included
+Attention = Callable[[jax.Array], tuple[Carry, jax.Array]]
 
 
-class Forward(Protocol):
-    """Runs the layers.
-
-    tokens and positions are int32 [T]. Returns the carry and the hidden states [T, d_model] after
-    the final norm, in the dtype of the parameters.
-    """
+class Embed(Protocol):
+    """The input of the first layer, [T, d_model] in the dtype of the parameters."""
 
     def __call__(
-        self,
-        params: Params,
-        config: Any,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        carry: Carry,
-        *,
-        mesh: Mesh | None = None,
+        self, params: Params, config: Any, inputs: StepInputs, *, mesh: Mesh | None
+    ) -> jax.Array: ...
+
+
+class Layer(Protocol):
+    """One layer: x [T, d_model] -> the same shape, with attention's carry. `attention` is to be
+    called once."""
+
+    def __call__(
+        self, weights: Params, config: Any, x: jax.Array, attention: Attention, *, mesh: Mesh | None
     ) -> tuple[Carry, jax.Array]: ...
 
 
-class Logits(Protocol):
-    """Projects hidden states [R, d_model] on the vocabulary: float32 [R, vocab_size]."""
+class Finish(Protocol):
+    """The last layer's output [R, d_model] as the output embedding takes it, [R, its width]: the
+    final norm, and what else there is. Row by row, so it may run on chosen rows only."""
 
-    def __call__(
-        self, params: Params, config: Any, hidden: jax.Array, *, mesh: Mesh | None = None
-    ) -> jax.Array: ...
+    def __call__(self, params: Params, config: Any, x: jax.Array) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,17 +210,28 @@ class Family:
         model_types: the `model_type` values of a Hugging Face config.json that it runs.
         prefix: the prefix of tensor names that some checkpoints leave out.
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
-        param_specs: config -> tree of `ParamSpec`.
-        hf_layout: config -> tree of `HFTensor`, same structure.
-        kv_projection: params, config, max_len -> `KVProjection`, whose arrays are those of params.
+        leaves: config -> tree of `Leaf`, structured as the parameters: `embed_tokens` and, unless
+            tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees with an
+            `AttentionParams` called `attn` each; whatever else the functions below want.
     """
 
     name: str
     model_types: tuple[str, ...]
     prefix: str
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    param_specs: Callable[[Any], Params]
-    hf_layout: Callable[[Any], Params]
-    forward: Forward
-    logits: Logits
-    kv_projection: Callable[[Params, Any, int], KVProjection]
+    leaves: Callable[[Any], Params]
+    embed: Embed
+    layer: Layer
+    finish: Finish
+
+    def param_specs(self, config: ModelConfig) -> Params:
+        """The parameters' shapes and axes: a tree of `ParamSpec`, structured as they are."""
+        return jax.tree.map(lambda leaf: leaf.spec, self.leaves(config))
+
+    def hf_layout(self, config: ModelConfig) -> Params:
+        """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, likewise."""
+        return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
+
+    def num_params(self, config: ModelConfig) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(spec.size for spec in jax.tree.leaves(self.param_specs(config)))

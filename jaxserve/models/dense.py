@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.models.base import Attend, AttentionInput, Carry, Family, ModelConfig, Params
+from jaxserve.models.base import (
+    Attend,
+    AttentionInput,
+    Carry,
+    Family,
+    LayerIndex,
+    ModelConfig,
+    Params,
+    StepInputs,
+)
+from jaxserve.models.forward import forward, logits
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 
@@ -17,7 +27,7 @@ def causal_attend(config: ModelConfig) -> Attend:
     Scores and softmax are in float32. Keys further back than `config.sliding_window` are masked.
     """
 
-    def attend(carry: Carry, layer: jax.Array, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
+    def attend(carry: Carry, layer: LayerIndex, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
         num_tokens, num_heads, head_dim = inputs.q.shape
         num_kv_heads = inputs.k.shape[1]
         q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -36,13 +46,16 @@ def sequence_logits(
     config: ModelConfig,
     tokens: jax.Array,
     *,
+    unroll: bool = True,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size]."""
+    """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size].
+    unroll: see `jaxserve.models.forward.over_layers`."""
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
     attend = causal_attend(config)
-    _, hidden = family.forward(params, config, tokens, positions, attend, (), mesh=mesh)
-    return family.logits(params, config, hidden, mesh=mesh)
+    _, x = forward(family, params, config, inputs, attend, (), unroll=unroll, mesh=mesh)
+    return logits(family, params, config, x, mesh=mesh)
 
 
 def _mask(config: ModelConfig, num_tokens: int) -> jax.Array:

@@ -57,7 +57,7 @@ def token_ids(hf: Mapping[str, Any], field: str) -> tuple[int, ...]:
 
 
 def bos_token_id(hf: Mapping[str, Any]) -> int | None:
-    """The first `bos_token_id`, or None."""
+    """The first of the ids that `bos_token_id` gives; None where it gives none."""
     ids = token_ids(hf, "bos_token_id")
     return ids[0] if ids else None
 

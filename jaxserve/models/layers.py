@@ -13,7 +13,7 @@ from jaxserve.models.sharding import constrain
 
 @flax.struct.dataclass
 class Linear:
-    """kernel [in, out] and bias [out] (or None), each stacked [layers, ...] inside a layer tree."""
+    """A projection: kernel [in, out] and bias [out] (or None)."""
 
     kernel: Params
     bias: Params = None
@@ -53,7 +53,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def embed(table: jax.Array, ids: jax.Array) -> jax.Array:
+def embed_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of table [V, d] at ids [T]; ids outside are clipped (padding tokens may hold any)."""
     return jnp.take(table, ids, axis=0, mode="clip")
 
@@ -74,30 +74,22 @@ def linear_leaves(
     *,
     bias: bool,
     std: float,
-    num_layers: int | None = None,
     granule: int = 1,
 ) -> Linear:
-    """Leaves of the projection `name` (without ".weight"), [in, out] = `shape`."""
-    stack, stack_axes = _stacked(num_layers)
-    kernel = Leaf(
-        ParamSpec(stack + shape, stack_axes + axes, std=std, granule=granule),
-        HFTensor(f"{name}.weight", transpose=True, num_layers=num_layers),
-    )
+    """Leaves of the projection `name` (without ".weight"), [in, out] = `shape`; see `ParamSpec`."""
+    spec = ParamSpec(shape, axes, std=std, granule=granule)
+    kernel = Leaf(spec, HFTensor(f"{name}.weight", transpose=True))
     if not bias:
         return Linear(kernel=kernel)
-    spec = ParamSpec((*stack, shape[1]), (*stack_axes, axes[1]), "zeros", granule=granule)
-    return Linear(kernel=kernel, bias=Leaf(spec, HFTensor(f"{name}.bias", num_layers=num_layers)))
+    spec = ParamSpec(shape[1:], axes[1:], "zeros", granule=granule)
+    return Linear(kernel=kernel, bias=Leaf(spec, HFTensor(f"{name}.bias")))
 
 
-def norm_leaves(
-    name: str, width: int, *, scale: bool = True, bias: bool = False, num_layers: int | None = None
-) -> Norm:
+def norm_leaves(name: str, width: int, *, scale: bool = True, bias: bool = False) -> Norm:
     """Leaves of the norm `name` over `width` elements."""
-    stack, stack_axes = _stacked(num_layers)
-    shape, axes = (*stack, width), (*stack_axes, "norm")
 
     def leaf(init: str, part: str) -> Leaf:
-        return Leaf(ParamSpec(shape, axes, init), HFTensor(f"{name}.{part}", num_layers=num_layers))
+        return Leaf(ParamSpec((width,), ("norm",), init), HFTensor(f"{name}.{part}"))
 
     return Norm(
         scale=leaf("ones", "weight") if scale else None,
@@ -109,7 +101,3 @@ def table_leaf(name: str, rows: int, width: int, rows_axis: str | None, std: flo
     """Leaf of a table [rows, width] stored as such (embeddings, lm_head)."""
     spec = ParamSpec((rows, width), (rows_axis, "embed"), std=std)
     return Leaf(spec, HFTensor(f"{name}.weight"))
-
-
-def _stacked(num_layers: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return ((), ()) if num_layers is None else ((num_layers,), ("layers",))

@@ -13,42 +13,22 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.models import hf as fields
-from jaxserve.models.base import (
-    Attend,
-    AttentionInput,
-    Carry,
-    Family,
-    KVProjection,
-    KVWeights,
-    ModelConfig,
-    Params,
-    count_params,
-    leaf_sources,
-    leaf_specs,
-)
+from jaxserve.models.attention import AttentionParams, attention_leaves
+from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
 from jaxserve.models.layers import (
     Linear,
     Norm,
-    embed,
+    embed_rows,
     linear,
     linear_leaves,
     norm_leaves,
     rms_norm,
     table_leaf,
-    vocab_logits,
 )
-from jaxserve.models.rope import (
-    Rope,
-    angle_table,
-    angles,
-    rope_from_hf,
-    rotate,
-    stretched_max_position,
-)
+from jaxserve.models.rope import rope_from_hf, stretched_max_position
 from jaxserve.models.sharding import constrain
 
 PREFIX = "model."
@@ -61,30 +41,19 @@ QWEN_WINDOW_LAYERS = 28  # likewise Qwen's max_window_layers
 class LlamaConfig(ModelConfig):
     """A Llama-style shape; the flags say which biases and norms its checkpoints have."""
 
-    rope: Rope
-    norm_eps: float
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied: bool
-    init_std: float
-
-    def num_params(self) -> int:
-        return count_params(param_specs(self))
 
 
 @flax.struct.dataclass
-class LlamaLayers:
-    """The layers' parameters, each leaf stacked [layers, ...]; q_norm and k_norm Qwen3 only."""
+class LlamaLayer:
+    """One layer's parameters: norms over d_model, gate and up [d_model, d_ff], down [d_ff,
+    d_model]."""
 
     attn_norm: Norm
-    q: Linear
-    k: Linear
-    v: Linear
-    q_norm: Norm | None
-    k_norm: Norm | None
-    o: Linear
+    attn: AttentionParams
     mlp_norm: Norm
     gate: Linear
     up: Linear
@@ -93,10 +62,16 @@ class LlamaLayers:
 
 @flax.struct.dataclass
 class LlamaParams:
-    """All parameters; lm_head [V, d_model] is None where it is tied to embed_tokens."""
+    """All parameters.
+
+    Attributes:
+        embed_tokens: [V, d_model].
+        layers: one a layer, in order.
+        lm_head: [V, d_model]; None where it is tied to embed_tokens.
+    """
 
     embed_tokens: Params
-    layers: LlamaLayers
+    layers: tuple[LlamaLayer, ...]
     final_norm: Norm
     lm_head: Params | None
 
@@ -134,106 +109,57 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         sliding_window=_sliding_window(hf, model_type),
         eos_token_ids=fields.token_ids(hf, "eos_token_id"),
         bos_token_id=fields.bos_token_id(hf),
-        rope=rope,
         norm_eps=fields.number(hf, "rms_norm_eps", 1e-6),
+        tied=fields.flag(hf, "tie_word_embeddings", False),
+        init_std=fields.number(hf, "initializer_range", 0.02),
+        rope=rope,
         qkv_bias=bias or model_type == "qwen2",
         out_bias=bias,
         mlp_bias=model_type == "llama" and fields.flag(hf, "mlp_bias", False),
         qk_norm=model_type == "qwen3",
-        tied=fields.flag(hf, "tie_word_embeddings", False),
-        init_std=fields.number(hf, "initializer_range", 0.02),
     )
 
 
-def param_specs(config: LlamaConfig) -> LlamaParams:
-    """The tree of `ParamSpec`."""
-    return leaf_specs(_leaves(config))
+def leaves(config: LlamaConfig) -> LlamaParams:
+    """The parameters' specs and places in a checkpoint, see `jaxserve.models.base.Family`."""
+    d, vocab, std = config.d_model, config.vocab_size, config.init_std
+    return LlamaParams(
+        embed_tokens=table_leaf(f"{PREFIX}embed_tokens", vocab, d, "vocab", std),
+        layers=tuple(
+            _layer_leaves(config, f"{PREFIX}layers.{i}") for i in range(config.num_layers)
+        ),
+        final_norm=norm_leaves(f"{PREFIX}norm", d),
+        lm_head=None if config.tied else table_leaf("lm_head", vocab, d, "vocab", std),
+    )
 
 
-def hf_layout(config: LlamaConfig) -> LlamaParams:
-    """The tree of `HFTensor`."""
-    return leaf_sources(_leaves(config))
-
-
-def forward(
-    params: LlamaParams,
-    config: LlamaConfig,
-    tokens: jax.Array,
-    positions: jax.Array,
-    attend: Attend,
-    carry: Carry,
-    *,
-    mesh: Mesh | None = None,
-) -> tuple[Carry, jax.Array]:
-    """Runs the layers; see `jaxserve.models.base.Forward`."""
-    x = constrain(embed(params.embed_tokens, tokens), mesh, None, None)
-    rotation = angles(config.rope, config.head_dim, positions)
-
-    def step(
-        state: tuple[jax.Array, Carry], scanned: tuple[LlamaLayers, jax.Array]
-    ) -> tuple[tuple[jax.Array, Carry], None]:
-        x, carry = state
-        layer, index = scanned
-        inputs = _attention_input(layer, config, x, rotation, mesh)
-        carry, mixed = attend(carry, index, inputs)
-        return (_finish_layer(layer, config, x, mixed, mesh), carry), None
-
-    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x, carry), _ = jax.lax.scan(step, (x, carry), (params.layers, indices))
-    return carry, rms_norm(x, params.final_norm.scale, config.norm_eps)
-
-
-def logits(
-    params: LlamaParams, config: LlamaConfig, hidden: jax.Array, *, mesh: Mesh | None = None
+def embed(
+    params: LlamaParams, config: LlamaConfig, inputs: StepInputs, *, mesh: Mesh | None
 ) -> jax.Array:
-    """float32 [R, vocab_size] of hidden [R, d_model]."""
-    table = params.embed_tokens if params.lm_head is None else params.lm_head
-    return vocab_logits(hidden, table, config.vocab_size, mesh)
+    """Token embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
+    return constrain(embed_rows(params.embed_tokens, inputs.tokens), mesh, None, None)
 
 
-def kv_projection(params: LlamaParams, config: LlamaConfig, max_len: int) -> KVProjection:
-    """See `jaxserve.models.base.KVProjection`."""
-    rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))
-    return KVProjection(_kv_weights(params.layers), config.norm_eps, rotation)
-
-
-def _kv_weights(layers: LlamaLayers) -> KVWeights:
-    norm = None if layers.k_norm is None else layers.k_norm.scale
-    return KVWeights(layers.k.kernel, layers.v.kernel, layers.k.bias, layers.v.bias, norm)
-
-
-def _attention_input(
-    layer: LlamaLayers,
+def layer(
+    weights: LlamaLayer,
     config: LlamaConfig,
     x: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
+    attention: Attention,
+    *,
     mesh: Mesh | None,
-) -> AttentionInput:
-    h = rms_norm(x, layer.attn_norm.scale, config.norm_eps)
-
-    def heads(weights: Linear, count: int, axis: str) -> jax.Array:
-        y = linear(h, weights).reshape(x.shape[0], count, config.head_dim)
-        return constrain(y, mesh, None, axis, None)
-
-    q = heads(layer.q, config.num_heads, "heads")
-    k = heads(layer.k, config.num_kv_heads, "kv_heads")
-    v = heads(layer.v, config.num_kv_heads, "kv_heads")
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q, layer.q_norm.scale, config.norm_eps)
-        k = rms_norm(k, layer.k_norm.scale, config.norm_eps)
-    return AttentionInput(rotate(q, *rotation), rotate(k, *rotation), v, h, _kv_weights(layer))
+) -> tuple[Carry, jax.Array]:
+    """One layer of x [T, d_model]; see `jaxserve.models.base.Layer`."""
+    carry, mixed = attention(rms_norm(x, weights.attn_norm.scale, config.norm_eps))
+    x = constrain(x + mixed, mesh, None, None)
+    h = rms_norm(x, weights.mlp_norm.scale, config.norm_eps)
+    gate = jax.nn.silu(constrain(linear(h, weights.gate), mesh, None, "mlp"))
+    h = gate * constrain(linear(h, weights.up), mesh, None, "mlp")
+    return carry, constrain(x + linear(h, weights.down), mesh, None, None)
 
 
-def _finish_layer(
-    layer: LlamaLayers, config: LlamaConfig, x: jax.Array, mixed: jax.Array, mesh: Mesh | None
-) -> jax.Array:
-    """Adds the projected attention output [T, heads, head_dim], then the feed-forward, to x."""
-    mixed = mixed.astype(x.dtype).reshape(x.shape[0], config.num_heads * config.head_dim)
-    x = constrain(x + linear(mixed, layer.o), mesh, None, None)
-    h = rms_norm(x, layer.mlp_norm.scale, config.norm_eps)
-    gate = jax.nn.silu(constrain(linear(h, layer.gate), mesh, None, "mlp"))
-    h = gate * constrain(linear(h, layer.up), mesh, None, "mlp")
-    return constrain(x + linear(h, layer.down), mesh, None, None)
+def finish(params: LlamaParams, config: LlamaConfig, x: jax.Array) -> jax.Array:
+    """The final norm of x [R, d_model]; see `jaxserve.models.base.Finish`."""
+    return rms_norm(x, params.final_norm.scale, config.norm_eps)
 
 
 def _sliding_window(hf: Mapping[str, Any], model_type: str) -> int | None:
@@ -265,50 +191,26 @@ def _sliding_window(hf: Mapping[str, Any], model_type: str) -> int | None:
     return fields.positive_int(hf, "sliding_window", MISTRAL_WINDOW)
 
 
-def _leaves(config: LlamaConfig) -> LlamaParams:
-    d, vocab, std = config.d_model, config.vocab_size, config.init_std
-    return LlamaParams(
-        embed_tokens=table_leaf(f"{PREFIX}embed_tokens", vocab, d, "vocab", std),
-        layers=_layer_leaves(config, f"{PREFIX}layers.{{}}"),
-        final_norm=norm_leaves(f"{PREFIX}norm", d),
-        lm_head=None if config.tied else table_leaf("lm_head", vocab, d, "vocab", std),
-    )
+def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayer:
+    def projection(part: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+        full = f"{name}.{part}"
+        return linear_leaves(full, shape, axes, bias=config.mlp_bias, std=config.init_std)
 
-
-def _layer_leaves(config: LlamaConfig, name: str) -> LlamaLayers:
-    d, n, head_dim = config.d_model, config.num_layers, config.head_dim
-    q_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-
-    def projection(
-        part: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool, granule: int = 1
-    ) -> Linear:
-        return linear_leaves(
-            f"{name}.{part}",
-            shape,
-            axes,
-            bias=bias,
-            std=config.init_std,
-            num_layers=n,
-            granule=granule,
-        )
-
-    def norm(part: str, width: int = d) -> Norm:
-        return norm_leaves(f"{name}.{part}", width, num_layers=n)
-
-    qkv, mlp = config.qkv_bias, config.mlp_bias
-    into, kv_into, ff = ("embed", "heads"), ("embed", "kv_heads"), config.d_ff
-    return LlamaLayers(
-        attn_norm=norm("input_layernorm"),
-        q=projection("self_attn.q_proj", (d, q_width), into, qkv, head_dim),
-        k=projection("self_attn.k_proj", (d, kv_width), kv_into, qkv, head_dim),
-        v=projection("self_attn.v_proj", (d, kv_width), kv_into, qkv, head_dim),
-        q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
-        o=projection("self_attn.o_proj", (q_width, d), into[::-1], config.out_bias, head_dim),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate=projection("mlp.gate_proj", (d, ff), ("embed", "mlp"), mlp),
-        up=projection("mlp.up_proj", (d, ff), ("embed", "mlp"), mlp),
-        down=projection("mlp.down_proj", (ff, d), ("mlp", "embed"), mlp),
+    d, d_ff = config.d_model, config.d_ff
+    return LlamaLayer(
+        attn_norm=norm_leaves(f"{name}.input_layernorm", d),
+        attn=attention_leaves(
+            config,
+            f"{name}.self_attn",
+            out="o_proj",
+            bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            head_norms=config.qk_norm,
+        ),
+        mlp_norm=norm_leaves(f"{name}.post_attention_layernorm", d),
+        gate=projection("mlp.gate_proj", (d, d_ff), ("embed", "mlp")),
+        up=projection("mlp.up_proj", (d, d_ff), ("embed", "mlp")),
+        down=projection("mlp.down_proj", (d_ff, d), ("mlp", "embed")),
     )
 
 
@@ -317,9 +219,8 @@ FAMILY = Family(
     model_types=MODEL_TYPES,
     prefix=PREFIX,
     config_from_hf=config_from_hf,
-    param_specs=param_specs,
-    hf_layout=hf_layout,
-    forward=forward,
-    logits=logits,
-    kv_projection=kv_projection,
+    leaves=leaves,
+    embed=embed,
+    layer=layer,
+    finish=finish,
 )

@@ -12,33 +12,20 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.models import hf as fields
-from jaxserve.models.base import (
-    Attend,
-    AttentionInput,
-    Carry,
-    Family,
-    KVProjection,
-    KVWeights,
-    ModelConfig,
-    Params,
-    count_params,
-    leaf_sources,
-    leaf_specs,
-)
+from jaxserve.models.attention import AttentionParams, attention_leaves
+from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
 from jaxserve.models.layers import (
     Linear,
     Norm,
-    embed,
+    embed_rows,
     layer_norm,
     linear,
     linear_leaves,
     norm_leaves,
     table_leaf,
-    vocab_logits,
 )
 from jaxserve.models.sharding import constrain
 
@@ -61,23 +48,15 @@ class OPTConfig(ModelConfig):
     final_norm: bool
     bias: bool
     norm_affine: bool
-    tied: bool
     activation: str
-    init_std: float
-
-    def num_params(self) -> int:
-        return count_params(param_specs(self))
 
 
 @flax.struct.dataclass
-class OPTLayers:
-    """The layers' parameters, each leaf stacked [layers, ...]."""
+class OPTLayer:
+    """One layer's parameters: norms over d_model, up [d_model, d_ff], down [d_ff, d_model]."""
 
     attn_norm: Norm
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    attn: AttentionParams
     mlp_norm: Norm
     up: Linear
     down: Linear
@@ -85,12 +64,21 @@ class OPTLayers:
 
 @flax.struct.dataclass
 class OPTParams:
-    """All parameters: embed_tokens [V, embed_dim], embed_positions [max_position + 2, d_model]."""
+    """All parameters.
+
+    Attributes:
+        embed_tokens: [V, embed_dim].
+        embed_positions: [max_position + 2, d_model].
+        project_in, project_out: between embed_dim and d_model; None where they are the same.
+        layers: one a layer, in order.
+        final_norm: None for post-norm models.
+        lm_head: [V, embed_dim]; None where it is tied to embed_tokens.
+    """
 
     embed_tokens: Params
     embed_positions: Params
     project_in: Linear | None
-    layers: OPTLayers
+    layers: tuple[OPTLayer, ...]
     final_norm: Norm | None
     project_out: Linear | None
     lm_head: Params | None
@@ -121,166 +109,101 @@ def config_from_hf(hf: Mapping[str, Any]) -> OPTConfig:
         attn_scale=head_dim**-0.5,
         eos_token_ids=fields.token_ids(hf, "eos_token_id"),
         bos_token_id=fields.bos_token_id(hf),
+        norm_eps=NORM_EPS,
+        tied=fields.flag(hf, "tie_word_embeddings", True),
+        init_std=fields.number(hf, "init_std", 0.02),
         embed_dim=fields.positive_int(hf, "word_embed_proj_dim", d_model),
         pre_norm=pre_norm,
         final_norm=pre_norm and not fields.flag(hf, "_remove_final_layer_norm", False),
         bias=fields.flag(hf, "enable_bias", True),
         norm_affine=fields.flag(hf, "layer_norm_elementwise_affine", True),
-        tied=fields.flag(hf, "tie_word_embeddings", True),
         activation=fields.one_of(hf, "activation_function", tuple(ACTIVATIONS)),
-        init_std=fields.number(hf, "init_std", 0.02),
     )
 
 
-def param_specs(config: OPTConfig) -> OPTParams:
-    """The tree of `ParamSpec`."""
-    return leaf_specs(_leaves(config))
-
-
-def hf_layout(config: OPTConfig) -> OPTParams:
-    """The tree of `HFTensor`."""
-    return leaf_sources(_leaves(config))
-
-
-def forward(
-    params: OPTParams,
-    config: OPTConfig,
-    tokens: jax.Array,
-    positions: jax.Array,
-    attend: Attend,
-    carry: Carry,
-    *,
-    mesh: Mesh | None = None,
-) -> tuple[Carry, jax.Array]:
-    """Runs the layers; see `jaxserve.models.base.Forward`."""
-    x = embed(params.embed_tokens, tokens)
-    if params.project_in is not None:
-        x = linear(x, params.project_in)
-    x = constrain(x + embed(params.embed_positions, positions + POSITION_OFFSET), mesh, None, None)
-
-    def step(
-        state: tuple[jax.Array, Carry], scanned: tuple[OPTLayers, jax.Array]
-    ) -> tuple[tuple[jax.Array, Carry], None]:
-        x, carry = state
-        layer, index = scanned
-        return _layer(layer, config, x, attend, carry, index, mesh), None
-
-    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-    (x, carry), _ = jax.lax.scan(step, (x, carry), (params.layers, indices))
-    if params.final_norm is not None:
-        x = layer_norm(x, params.final_norm, NORM_EPS)
-    return carry, x
-
-
-def logits(
-    params: OPTParams, config: OPTConfig, hidden: jax.Array, *, mesh: Mesh | None = None
-) -> jax.Array:
-    """float32 [R, vocab_size] of hidden [R, d_model]."""
-    if params.project_out is not None:
-        hidden = linear(hidden, params.project_out)
-    table = params.embed_tokens if params.lm_head is None else params.lm_head
-    return vocab_logits(hidden, table, config.vocab_size, mesh)
-
-
-def kv_projection(params: OPTParams, config: OPTConfig, max_len: int) -> KVProjection:
-    """See `jaxserve.models.base.KVProjection`; positions are learned, so nothing is rotated."""
-    return KVProjection(_kv_weights(params.layers), NORM_EPS, None)
-
-
-def _kv_weights(layers: OPTLayers) -> KVWeights:
-    return KVWeights(layers.k.kernel, layers.v.kernel, layers.k.bias, layers.v.bias, None)
-
-
-def _layer(
-    layer: OPTLayers,
-    config: OPTConfig,
-    x: jax.Array,
-    attend: Attend,
-    carry: Carry,
-    index: jax.Array,
-    mesh: Mesh | None,
-) -> tuple[jax.Array, Carry]:
-    def norm(x: jax.Array, weights: Norm, *, before: bool) -> jax.Array:
-        # Pre-norm models normalise a sub-layer's input, post-norm ones its sum with the residual.
-        return layer_norm(x, weights, NORM_EPS) if before == config.pre_norm else x
-
-    def heads(x: jax.Array, weights: Linear) -> jax.Array:
-        y = linear(x, weights).reshape(x.shape[0], config.num_heads, config.head_dim)
-        return constrain(y, mesh, None, "heads", None)
-
-    h = norm(x, layer.attn_norm, before=True)
-    q, k, v = (heads(h, weights) for weights in (layer.q, layer.k, layer.v))
-    inputs = AttentionInput(q, k, v, h, _kv_weights(layer))
-    carry, mixed = attend(carry, index, inputs)
-    mixed = mixed.astype(x.dtype).reshape(x.shape[0], config.num_heads * config.head_dim)
-    x = constrain(x + linear(mixed, layer.o), mesh, None, None)
-    x = norm(x, layer.attn_norm, before=False)
-
-    h = norm(x, layer.mlp_norm, before=True)
-    h = ACTIVATIONS[config.activation](constrain(linear(h, layer.up), mesh, None, "mlp"))
-    x = constrain(x + linear(h, layer.down), mesh, None, None)
-    return norm(x, layer.mlp_norm, before=False), carry
-
-
-def _leaves(config: OPTConfig) -> OPTParams:
+def leaves(config: OPTConfig) -> OPTParams:
+    """The parameters' specs and places in a checkpoint, see `jaxserve.models.base.Family`."""
     d, e, std = config.d_model, config.embed_dim, config.init_std
-    projected = e != d
     decoder = f"{PREFIX}decoder"
-    final_norm = norm_leaves(
-        f"{decoder}.final_layer_norm", d, scale=config.norm_affine, bias=config.norm_affine
-    )
+
+    def between(part: str, shape: tuple[int, int]) -> Linear | None:
+        name, axes = f"{decoder}.{part}", ("embed", "embed")
+        return None if e == d else linear_leaves(name, shape, axes, bias=False, std=std)
+
+    final_norm = _norm_leaves(config, f"{decoder}.final_layer_norm")
     return OPTParams(
         embed_tokens=table_leaf(f"{decoder}.embed_tokens", config.vocab_size, e, "vocab", std),
         embed_positions=table_leaf(
             f"{decoder}.embed_positions", config.max_position + POSITION_OFFSET, d, "positions", std
         ),
-        project_in=linear_leaves(
-            f"{decoder}.project_in", (e, d), ("embed", "embed"), bias=False, std=std
-        )
-        if projected
-        else None,
-        layers=_layer_leaves(config, f"{decoder}.layers.{{}}"),
+        project_in=between("project_in", (e, d)),
+        layers=tuple(
+            _layer_leaves(config, f"{decoder}.layers.{i}") for i in range(config.num_layers)
+        ),
         final_norm=final_norm if config.final_norm else None,
-        project_out=linear_leaves(
-            f"{decoder}.project_out", (d, e), ("embed", "embed"), bias=False, std=std
-        )
-        if projected
-        else None,
+        project_out=between("project_out", (d, e)),
         lm_head=None if config.tied else table_leaf("lm_head", config.vocab_size, e, "vocab", std),
     )
 
 
-def _layer_leaves(config: OPTConfig, name: str) -> OPTLayers:
-    d, n = config.d_model, config.num_layers
+def embed(
+    params: OPTParams, config: OPTConfig, inputs: StepInputs, *, mesh: Mesh | None
+) -> jax.Array:
+    """Token and position embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
+    x = embed_rows(params.embed_tokens, inputs.tokens)
+    if params.project_in is not None:
+        x = linear(x, params.project_in)
+    places = embed_rows(params.embed_positions, inputs.positions + POSITION_OFFSET)
+    return constrain(x + places, mesh, None, None)
 
-    def projection(
-        part: str, shape: tuple[int, int], axes: tuple[str, str], granule: int = 1
-    ) -> Linear:
-        return linear_leaves(
-            f"{name}.{part}",
-            shape,
-            axes,
-            bias=config.bias,
-            std=config.init_std,
-            num_layers=n,
-            granule=granule,
-        )
 
-    def norm(part: str) -> Norm:
-        affine = config.norm_affine
-        return norm_leaves(f"{name}.{part}", d, scale=affine, bias=affine, num_layers=n)
+def layer(
+    weights: OPTLayer, config: OPTConfig, x: jax.Array, attention: Attention, *, mesh: Mesh | None
+) -> tuple[Carry, jax.Array]:
+    """One layer of x [T, d_model]; see `jaxserve.models.base.Layer`."""
 
-    into, out_of, h = ("embed", "heads"), ("heads", "embed"), config.head_dim
-    return OPTLayers(
-        attn_norm=norm("self_attn_layer_norm"),
-        q=projection("self_attn.q_proj", (d, d), into, h),
-        k=projection("self_attn.k_proj", (d, d), into, h),
-        v=projection("self_attn.v_proj", (d, d), into, h),
-        o=projection("self_attn.out_proj", (d, d), out_of, h),
-        mlp_norm=norm("final_layer_norm"),
-        up=projection("fc1", (d, config.d_ff), ("embed", "mlp")),
-        down=projection("fc2", (config.d_ff, d), ("mlp", "embed")),
+    def norm(x: jax.Array, norm: Norm, *, before: bool) -> jax.Array:
+        # Pre-norm models normalise a sub-layer's input, post-norm ones its sum with the residual.
+        return layer_norm(x, norm, config.norm_eps) if before == config.pre_norm else x
+
+    carry, mixed = attention(norm(x, weights.attn_norm, before=True))
+    x = constrain(x + mixed, mesh, None, None)
+    x = norm(x, weights.attn_norm, before=False)
+
+    h = norm(x, weights.mlp_norm, before=True)
+    h = ACTIVATIONS[config.activation](constrain(linear(h, weights.up), mesh, None, "mlp"))
+    x = constrain(x + linear(h, weights.down), mesh, None, None)
+    return carry, norm(x, weights.mlp_norm, before=False)
+
+
+def finish(params: OPTParams, config: OPTConfig, x: jax.Array) -> jax.Array:
+    """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]; see
+    `jaxserve.models.base.Finish`."""
+    if params.final_norm is not None:
+        x = layer_norm(x, params.final_norm, config.norm_eps)
+    return x if params.project_out is None else linear(x, params.project_out)
+
+
+def _layer_leaves(config: OPTConfig, name: str) -> OPTLayer:
+    def projection(part: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+        full = f"{name}.{part}"
+        return linear_leaves(full, shape, axes, bias=config.bias, std=config.init_std)
+
+    bias, d, d_ff = config.bias, config.d_model, config.d_ff
+    return OPTLayer(
+        attn_norm=_norm_leaves(config, f"{name}.self_attn_layer_norm"),
+        attn=attention_leaves(
+            config, f"{name}.self_attn", out="out_proj", bias=bias, out_bias=bias
+        ),
+        mlp_norm=_norm_leaves(config, f"{name}.final_layer_norm"),
+        up=projection("fc1", (d, d_ff), ("embed", "mlp")),
+        down=projection("fc2", (d_ff, d), ("mlp", "embed")),
     )
+
+
+def _norm_leaves(config: OPTConfig, name: str) -> Norm:
+    affine = config.norm_affine
+    return norm_leaves(name, config.d_model, scale=affine, bias=affine)
 
 
 FAMILY = Family(
@@ -288,9 +211,8 @@ FAMILY = Family(
     model_types=("opt",),
     prefix=PREFIX,
     config_from_hf=config_from_hf,
-    param_specs=param_specs,
-    hf_layout=hf_layout,
-    forward=forward,
-    logits=logits,
-    kv_projection=kv_projection,
+    leaves=leaves,
+    embed=embed,
+    layer=layer,
+    finish=finish,
 )

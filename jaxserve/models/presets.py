@@ -28,7 +28,7 @@ _LLAMA3_SCALING = {
 
 
 def preset_names() -> list[str]:
-    """The names that `preset` knows."""
+    """The names that `preset` knows, in alphabetical order."""
     return sorted([*_OPT, *_ROTARY])
 
 

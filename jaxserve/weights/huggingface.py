@@ -1,7 +1,7 @@
 """Loading Hugging Face safetensors straight onto the target devices.
 
-One shard of one parameter is in host memory at a time: its part of each layer's tensor is read,
-transposed and converted, and put on the devices that hold it.
+One shard of one parameter is in host memory at a time: its part of the tensor is read, transposed
+and converted, and put on the devices that hold it.
 """
 
 from __future__ import annotations
@@ -73,15 +73,12 @@ def place(
 
 
 def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
-    shape = spec.shape if source.num_layers is None else spec.shape[1:]
-    stored = shape[::-1] if source.transpose else shape
-    for name in source.names():
-        if name == "lm_head.weight" and files.find(name) is None:
-            raise CheckpointError(
-                "the checkpoint has no tensor 'lm_head.weight' "
-                "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
-            )
-        files.check(name, stored)
+    if source.name == "lm_head.weight" and files.find(source.name) is None:
+        raise CheckpointError(
+            "the checkpoint has no tensor 'lm_head.weight' "
+            "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
+        )
+    files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
 
 
 def _load_leaf(
@@ -96,19 +93,9 @@ def _load_leaf(
         )
         if math.prod(part.stop - part.start for part in stored) == 0:
             return block
-        names = source.names()
-        if source.num_layers is None:
-            _fill(block, files, names[0], stored, source.transpose)
-        else:
-            for row, layer in enumerate(range(index[0].start, index[0].stop)):
-                _fill(block[row], files, names[layer], stored[1:], source.transpose)
+        part = files.read(source.name, stored[::-1] if source.transpose else stored)
+        part = part.T if source.transpose else part
+        block[tuple(slice(size) for size in part.shape)] = part
         return block
 
     return place(padded_shape(mesh, spec), param_sharding(mesh, spec), read)
-
-
-def _fill(block: np.ndarray, files: TensorFiles, name: str, index: Index, transpose: bool) -> None:
-    """Writes the tensor's part `index` (of the parameter's axes) into the front of `block`."""
-    part = files.read(name, index[::-1] if transpose else index)
-    part = part.T if transpose else part
-    block[tuple(slice(size) for size in part.shape)] = part

@@ -58,8 +58,8 @@ def load_orbax(
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """A parameter's name, such as "layers.q.kernel"."""
-    return ".".join(entry.name for entry in path)
+    """A parameter's name, such as "layers.3.attn.q.kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _stored_shapes(checkpointer: Any, location: Path) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,7 @@ def _leaf(spec: ParamSpec, key: jax.Array, dtype: np.dtype, mesh: Mesh | None) -
     shape, sharding = padded_shape(mesh, spec), param_sharding(mesh, spec)
     if spec.init != "normal":
         return _constant(shape, sharding, dtype, {"zeros": 0.0, "ones": 1.0}[spec.init])
-    draw = jax.jit(_draw, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
-    return draw(key, spec.shape, shape, spec.std, dtype)
+    return _drawing(sharding)(key, spec.shape, shape, spec.std, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -36,6 +36,12 @@ def _constant(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: np.dtype, value: float
 ) -> jax.Array:
     return jnp.full(shape, value, dtype, device=sharding)
+
+
+@functools.cache
+def _drawing(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
+    """`_draw` onto a sharding: compiled once for all layers' arrays of one shape."""
+    return jax.jit(_draw, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
 
 
 def _draw(

@@ -27,6 +27,7 @@ from jaxserve.compile_check.compiling import (
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.ptx import launches, parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
+from jaxserve.engine import step_model
 
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
 NAMES = ["a100", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x"]
@@ -135,6 +136,14 @@ def test_a_step_is_compiled_and_accounted() -> None:
     assert whole < result.memory["arguments"] < whole + (1 << 20)
     assert result.memory["aliased"] == case.pool_bytes, "the pool is not updated in place"
     assert whole < result.needed < whole + (64 << 20)
+
+
+def test_a_step_runs_its_layers_as_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, program = host_case(host()), choose("decode step")[0]
+    stack = f"tensor<{case.config.num_layers}x{case.config.d_model}x{case.config.d_ff}xf32>"
+    for scanned in (frozenset(), frozenset({"cpu"})):
+        monkeypatch.setattr(step_model, "SCANNED", scanned)
+        assert (stack in program.lower(case).as_text()) == bool(scanned)
 
 
 def test_a_step_that_needs_more_than_there_is_does_not_fit() -> None:

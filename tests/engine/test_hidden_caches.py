@@ -133,9 +133,9 @@ def test_long_caches_are_widened_in_pieces(tmp_path: Path) -> None:
 def test_grouped_queries_keep_kv_and_it_is_said(
     shapes: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    family, config, _ = load_config(str(shapes["llama"]))
+    _, config, _ = load_config(str(shapes["llama"]))
     with caplog.at_level(logging.WARNING):
-        assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), family, config) is None
+        assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), config) is None
     (said,) = caplog.records
     assert "no hidden caches, all are KV" in said.getMessage()
     assert "no fewer than the 32 of K and V" in said.getMessage()

@@ -66,9 +66,8 @@ def hf_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
     values = _reference_tensor()
     tensors = {}
     for spec, source in zip(specs, sources, strict=True):
-        shape = spec.shape if source.num_layers is None else spec.shape[1:]
-        stored = shape[::-1] if source.transpose else shape
-        tensors.update({tensor: values(tensor, stored) for tensor in source.names()})
+        stored = spec.shape[::-1] if source.transpose else spec.shape
+        tensors[source.name] = values(source.name, stored)
     return tensors
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.models.base import AttentionInput, Family, ModelConfig, Params
+from jaxserve.models.base import AttentionInput, Family, LayerIndex, ModelConfig, Params, StepInputs
+from jaxserve.models.forward import forward, logits
 from jaxserve.models.sharding import named, pool_kv_heads
 from jaxserve.pallas_kernels.attention import paged_attention, write
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT, AttentionBatch
@@ -32,8 +33,11 @@ class PagedRun:
         lengths: list[int],
         block_size: int,
         mesh: Mesh | None = None,
+        *,
+        unroll: bool = True,
     ) -> None:
         self.family, self.config, self.params, self.mesh = family, config, params, mesh
+        self.unroll = unroll
         self.done = [0] * len(lengths)
         self.width = -(-max(lengths) // block_size)
         num_blocks = 2 * len(lengths) * self.width
@@ -109,7 +113,7 @@ class PagedRun:
         config, mesh = self.config, self.mesh
 
         def attend(
-            pool: jax.Array, layer: jax.Array, inputs: AttentionInput
+            pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
         ) -> tuple[jax.Array, jax.Array]:
             repeats = pool.shape[2] // config.num_kv_heads
             k, v = (jnp.repeat(x, repeats, axis=1) for x in (inputs.k, inputs.v))
@@ -126,7 +130,8 @@ class PagedRun:
             )
             return pool, mixed
 
-        pool, hidden = self.family.forward(
-            params, config, tokens, positions, attend, pool, mesh=mesh
+        inputs = StepInputs(tokens, positions, batch.token_row)
+        pool, x = forward(
+            self.family, params, config, inputs, attend, pool, unroll=self.unroll, mesh=mesh
         )
-        return self.family.logits(params, config, hidden, mesh=mesh), pool
+        return logits(self.family, params, config, x, mesh=mesh), pool

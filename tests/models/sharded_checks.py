@@ -56,10 +56,10 @@ def layout(name: str, folder: Path, tensor: int) -> dict[str, Any]:
     )
     shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
     return {
-        "q": shard.layers.q.kernel.shape,
-        "k": shard.layers.k.kernel.shape,
-        "o": shard.layers.o.kernel.shape,
-        "down": shard.layers.down.kernel.shape,
+        "q": shard.layers[2].attn.q.kernel.shape,
+        "k": shard.layers[2].attn.k.kernel.shape,
+        "o": shard.layers[2].attn.o.kernel.shape,
+        "down": shard.layers[2].down.kernel.shape,
         "embed": shard.embed_tokens.shape,
         "padding": float(np.abs(np.asarray(params.embed_tokens)[61:]).sum()),
         "orbax_same": _same(params, restored),

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.base import AttentionInput, KVProjection
+from jaxserve.models.attention import kv_projection
+from jaxserve.models.base import AttentionInput, KVProjection, LayerIndex, StepInputs
+from jaxserve.models.forward import forward
 from jaxserve.models.layers import rms_norm
 from jaxserve.models.rope import rotate
 
@@ -20,7 +22,7 @@ def project(
     how: KVProjection, layer: int, x: jax.Array, positions: jax.Array, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """k, v [T, kv_heads, head_dim] of x [T, d_model]."""
-    weights = jax.tree.map(lambda a: a[layer], how.weights)
+    weights = how.weights[layer]
     k, v = x @ weights.wk, x @ weights.wv
     k = k if weights.bk is None else k + weights.bk
     v = v if weights.bv is None else v + weights.bv
@@ -40,20 +42,17 @@ def test_projection_gives_the_layers_k_and_v(name: str) -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, TOKENS))
     seen: list[AttentionInput] = []
 
-    def attend(carry: None, layer: jax.Array, inputs: AttentionInput) -> tuple[None, jax.Array]:
+    def attend(carry: None, layer: LayerIndex, inputs: AttentionInput) -> tuple[None, jax.Array]:
         seen.append(inputs)
         return carry, inputs.q
 
     with jax.disable_jit():  # layers run one by one, so that every layer's inputs can be kept
-        family.forward(case.params, config, tokens, positions, attend, None)
-    how = family.kv_projection(case.params, config, LONGEST)
+        inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
+        forward(family, case.params, config, inputs, attend, None, unroll=True)
+    how = kv_projection(case.params, config, LONGEST)
     assert len(seen) == config.num_layers
     for layer, inputs in enumerate(seen):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            inputs.weights,
-            jax.tree.map(lambda a, i=layer: a[i], how.weights),
-        )
+        jax.tree.map(np.testing.assert_array_equal, inputs.weights, how.weights[layer])
         k, v = project(how, layer, inputs.x, positions, config.head_dim)
         np.testing.assert_allclose(k, inputs.k, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(v, inputs.v, rtol=2e-5, atol=2e-6)

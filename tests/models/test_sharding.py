@@ -59,10 +59,10 @@ def check_errors(errors, expected):
 def check_layout(config, found, kv_shards):
     """Each of 4 devices holds its part, whichever way the parameters were loaded."""
     kv_width = config.num_kv_heads * config.head_dim
-    assert found["q"] == [3, 32, 8]
-    assert found["k"] == [3, 32, kv_width // kv_shards]
-    assert found["o"] == [3, 8, 32]
-    assert found["down"] == [3, config.d_ff // 4, 32]
+    assert found["q"] == [32, 8]
+    assert found["k"] == [32, kv_width // kv_shards]
+    assert found["o"] == [8, 32]
+    assert found["down"] == [config.d_ff // 4, 32]
     assert found["embed"] == [16, 32]  # 61 rows padded to 64
     assert found["padding"] == 0.0
     assert found["orbax_same"]

@@ -50,12 +50,12 @@ def hf_config(
 def hf_tensors(params: opt.OPTParams, config: opt.OPTConfig) -> dict[str, np.ndarray]:
     """Tensor name -> float16 array; the tied output embedding is stored once."""
     tensors = {}
-    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(opt.hf_layout(config)), strict=True)
+    leaves = zip(
+        jax.tree.leaves(params), jax.tree.leaves(opt.FAMILY.hf_layout(config)), strict=True
+    )
     for leaf, source in leaves:
         values = np.asarray(leaf, np.float16)
-        layers = [values] if source.num_layers is None else list(values)
-        for name, array in zip(source.names(), layers, strict=True):
-            tensors[name] = np.ascontiguousarray(array.T if source.transpose else array)
+        tensors[source.name] = np.ascontiguousarray(values.T if source.transpose else values)
     return tensors
 
 

@@ -29,8 +29,9 @@ from generate import PROMPTS, generate
 from tokenizers import Tokenizer
 
 from jaxserve.models import opt
-from jaxserve.models.base import AttentionInput, Carry
+from jaxserve.models.base import AttentionInput, Carry, LayerIndex, StepInputs
 from jaxserve.models.dense import causal_attend
+from jaxserve.models.forward import forward, logits
 
 _DECAY_SHARE = 0.3  # share of the steps, at the end, in which the learning rate falls
 _LONG_SHARE = 0.1  # share of the steps, at the end, with rows as long as the context
@@ -47,7 +48,7 @@ class State(NamedTuple):
 
 def init_params(config: opt.OPTConfig, seed: int) -> opt.OPTParams:
     """float32 parameters drawn as the family's specs say."""
-    specs, tree = jax.tree.flatten(opt.param_specs(config))
+    specs, tree = jax.tree.flatten(opt.FAMILY.param_specs(config))
     keys = jax.random.split(jax.random.key(seed), len(specs))
     fill = {"zeros": jnp.zeros, "ones": jnp.ones}
     leaves = [
@@ -76,8 +77,9 @@ def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransforma
     )
 
     def decayed(params: opt.OPTParams) -> Any:
-        # The projections, which are stacked matrices; no biases, norms or embeddings.
-        return jax.tree.map(lambda leaf: leaf.ndim == 3, params)
+        # The layers' projections, which are matrices; no biases, norms or embeddings.
+        none = jax.tree.map(lambda _: False, params)
+        return none.replace(layers=jax.tree.map(lambda leaf: leaf.ndim == 2, params.layers))
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -92,7 +94,7 @@ def loss_fn(
     rows, length = positions.shape
     one_row = causal_attend(config)
 
-    def attend(carry: Carry, layer: jax.Array, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
+    def attend(carry: Carry, layer: LayerIndex, inputs: AttentionInput) -> tuple[Carry, jax.Array]:
         def one(*row: jax.Array) -> jax.Array:
             return one_row(carry, layer, AttentionInput(*row, inputs.weights))[1]
 
@@ -100,10 +102,11 @@ def loss_fn(
         mixed = jax.vmap(one)(*(a.reshape(rows, length, *a.shape[1:]) for a in of_tokens))
         return carry, mixed.reshape(inputs.q.shape)
 
-    inputs, targets = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
-    _, hidden = opt.forward(params, config, inputs, positions.reshape(-1), attend, ())
-    logits = opt.logits(params, config, hidden)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), length)
+    inputs = StepInputs(tokens[:, :-1].reshape(-1), positions.reshape(-1), row)
+    _, x = forward(opt.FAMILY, params, config, inputs, attend, (), unroll=True)
+    predicted, targets = logits(opt.FAMILY, params, config, x), tokens[:, 1:].reshape(-1)
+    return optax.softmax_cross_entropy_with_integer_labels(predicted, targets).mean()
 
 
 def make_step(config: opt.OPTConfig, optimizer: optax.GradientTransformation) -> Any:
@@ -157,6 +160,7 @@ def held_out_loss(params: opt.OPTParams, config: opt.OPTConfig, tokenizer: Token
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line (None: this process's); argparse exits by itself where it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the checkpoint")
@@ -179,12 +183,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Trains a tokenizer and a model, writes the checkpoint and prints samples of its text."""
     args = parse_args(argv)
     tokenizer = train_tokenizer(args.vocab_size)
     vocab_size = tokenizer.get_vocab_size()
     hf = checkpoint.hf_config(vocab_size, args.d_model, args.layers, args.heads, args.max_position)
     config = opt.config_from_hf(hf)
-    print(f"{config.num_params():,} parameters, {vocab_size} tokens", flush=True)
+    print(f"{opt.FAMILY.num_params(config):,} parameters, {vocab_size} tokens", flush=True)
     state = run(args, config, tokenizer)
     loss = held_out_loss(state.params, config, tokenizer)
     print(f"held-out loss {loss:.4f} nats a token after {state.step} steps", flush=True)

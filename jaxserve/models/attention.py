@@ -1,0 +1,123 @@
+"""A layer's attention, the same in all families but for what attends: its projections into heads,
+per-head norms, rotation, and the projection out of them."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, ModelConfig, Params
+from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
+from jaxserve.models.rope import angle_table, rotate
+from jaxserve.models.sharding import constrain
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class AttentionParams:
+    """One layer's attention.
+
+    Attributes:
+        q: [d_model, num_heads * head_dim].
+        k, v: [d_model, num_kv_heads * head_dim].
+        o: [num_heads * head_dim, d_model].
+        q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or None.
+    """
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+def attention_leaves(
+    config: ModelConfig,
+    name: str,
+    *,
+    out: str,
+    bias: bool,
+    out_bias: bool,
+    head_norms: bool = False,
+) -> AttentionParams:
+    """Leaves of the attention `name`, its output projection being called `out`. bias: of q, k and
+    v; head_norms: whether q and k have norms."""
+    head_dim = config.head_dim
+
+    def projection(part: str, heads: int, axis: str) -> Linear:
+        return linear_leaves(
+            f"{name}.{part}",
+            (config.d_model, heads * head_dim),
+            ("embed", axis),
+            bias=bias,
+            std=config.init_std,
+            granule=head_dim,
+        )
+
+    return AttentionParams(
+        q=projection("q_proj", config.num_heads, "heads"),
+        k=projection("k_proj", config.num_kv_heads, "kv_heads"),
+        v=projection("v_proj", config.num_kv_heads, "kv_heads"),
+        o=linear_leaves(
+            f"{name}.{out}",
+            (config.num_heads * head_dim, config.d_model),
+            ("heads", "embed"),
+            bias=out_bias,
+            std=config.init_std,
+            granule=head_dim,
+        ),
+        q_norm=norm_leaves(f"{name}.q_norm", head_dim) if head_norms else None,
+        k_norm=norm_leaves(f"{name}.k_norm", head_dim) if head_norms else None,
+    )
+
+
+def attention_input(
+    weights: AttentionParams,
+    config: ModelConfig,
+    x: jax.Array,
+    rotation: Rotation | None,
+    mesh: Mesh | None,
+) -> AttentionInput:
+    """Queries, keys and values of x [T, d_model]. rotation: see `rope.angles`; None for none."""
+
+    def heads(part: Linear, count: int, axis: str) -> jax.Array:
+        y = linear(x, part).reshape(x.shape[0], count, config.head_dim)
+        return constrain(y, mesh, None, axis, None)
+
+    q = heads(weights.q, config.num_heads, "heads")
+    k = heads(weights.k, config.num_kv_heads, "kv_heads")
+    v = heads(weights.v, config.num_kv_heads, "kv_heads")
+    if weights.q_norm is not None:
+        q = rms_norm(q, weights.q_norm.scale, config.norm_eps)
+    if weights.k_norm is not None:
+        k = rms_norm(k, weights.k_norm.scale, config.norm_eps)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    return AttentionInput(q, k, v, x, kv_weights(weights))
+
+
+def attention_output(weights: AttentionParams, mixed: jax.Array) -> jax.Array:
+    """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in the dtype of
+    the weights."""
+    flat = mixed.astype(weights.o.kernel.dtype).reshape(mixed.shape[0], -1)
+    return linear(flat, weights.o)
+
+
+def kv_weights(weights: AttentionParams) -> KVWeights:
+    """The part of a layer's attention that makes K and V; the arrays are those of `weights`."""
+    norm = None if weights.k_norm is None else weights.k_norm.scale
+    return KVWeights(weights.k.kernel, weights.v.kernel, weights.k.bias, weights.v.bias, norm)
+
+
+def kv_projection(params: Params, config: ModelConfig, max_len: int) -> KVProjection:
+    """How the layers of `params` make K and V, for positions below max_len; the weights are the
+    arrays of `params`."""
+    rotation = None
+    if config.rope is not None:
+        rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))
+    weights = tuple(kv_weights(layer.attn) for layer in params.layers)
+    return KVProjection(weights, config.norm_eps, rotation)

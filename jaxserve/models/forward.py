@@ -1,0 +1,110 @@
+"""Runs a model of any family: the embedding, the layers one after another, the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.models.attention import attention_input, attention_output
+from jaxserve.models.base import (
+    Attend,
+    Carry,
+    Family,
+    LayerIndex,
+    ModelConfig,
+    Params,
+    StepInputs,
+)
+from jaxserve.models.layers import vocab_logits
+from jaxserve.models.rope import angles
+
+State = TypeVar("State")
+
+
+def forward(
+    family: Family,
+    params: Params,
+    config: ModelConfig,
+    inputs: StepInputs,
+    attend: Attend,
+    carry: Carry,
+    *,
+    unroll: bool,
+    mesh: Mesh | None = None,
+) -> tuple[Carry, jax.Array]:
+    """Runs all layers.
+
+    Args:
+        attend: called by each layer, in order, with the carry that the one before gave back.
+        unroll: see `over_layers`.
+        mesh: that the parameters are cut over.
+
+    Returns:
+        The carry, and the last layer's output [T, d_model] in the dtype of the parameters.
+    """
+    rotation = None
+    if config.rope is not None:
+        rotation = angles(config.rope, config.head_dim, inputs.positions)
+
+    def one_layer(
+        state: tuple[Carry, jax.Array], weights: Params, index: LayerIndex
+    ) -> tuple[Carry, jax.Array]:
+        carry, x = state
+
+        def attention(h: jax.Array) -> tuple[Carry, jax.Array]:
+            given = attention_input(weights.attn, config, h, rotation, mesh)
+            after, mixed = attend(carry, index, given)
+            return after, attention_output(weights.attn, mixed)
+
+        return family.layer(weights, config, x, attention, mesh=mesh)
+
+    x = family.embed(params, config, inputs, mesh=mesh)
+    return over_layers(one_layer, (carry, x), params.layers, unroll=unroll)
+
+
+def logits(
+    family: Family,
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Logits of the last layer's output: x [R, d_model] -> float32 [R, vocab_size], replicated."""
+    table = params.embed_tokens if params.lm_head is None else params.lm_head
+    return vocab_logits(family.finish(params, config, x), table, config.vocab_size, mesh)
+
+
+def over_layers(
+    step: Callable[[State, Any, LayerIndex], State],
+    state: State,
+    layers: tuple[Any, ...],
+    *,
+    unroll: bool,
+) -> State:
+    """The state after step(state, layer's tree, layer's index) for each layer in turn.
+
+    Args:
+        state: a tree of arrays whose shapes the step keeps.
+        layers: one tree of arrays each, alike in structure and shapes.
+        unroll: True: a program with every layer in it, which reads each layer's arrays where they
+            are. False: one `lax.scan`, a program of the size of one layer, over copies of all
+            layers' arrays that are stacked when the program begins.
+    """
+    if unroll:
+        once = jax.jit(step)  # traced for the first layer only; XLA inlines the calls
+        for index, layer in enumerate(layers):
+            state = once(state, layer, np.int32(index))
+        return state
+
+    def scanned(state: State, numbered: tuple[Any, jax.Array]) -> tuple[State, None]:
+        return step(state, *numbered), None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    indices = jnp.arange(len(layers), dtype=jnp.int32)
+    return jax.lax.scan(scanned, state, (stacked, indices))[0]

@@ -1,0 +1,118 @@
+"""Each layer has arrays of its own, and the ways to run the layers give the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxserve.models.base import ParamSpec
+from jaxserve.models.dense import sequence_logits
+from jaxserve.models.forward import over_layers
+from jaxserve.models.presets import preset
+from jaxserve.models.registry import family_for
+from jaxserve.weights import load_config, load_params
+from jaxserve.weights.orbax_io import save_orbax
+from tests.models.fixtures import NAMES, hf_config, hf_tensors, load_reference, write_checkpoint
+from tests.models.paged import PagedRun
+
+FAMILIES = ("opt", "opt_post_norm", "llama3", "qwen3")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layers_arrays_are_its_own(name):
+    """As many elements a layer as its tensors in the checkpoint have, in each way to load."""
+    hf = hf_config(name)
+    case = load_reference(name)
+    drawn = load_params(None, case.family, case.config, dtype="float32", load_format="random")
+    stored = hf_tensors(hf)
+    for params in (case.params, drawn, case.family.param_specs(case.config)):
+        assert isinstance(params.layers, tuple)
+        assert len(params.layers) == case.config.num_layers
+        for index, layer in enumerate(params.layers):
+            sizes = [a.size for tensor, a in stored.items() if f"layers.{index}." in tensor]
+            assert sorted(leaf.size for leaf in jax.tree.leaves(layer)) == sorted(sizes)
+
+
+@pytest.mark.parametrize("name", ["opt-13b", "llama-3-8b"])
+def test_no_leaf_has_an_axis_of_layers(name):
+    """These have more layers than heads, or as many, so that shapes alone would not tell."""
+    hf = preset(name)
+    family = family_for(hf)
+    specs = family.param_specs(family.config_from_hf(hf))
+    for spec in jax.tree.leaves(specs.layers):
+        assert isinstance(spec, ParamSpec)
+        assert len(spec.shape) == len(spec.axes) <= 2
+        assert "layers" not in spec.axes
+    first, *others = specs.layers
+    assert all(layer == first for layer in others)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scanned_and_unrolled_give_the_same_logits(name):
+    case = load_reference(name)
+
+    def run(unroll):
+        return jax.jit(
+            lambda params, tokens: sequence_logits(
+                case.family, params, case.config, tokens, unroll=unroll
+            )
+        )(case.params, case.tokens[0])
+
+    np.testing.assert_allclose(run(True), run(False), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama3"])
+def test_scanned_layers_give_the_reference_logits_through_the_pool(name):
+    case = load_reference(name)
+    run = PagedRun(case.family, case.config, case.params, [24], 4, unroll=False)
+    tokens = case.tokens[0]
+    out = run.step([(0, tokens[:16])], 1, 16)
+    for i in range(16, 24):
+        out += run.step([(0, tokens[i : i + 1])], 1, 1)
+    np.testing.assert_allclose(np.concatenate(out), case.logits[0][:24], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_layers_run_in_order_with_their_numbers(unroll):
+    layers = tuple({"w": np.float32(w)} for w in (2.0, 3.0, 5.0))
+
+    def step(state, layer, index):
+        return state * layer["w"] + index
+
+    got = jax.jit(lambda x: over_layers(step, x, layers, unroll=unroll))(np.float32(1.0))
+    assert got == ((1 * 2 + 0) * 3 + 1) * 5 + 2
+
+
+def test_unrolled_layers_are_read_where_they_are():
+    """Scanned ones are copied into a stack first; see `over_layers`."""
+    case = load_reference("opt")
+    inputs = jax.ShapeDtypeStruct((4,), np.int32)
+
+    def stacks(unroll):
+        run = jax.jit(lambda p, t: sequence_logits(case.family, p, case.config, t, unroll=unroll))
+        shape = "x".join(map(str, (case.config.num_layers, *case.params.layers[0].up.kernel.shape)))
+        return f"tensor<{shape}xf32>" in run.lower(case.params, inputs).as_text()
+
+    assert not stacks(True)
+    assert stacks(False)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3"])
+def test_orbax_keeps_layers_apart(tmp_path: Path, name):
+    """What is saved is restored, each array under a name with its layer's number."""
+    write_checkpoint(tmp_path, hf_config(name))
+    family, config, _ = load_config(tmp_path)
+    params = load_params(None, family, config, dtype="float32", load_format="random", seed=3)
+    save_orbax(tmp_path, params)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        stored = dict(checkpointer.metadata(tmp_path / "params").item_metadata.tree)
+    last = f"layers.{config.num_layers - 1}.attn.q.kernel"
+    assert stored[last].shape == params.layers[-1].attn.q.kernel.shape
+    assert len(stored) == len(jax.tree.leaves(params))
+    restored = load_params(tmp_path, family, config, dtype="float32", load_format="orbax")
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, restored, params)
