@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.free_blocks import FreeBlocks
 from jaxserve.sched.kinds import CacheKind, Direction
 
 NOBODY = -1
+_FIRST_BLOCKS = 1024
 # A cache of a kind is this many planes, sets of blocks with one entry a token: K and V, or hidden.
 _PLANES = np.array([2, 1])
-
-
-class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than were asked for; nothing was allocated."""
 
 
 def blocks_for(tokens: Any, block_size: int, kind: Any = CacheKind.KV) -> Any:
@@ -54,24 +52,21 @@ class BlockPool:
         self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
-        self.owners = np.full((num_blocks, 2), NOBODY, np.int32)  # [:, Direction]
-        self.refs = np.zeros(num_blocks, np.int32)
-        self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # free: [:_top]
-        self._top = num_blocks
+        self.owners = np.zeros((0, 2), np.int32)  # [:, Direction], of blocks that have been out
+        self.refs = np.zeros(0, np.int32)
+        self._free = FreeBlocks(num_blocks)
         self._shared = False  # whether any block may have two holders
-
-    # What there is.
 
     @property
     def num_free(self) -> int:
         """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
         evicted when they are wanted, would count here, too."""
-        return self._top
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds; one with two holders counts once."""
-        return self.num_blocks - self._top
+        return self.num_blocks - len(self._free)
 
     @property
     def shares(self) -> bool:
@@ -171,8 +166,6 @@ class BlockPool:
         unique, first = np.unique(np.concatenate(ids), return_index=True)
         return unique, rows[first]
 
-    # What changes it. Whatever is raised leaves the pool as it was.
-
     def follow(self, rows: int) -> None:
         """Makes room for owners up to `rows`."""
         old = len(self.held)
@@ -269,11 +262,10 @@ class BlockPool:
             raise ValueError(f"row {row} takes different blocks, got {blocks.tolist()}")
         if held + len(blocks) > self.width:
             raise ValueError(f"row {row}: {held + len(blocks)} blocks, limit {self.width}")
-        if ((blocks < 0) | (blocks >= self.num_blocks)).any():
-            raise ValueError(f"row {row}: blocks are 0 to {self.num_blocks - 1}, not {blocks}")
-        taken = (self.owners[blocks, side] != NOBODY) | (self.owners[blocks, 1 - side] == NOBODY)
-        if taken.any():
-            raise ValueError(f"block {blocks[taken][0]} has no free end for row {row}")
+        for block in blocks.ravel().tolist():
+            ends = self.owners[block] if 0 <= block < len(self.owners) else (NOBODY, NOBODY)
+            if ends[side] != NOBODY or ends[1 - side] == NOBODY:
+                raise ValueError(f"block {block} has no free end for row {row}")
         return blocks
 
     def share(self, source: int, row: int, blocks: int) -> None:
@@ -328,23 +320,23 @@ class BlockPool:
         side = self.direction[row]
         self.refs[ids] -= 1
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
-        free = ids if not self._shared else ids[self.refs[ids] == 0]
-        self._stack[self._top : self._top + len(free)] = free
-        self._top += len(free)
+        self._free.push(ids if not self._shared else ids[self.refs[ids] == 0])
         if self._shared:
             self._shared = bool((self.refs > 1).any())
 
     def _pop(self, total: int) -> np.ndarray:
         """That many free blocks, the caller's now."""
-        if total > self._top:
-            raise OutOfBlocks(f"{total} blocks wanted, {self._top} free")
-        ids = self._stack[self._top - total : self._top][::-1].copy()
-        self._top -= total
+        ids = self._free.pop(total)
+        more = self._free.fresh - len(self.refs)
+        if more > 0:
+            more = max(more, len(self.refs), _FIRST_BLOCKS)
+            self.owners = np.concatenate([self.owners, np.full((more, 2), NOBODY, np.int32)])
+            self.refs = np.concatenate([self.refs, np.zeros(more, np.int32)])
         return ids
 
     def check(self) -> None:
         """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
-        refs = np.zeros(self.num_blocks, np.int64)
+        refs = np.zeros(len(self.refs), np.int64)
         for row in np.flatnonzero(self.held):
             ids = self.blocks_of(row).ravel()
             assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
@@ -353,10 +345,7 @@ class BlockPool:
             refs[ids] += 1
         assert (refs == self.refs).all(), "reference counts differ from the tables"
         assert self._shared or (refs <= 1).all(), "a block is shared and nobody knows"
-        free = np.zeros(self.num_blocks, bool)
-        free[self._stack[: self._top]] = True
-        assert self._top == free.sum(), "a block is in the free stack twice"
-        assert (free == (refs == 0)).all(), "a block leaked or is free while in use"
+        self._free.check(refs > 0)
         for side in Direction:
             for block in np.flatnonzero(self.owners[:, side] != NOBODY):
                 held = self.blocks_of(self.owners[block, side])

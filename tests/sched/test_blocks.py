@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.sched.blocks import NOBODY, BlockPool, OutOfBlocks
+from jaxserve.sched.blocks import NOBODY, BlockPool
+from jaxserve.sched.free_blocks import OutOfBlocks
 from jaxserve.sched.kinds import CacheKind, Direction
 
 ROWS, WIDTH = 6, 8
@@ -149,7 +150,7 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
     with pytest.raises(ValueError, match="no free end"):
         pool.join(1, np.array([[mine]]))
     with pytest.raises(ValueError, match="no free end"):
-        pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either: see grow
+        pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either
     with pytest.raises(ValueError, match="blocks at a time"):
         pool.join(1, np.zeros((0, 2), np.int64))
     pool.open(2, CacheKind.HIDDEN, Direction.RIGHT)

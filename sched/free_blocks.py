@@ -1,0 +1,51 @@
+"""Which block ids are free: those given back last go out first, then those never used."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+
+
+class FreeBlocks:
+    """Ids 0 to num_blocks - 1. A simulated pool may be as good as endless, so memory is taken only
+    for those below `fresh`, which have been out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.fresh = 0
+        self._stack = np.zeros(0, np.int32)  # given back: [:_top]
+        self._top = 0
+
+    def __len__(self) -> int:
+        return self._top + self.num_blocks - self.fresh
+
+    def pop(self, total: int) -> np.ndarray:
+        """That many ids, int32, the caller's now. OutOfBlocks changes nothing."""
+        if total > len(self):
+            raise OutOfBlocks(f"{total} blocks wanted, {len(self)} free")
+        again = min(total, self._top)
+        ids = self._stack[self._top - again : self._top][::-1].copy()
+        self._top -= again
+        if again == total:
+            return ids
+        first, self.fresh = self.fresh, self.fresh + total - again
+        return np.concatenate([ids, np.arange(first, self.fresh, dtype=np.int32)])
+
+    def push(self, ids: np.ndarray) -> None:
+        """They are free again."""
+        end = self._top + len(ids)
+        if end > len(self._stack):
+            self._stack = np.resize(self._stack, max(end, 2 * len(self._stack)))
+        self._stack[self._top : end] = ids
+        self._top = end
+
+    def check(self, used: np.ndarray) -> None:
+        """AssertionError unless those that are not used, bool [at least fresh], are free."""
+        assert 0 <= self.fresh <= self.num_blocks, "more blocks are out than there are"
+        free = np.arange(len(used)) >= self.fresh
+        free[self._stack[: self._top]] = True
+        assert self._top == free[: self.fresh].sum(), "a block is in the free stack twice"
+        assert (free == ~used).all(), "a block leaked or is free while in use"
