@@ -86,7 +86,7 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     """Measures an engine that has been built but not started; the gap between steps is not part of
     it (`measure_gap`)."""
     info, limits = engine.info(), engine._scheduler.view.limits
-    timer = StepTimer(engine._executor, info.num_blocks)
+    timer = StepTimer(engine.executor, info.num_blocks)
     wanted = shapes(
         timer.padding,
         limits.max_rows,

@@ -203,7 +203,7 @@ def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path])
             stream.wait()
         failures: list[BaseException] = []
         running.add_failure_listener(failures.append)
-        executor = running._executor
+        executor = running.executor
         submit = executor.submit
 
         def failing(*args: Any, **kwargs: Any) -> FailingHandle:
@@ -278,7 +278,7 @@ def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> N
 def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path]) -> None:
     with engine(shapes["opt"], scheduler__max_rows=2) as running:
         idle = Engine(
-            running._executor,
+            running.executor,
             running._scheduler,
             running.tokenizer,
             running.info(),
@@ -291,7 +291,7 @@ def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path
             send(idle, [3], max_tokens=3)
         with pytest.raises(InvalidRequest, match="n: 16 continuations; at most"):
             small = Engine(
-                running._executor,
+                running.executor,
                 Scheduler(
                     running._scheduler.policy,
                     running._scheduler.view.limits,
@@ -372,7 +372,7 @@ def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Pa
         (lambda: jax.jit(lambda x: x * 3.0)(jax.device_put(np.ones(5))), "compilation"),
     ):
         with engine(shapes["opt"], **config_fields) as running:
-            executor = running._executor
+            executor = running.executor
             submit = executor.submit
 
             def sloppy(*args: Any, act: Any = culprit, to: Any = submit, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ def measure(
     found = []
     for read in reads:
         engine = build_engine(_config(base(), read, rows, tokens), progress=False)
-        timer = StepTimer(engine._executor, engine.info().num_blocks)
+        timer = StepTimer(engine.executor, engine.info().num_blocks)
         for count in rows:
             for length in tokens:
                 kv, hidden = _pair(timer, Shape(decodes=(length,) * count))

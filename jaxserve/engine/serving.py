@@ -1,0 +1,246 @@
+"""The requests in the engine and the steps that serve them, on the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.engine.batching import build_batch, widening
+from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
+from jaxserve.engine.detokenize import Tokenizer
+from jaxserve.engine.executor import Executor, Handle
+from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
+from jaxserve.engine.sampling import SampleResult, slot_params
+from jaxserve.engine.sequence import NO_SLOT, Continuation, time_or
+from jaxserve.engine.stats import EngineInfo, Observer, RequestStats, StepStats
+from jaxserve.engine.stops import ContinuationText
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step and whom its results belong to; rows i of the batch that sample."""
+
+    handle: Handle
+    emitting: list[tuple[int, Continuation]]
+    step: Step
+    padded_tokens: int
+    launched: float
+    host_time: float
+
+
+class Serving:
+    """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
+
+    compiles: an error after the warm-up, if given. on_over(request id) is told of each continuation
+    that is over.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        *,
+        eos_ids: tuple[int, ...],
+        compiles: CompileCounter | None,
+        clock: Callable[[], float],
+        on_over: Callable[[str], None],
+    ) -> None:
+        self.live: dict[int, Continuation] = {}
+        self.observers: list[Observer] = []
+        self.steps = 0
+        self._executor, self._scheduler, self._tokenizer = executor, scheduler, tokenizer
+        self._info, self._eos_ids, self._compiles = info, eos_ids, compiles
+        self._clock, self._on_over = clock, on_over
+        self._by_id: dict[str, list[Continuation]] = {}
+        self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
+
+    def knows(self, request_id: str) -> bool:
+        """Whether any of its continuations is not over."""
+        return request_id in self._by_id
+
+    def admit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Takes the request in, as many continuations as it asks for; they wait."""
+        texts = [
+            ContinuationText(self._tokenizer, request.sampling, self._eos_ids, request.prompt)
+            for _ in range(request.sampling.n)
+        ]
+        continuations = self._by_id[request.id] = []
+        for index, text in enumerate(texts):
+            row = self._scheduler.add(request)
+            continuation = Continuation(request, index, row, text, on_output)
+            continuations.append(continuation)
+            self.live[row] = continuation
+
+    def cancel(self, request_id: str) -> None:
+        """Ends what there is of it."""
+        for continuation in list(self._by_id.get(request_id, ())):
+            self.end(continuation, FinishReason.CANCELLED)
+
+    def launch(self, *, idle: bool) -> InFlight | None:
+        """Plans the next step and starts it; None if there is nothing to do yet."""
+        if not self.live:
+            return None
+        begin = self._clock()
+        scheduler = self._scheduler
+        step = scheduler.schedule(begin)
+        for row in step.preempted.tolist():
+            self._release_slot(self.live[row])
+        for move in step.moves:
+            self._carry_out(move)
+        if not len(step):
+            if idle and not step.plan.operations:
+                raise InvalidPlan(f"the policy plans nothing for {len(self.live)} requests")
+            return None
+        members = [self.live[row] for row in step.rows.tolist()]
+        for member in members:
+            if member.slot == NO_SLOT:
+                self._take_slot(member, begin)
+        slots = np.array([member.slot for member in members], np.int32)
+        layout, batch = build_batch(
+            self._executor.buckets, step, scheduler.pool, slots, self._tokens_of
+        )
+        emits = step.emits[batch.order]
+        emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
+        full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)
+        handle = self._executor.submit(layout, batch.buffer, full=full)
+        for row in scheduler.release_finished(step).tolist():
+            self._release_slot(self.live[row])
+        return InFlight(
+            handle, emitting, step, layout.tokens, launched=begin, host_time=self._clock() - begin
+        )
+
+    def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
+        return self.live[row].tokens(first, end)
+
+    def _carry_out(self, move: Move) -> None:
+        executor = self._executor
+        match move:
+            case Widen():
+                for layout, packed in widening(executor.buckets, move):
+                    executor.widen(layout, packed)
+            case CopyBlocks(pairs):
+                executor.copy_blocks(pairs)
+            case Save(key, slots):
+                executor.save(key, slots)
+            case Load(key, slots):
+                executor.load(key, slots)
+            case Discard(keys):
+                executor.discard(keys)
+
+    def finish(self, step: InFlight) -> None:
+        """Takes in a step's tokens; late ones of requests that are over are dropped."""
+        result, booked = step.handle.result(), step.step
+        now = self._clock()
+        mine = [(i, c) for i, c in step.emitting if not c.finished]
+        table = self._scheduler.table
+        self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
+        tokens = result.tokens.tolist()
+        for i, continuation in mine:
+            self._observe_token(continuation, now)
+            reason = continuation.feed(
+                tokens[i],
+                now,
+                int(table.preemptions[continuation.row]),
+                _logprobs(result, i, continuation.request.sampling.logprobs),
+            )
+            if reason is not None:
+                self.forget(continuation, reason, now)
+        self.steps += 1
+        host_time = step.host_time + self._clock() - now
+        if self._compiles is not None and self._compiles.count:
+            raise CompiledAfterWarmup(
+                f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
+                f"{len(booked)} rows and {step.padded_tokens} padded tokens"
+            )
+        stats = StepStats(
+            num_rows=len(booked),
+            num_decodes=booked.num_decodes,
+            num_decode_tokens=booked.num_decode_tokens,
+            num_prefill_tokens=booked.num_prefill_tokens,
+            num_recomputed_tokens=booked.num_recomputed_tokens,
+            padded_tokens=step.padded_tokens,
+            step_time=now - step.launched,
+            host_time=host_time,
+            preemptions=len(booked.preempted),
+        )
+        for observer in self.observers:
+            observer.on_step(stats)
+
+    def _observe_token(self, continuation: Continuation, now: float) -> None:
+        request = continuation.request
+        for observer in self.observers:
+            if continuation.last_token is None:
+                observer.on_first_token(now - request.arrival, request.tier)
+            else:
+                observer.on_inter_token(now - continuation.last_token, request.tier)
+
+    def _take_slot(self, member: Continuation, now: float) -> None:
+        member.slot = self._free_slots.pop()
+        if member.first_scheduled is None:
+            member.first_scheduled = now
+        self._executor.admit(
+            member.slot,
+            slot_params(
+                member.request,
+                member.index,
+                member.output_tokens,
+                self._info.vocab_size,
+                self._eos_ids,
+            ),
+        )
+
+    def _release_slot(self, member: Continuation) -> None:
+        self._free_slots.append(member.slot)
+        member.slot = NO_SLOT
+
+    def end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
+        """Ends a continuation from outside the model."""
+        now = self._clock()
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        continuation.end(reason, now, preemptions, error)
+        self.forget(continuation, reason, now)
+
+    def forget(self, continuation: Continuation, reason: FinishReason, now: float) -> None:
+        """Frees all that a finished continuation holds."""
+        request = continuation.request
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        if continuation.slot != NO_SLOT:
+            self._release_slot(continuation)
+        self._scheduler.finish(continuation.row)
+        del self.live[continuation.row]
+        siblings = self._by_id[request.id]
+        siblings.remove(continuation)
+        if not siblings:
+            del self._by_id[request.id]
+        ttft = continuation.first_token
+        stats = RequestStats(
+            finish_reason=reason,
+            tier=request.tier,
+            prompt_tokens=len(request.prompt),
+            output_tokens=len(continuation.output_tokens),
+            preemptions=preemptions,
+            queue_time=time_or(continuation.first_scheduled, now) - request.arrival,
+            ttft=None if ttft is None else ttft - request.arrival,
+            e2e=now - request.arrival,
+        )
+        for observer in self.observers:
+            observer.on_finish(stats)
+        self._on_over(request.id)
+
+
+def _logprobs(result: SampleResult, i: int, wanted: int | None) -> tuple[TokenLogprobs, ...]:
+    if wanted is None:
+        return ()
+    assert result.chosen_logprob is not None
+    assert result.top_ids is not None and result.top_logprobs is not None
+    ids, values = result.top_ids[i, :wanted], result.top_logprobs[i, :wanted]
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return (TokenLogprobs(int(result.tokens[i]), float(result.chosen_logprob[i]), top),)
