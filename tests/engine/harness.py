@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,25 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
         assert stats.compiles_after_warmup == 0
 
 
+def wait_until_idle(on: Engine) -> None:
+    """Until the engine has ended every request, finished every step it has launched, and is in no
+    observer: whoever shares it meets nothing of those before."""
+    idle, receive = threading.Event(), on._receive
+
+    def watched(*, wait: bool) -> bool:
+        if wait and not on._inbox:
+            idle.set()
+        return receive(wait=wait)
+
+    assert on._failure is None, "a shared engine has failed"
+    on._receive = watched  # type: ignore[method-assign]
+    try:
+        on.cancel("nobody")  # it is ignored, but the engine comes by
+        assert idle.wait(TIMEOUT), "the engine does not come to rest"
+    finally:
+        del on._receive
+
+
 @dataclass
 class Stream:
     """All that was said of one request."""
@@ -141,6 +161,15 @@ def send(
     name = f"request-{next(_names)}"
     on.submit(Request(name, tuple(prompt), params), stream)
     return name, stream
+
+
+SAMPLING = {"max_tokens": 24, "ignore_eos": True}
+
+
+def prompts(count: int = 32) -> list[list[int]]:
+    """The same ones every time, of 1 to 30 tokens."""
+    rng = random.Random(7)
+    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(count)]
 
 
 def generate(on: Engine, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:

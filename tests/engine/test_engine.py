@@ -97,7 +97,7 @@ def test_usage_and_timings(roomy: Engine) -> None:
 def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:
     """The harness checks the pool at the end."""
     rng = random.Random(3)
-    with engine(shapes["opt"], cache__num_blocks=40, scheduler__max_queue=256) as running:
+    with engine(shapes["opt"], cache__num_blocks=36, scheduler__max_queue=256) as running:
         streams: list[Stream] = []
         lock = threading.Lock()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden_options import choose_read
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
-from tests.engine.harness import SHAPES, engine, generate, send
-from tests.engine.test_text_is_invariant import SAMPLING, prompts
+from tests.engine.conftest import Texts
+from tests.engine.harness import SAMPLING, SHAPES, engine, generate, prompts, send
 
 CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
 MHA = {"num_key_value_heads": 4}
@@ -46,15 +45,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-Texts = Callable[[str], list[list[int]]]
-
-
 @pytest.fixture(scope="module")
-def kv_texts(folders: dict[str, Path]) -> Texts:
+def kv_texts(folders: dict[str, Path], alone: Texts) -> Texts:
     """What KV caches give, by model."""
 
     @cache
     def texts(model: str) -> list[list[int]]:
+        if model == "opt":
+            return alone("opt")
         with engine(folders[model], scheduler__max_rows=32) as running:
             return generate(running, prompts(), **SAMPLING)
 

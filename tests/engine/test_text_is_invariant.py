@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,17 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import build
+from jaxserve.engine.engine import Engine
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.registry import policies
+from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.table import State
-from tests.engine.harness import engine, generate
+from jaxserve.sched.unified import UnifiedPolicy
+from tests.engine.conftest import Engines, Texts
+from tests.engine.harness import SAMPLING, engine, generate, prompts, wait_until_idle
 
 FAMILIES = ("opt", "llama")
+SCARCE = {"cache__num_blocks": 36}
 # What is done to the requests; "alone" is what the others must equal.
 TREATMENTS: dict[str, dict[str, Any]] = {
     "sarathi": {"scheduler__policy": "sarathi"},
@@ -24,67 +27,68 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "without overlap": {"engine__overlap": False},
     "chunks of 5": {"scheduler__max_prefill_tokens": 5},
     "chunks of 1": {"scheduler__max_prefill_tokens": 1},
-    "preempted": {"cache__num_blocks": 36, "scheduler__policy": "vllm"},
-    "preempted in chunks": {"cache__num_blocks": 36, "scheduler__max_prefill_tokens": 7},
+    "preempted": {**SCARCE, "scheduler__policy": "vllm"},
+    "preempted in chunks": {**SCARCE, "scheduler__max_prefill_tokens": 7},
     "blocks of 16": {"cache__block_size": 16},
 }
 PREEMPTING = ("preempted", "preempted in chunks")
-DEPLOYABLE = [entry.name for entry in policies().values() if entry.deployable]
-
-
-def prompts(count: int = 32) -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(count)]
-
-
-SAMPLING = {"max_tokens": 24, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def alone(shapes: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """Each prompt served with nothing beside it."""
-    texts = {}
-    for family in FAMILIES:
-        with engine(shapes[family], scheduler__max_rows=32) as running:
-            texts[family] = [generate(running, [p], **SAMPLING)[0] for p in prompts()]
-    return texts
+# Whether it preempts where memory is scarce. With sarathi and vllm above, and Apt-Serve's in
+# test_aptserve_serving.py, all that a batch may look like; the other policies order the same.
+POLICIES = {
+    "vllm_hy": True,
+    "sarathi_nocp": True,
+    "sarathi_nohy": True,
+    "fastgen": True,
+    "fastserve": True,
+    "orca": False,
+    "rank_i": True,
+    "infermax": True,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [7, 32])
-def test_batch_size(
-    shapes: dict[str, Path], alone: dict[str, list[list[int]]], family: str, count: int
-) -> None:
-    with engine(shapes[family], scheduler__max_rows=32) as running:
-        assert generate(running, prompts()[:count], **SAMPLING) == alone[family][:count]
+def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> None:
+    on = engines(family)
+    assert generate(on, prompts(count), **SAMPLING) == alone(family)[:count]
+    wait_until_idle(on)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("treatment", TREATMENTS)
-def test_treatment(
-    shapes: dict[str, Path], alone: dict[str, list[list[int]]], family: str, treatment: str
-) -> None:
+def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:
     with engine(shapes[family], **TREATMENTS[treatment]) as running:
         texts = generate(running, prompts(), **SAMPLING)
         preemptions = running.stats().preemptions
-    assert texts == alone[family]
+    assert texts == alone(family)
     assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
     assert (preemptions > 0) == (treatment in PREEMPTING)
 
 
-@pytest.mark.parametrize("policy", DEPLOYABLE)
-def test_policy(shapes: dict[str, Path], alone: dict[str, list[list[int]]], policy: str) -> None:
-    """Little memory, so that all of those that preempt do."""
-    with engine(
-        shapes["opt"], scheduler__policy=policy, cache__num_blocks=36, scheduler__max_rows=16
-    ) as running:
+@pytest.mark.parametrize(("policy", "preempts"), POLICIES.items())
+def test_policy(shapes: dict[str, Path], alone: Texts, policy: str, preempts: bool) -> None:
+    with engine(shapes["opt"], scheduler__policy=policy, **SCARCE) as running:
         assert running.info().policy == policy
-        assert generate(running, prompts(), **SAMPLING) == alone["opt"]
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        assert (running.stats().preemptions > 0) == preempts
+
+
+def test_every_kind_of_batch_is_served() -> None:
+    """A policy that plans as none of those here does needs a case of its own."""
+
+    def kind(name: str) -> tuple[object, ...]:
+        policy = make_policy(name)
+        if not isinstance(policy, UnifiedPolicy):
+            return (type(policy),)
+        return policy.mixed_batches, policy.chunked, policy.reserve
+
+    served = {kind(name) for name in (*POLICIES, "sarathi", "vllm", "aptserve")}
+    assert {kind(e.name) for e in policies().values() if e.deployable} == served
 
 
 @pytest.mark.parametrize("treatment", PREEMPTING)
 def test_seeded_text_survives_preemption(
-    shapes: dict[str, Path], roomy: Any, treatment: str
+    shapes: dict[str, Path], roomy: Engine, treatment: str
 ) -> None:
     sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
     expected = generate(roomy, prompts(), **sampling)
@@ -108,10 +112,11 @@ class OneByOne(Policy):
 
 
 def test_refilled_token_by_token(
-    shapes: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a refill's single tokens only the last is the one that the device sampled last."""
+    expected = alone("opt")[:3]
     monkeypatch.setattr(build, "make_policy", lambda name: OneByOne())
     with engine(shapes["opt"]) as running:
-        assert generate(running, prompts(3), **SAMPLING) == alone["opt"][:3]
+        assert generate(running, prompts(3), **SAMPLING) == expected
         assert running.stats().preemptions == 3

@@ -173,7 +173,9 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(name: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = parse("--config.server.host=127.0.0.1", f"--{name}={port}")
+        ports = {"port": 0, "metrics_port": 0, name: port}
+        flags = (f"--{flag}={number}" for flag, number in ports.items())
+        config = parse("--config.server.host=127.0.0.1", *flags)
         with pytest.raises(ConfigError, match=f"server.{name}: cannot listen on .*:{port} "):
             launch.check_ports(config)
 

@@ -19,7 +19,7 @@ from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import Tier
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine as small_engine
-from tests.engine.harness import generate, write_shape
+from tests.engine.harness import generate, wait_until_idle, write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120
@@ -49,15 +49,23 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     shape = write_shape(tmp_path_factory.mktemp("shape"), "opt")
     with small_engine(shape, scheduler__max_queue=0) as engine:
         yield engine
 
 
+@pytest.fixture
+def real(shared: Engine) -> Iterator[Engine]:
+    """Idle before and after: a client hears the last token of a request before the engine has
+    finished the step, and an observer that joins meanwhile sees that step's end."""
+    yield shared
+    wait_until_idle(shared)
+
+
 @pytest.fixture(scope="module")
-def served(real: Engine) -> Iterator[Client]:
-    with Server(real, grace_s=0.0) as server, Client(server.address) as client:
+def served(shared: Engine) -> Iterator[Client]:
+    with Server(shared, grace_s=0.0) as server, Client(server.address) as client:
         yield client
 
 
