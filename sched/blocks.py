@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.free_blocks import FreeBlocks
-from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
 
 NOBODY = -1
 _FIRST_BLOCKS = 1024
@@ -45,9 +45,7 @@ class BlockPool:
     cache. held: int64 [max_owners], blocks a plane."""
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.width = width
+        self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
         self.tables = np.zeros((max_owners, 2, width), np.int32)
         self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
@@ -61,12 +59,12 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
         evicted when they are wanted, would count here, too."""
-        return len(self._free)
+        return self._free.count
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds; one with two holders counts once."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self._free.count
 
     @property
     def shares(self) -> bool:
@@ -81,7 +79,7 @@ class BlockPool:
     def as_tokens(self, blocks: Any) -> Any:
         """Tokens whose K and V so many blocks would hold, halves of a pair included; numbers or
         arrays: how much of the pool something takes, whatever its kind."""
-        return blocks * self.block_size // int(_PLANES[CacheKind.KV])
+        return blocks * self.block_size // int(_PLANES[KV])
 
     def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
         """Blocks that a cache of so many tokens takes; numbers or arrays."""
@@ -112,9 +110,9 @@ class BlockPool:
         held, kind: by row, instead of the pool's own: what would be after some operations."""
         have = (self.held if held is None else held)[rows]
         new = np.maximum(-(-tokens // self.block_size) - have, 0) * _PLANES[kinds]
-        hidden = (self.kind if kind is None else kind)[rows] == CacheKind.HIDDEN
+        hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
         if np.count_nonzero(hidden):
-            new += have * (hidden & (kinds == CacheKind.KV))
+            new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
     def returned_by(self, rows: np.ndarray, keep: np.ndarray | None = None) -> np.ndarray:
@@ -137,7 +135,7 @@ class BlockPool:
         first), 2]: (block, slot)."""
         token = np.arange(first, end)
         index, offset = token // self.block_size, token % self.block_size
-        if self.direction[row] == Direction.RIGHT:
+        if self.direction[row] == RIGHT:
             offset = self.block_size - 1 - offset
         blocks = self.blocks_of(row)[:, index]
         slots = np.broadcast_to(offset, blocks.shape)
@@ -182,8 +180,7 @@ class BlockPool:
         """Starts an empty cache for the row. ValueError if it has one."""
         if self.held[row]:
             raise ValueError(f"row {row} still holds blocks")
-        self.kind[row] = kind
-        self.direction[row] = direction
+        self.kind[row], self.direction[row] = kind, direction
 
     def grow(self, row: int, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises as `grow_all`."""
@@ -227,11 +224,11 @@ class BlockPool:
         self.tables[owner, 1, index] = ids
         self.owners[ids, self.direction[owner]] = owner
         self.refs[ids] = 1
-        self.kind[rows] = CacheKind.KV
+        self.kind[rows] = KV
 
     def check_widens(self, row: int) -> None:
         """ValueError if the row has no hidden cache of its own that could become K and V."""
-        if self.kind[row] != CacheKind.HIDDEN:
+        if self.kind[row] != HIDDEN:
             raise ValueError(f"row {row} has no hidden cache")
         ids = self.blocks_of(row).ravel()
         if (self.refs[ids] != 1).any() or (self.owners[ids, self.direction[row]] != row).any():
@@ -314,7 +311,7 @@ class BlockPool:
         """Gives back all that the row holds; blocks that others still read or fill stay."""
         self._give_back(self.blocks_of(row).ravel(), row)
         self.held[row] = 0
-        self.kind[row], self.direction[row] = CacheKind.KV, Direction.LEFT
+        self.kind[row], self.direction[row] = KV, LEFT
 
     def _give_back(self, ids: np.ndarray, row: int) -> None:
         side = self.direction[row]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.blocks import slots_for
-from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.kinds import HIDDEN, KV, CacheKind, Direction
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -46,11 +46,11 @@ def check_plan(plan: BatchPlan, view: View) -> None:
     _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
     needed = view.pool.needed(rows, plan.reserve, plan.kinds, after.held, after.kind)
     _demand(needed.sum() <= after.free, "more blocks than are free")
-    hidden = plan.kinds == CacheKind.HIDDEN
+    hidden = plan.kinds == HIDDEN
     offered = view.rho is not None or not hidden.any()
     _demand(offered, "hidden caches are planned where there are none")
     kind = after.kind[rows]
-    stays_hidden = running & ~hidden & (kind == CacheKind.HIDDEN)
+    stays_hidden = running & ~hidden & (kind == HIDDEN)
     _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ToKV")
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
     _demand(after.owned(rows, computed), "a row would write into blocks that it shares; copy them")
@@ -102,7 +102,7 @@ class _After:
     def to_kv(self, op: ToKV) -> None:
         rows = op.rows
         _demand(_different(rows, self.table.capacity), "a row becomes KV twice")
-        planned = np.isin(rows, self.plan.rows[self.plan.kinds == CacheKind.KV])
+        planned = np.isin(rows, self.plan.rows[self.plan.kinds == KV])
         _demand(planned.all(), "a row that is not planned as KV becomes KV")
         _demand(not self.changed[rows].any(), "a row becomes KV after another operation on it")
         for row in rows.tolist():

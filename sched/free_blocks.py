@@ -10,22 +10,21 @@ class OutOfBlocks(RuntimeError):
 
 
 class FreeBlocks:
-    """Ids 0 to num_blocks - 1. A simulated pool may be as good as endless, so memory is taken only
-    for those below `fresh`, which have been out."""
+    """Ids 0 to num_blocks - 1, of which `count` are free. A simulated pool may be as good as
+    endless, so memory is taken only for those below `fresh`, which have been out."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.count = num_blocks
         self.fresh = 0
         self._stack = np.zeros(0, np.int32)  # given back: [:_top]
         self._top = 0
 
-    def __len__(self) -> int:
-        return self._top + self.num_blocks - self.fresh
-
     def pop(self, total: int) -> np.ndarray:
         """That many ids, int32, the caller's now. OutOfBlocks changes nothing."""
-        if total > len(self):
-            raise OutOfBlocks(f"{total} blocks wanted, {len(self)} free")
+        if total > self.count:
+            raise OutOfBlocks(f"{total} blocks wanted, {self.count} free")
+        self.count -= total
         again = min(total, self._top)
         ids = self._stack[self._top - again : self._top][::-1].copy()
         self._top -= again
@@ -41,6 +40,7 @@ class FreeBlocks:
             self._stack = np.resize(self._stack, max(end, 2 * len(self._stack)))
         self._stack[self._top : end] = ids
         self._top = end
+        self.count += len(ids)
 
     def check(self, used: np.ndarray) -> None:
         """AssertionError unless those that are not used, bool [at least fresh], are free."""
@@ -48,4 +48,5 @@ class FreeBlocks:
         free = np.arange(len(used)) >= self.fresh
         free[self._stack[: self._top]] = True
         assert self._top == free[: self.fresh].sum(), "a block is in the free stack twice"
+        assert self.count == self._top + self.num_blocks - self.fresh, "free blocks are miscounted"
         assert (free == ~used).all(), "a block leaked or is free while in use"

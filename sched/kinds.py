@@ -21,3 +21,8 @@ class Direction(enum.IntEnum):
 
     LEFT = 0
     RIGHT = 1
+
+
+# Looking a member up in an enum takes longer than the comparison it is for.
+KV, HIDDEN = map(int, CacheKind)
+LEFT, RIGHT = map(int, Direction)

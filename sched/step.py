@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, Padding
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import BatchPlan
 
 
@@ -117,7 +117,7 @@ class Step:
             self.start,
             self.decodes,
             padding=padding,
-            hidden=self.plan.kinds == CacheKind.HIDDEN,
+            hidden=self.plan.kinds == HIDDEN,
             projected_tokens=moved[0],
             copied_blocks=moved[1],
             swapped_slots=moved[2],

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -286,16 +287,20 @@ def rank(
     return Ranking(ranked[~runs], ranked[runs], place)
 
 
+@lru_cache
+def _parts(phases: Phase) -> tuple[bool, bool, bool]:
+    """Whether DECODE, PREFILL and WAITING are among them."""
+    return Phase.DECODE in phases, Phase.PREFILL in phases, Phase.WAITING in phases
+
+
 def _members(phases: Phase, ranking: Ranking, decoding: np.ndarray) -> np.ndarray:
     running = ranking.running
-    if Phase.RUNNING not in phases:
-        if Phase.DECODE in phases:
-            running = running[decoding]
-        elif Phase.PREFILL in phases:
-            running = running[~decoding]
-        else:
+    decode, prefill, waiting = _parts(phases)
+    if not (decode and prefill):
+        if not (decode or prefill):
             return ranking.waiting
-    if Phase.WAITING not in phases:
+        running = running[decoding if decode else ~decoding]
+    if not waiting:
         return running
     rows = np.concatenate([running, ranking.waiting])
     return rows[np.argsort(ranking.place[rows], kind="stable")]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.state import SimulatedScheduler
@@ -162,7 +162,7 @@ class Replica:
                 features.num_prefills,
                 int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
                 len(step.preempted),
-                int(np.count_nonzero(step.plan.kinds == CacheKind.HIDDEN)),
+                int(np.count_nonzero(step.plan.kinds == HIDDEN)),
             )
         )
         if self._record_rows:
@@ -209,7 +209,7 @@ class Replica:
         """Runs as many steps at once as are certain; False if that is none."""
         table, rows = self.scheduler.table, last.rows
         pool = self.scheduler.pool
-        if pool.shares or np.count_nonzero(pool.kind[rows] == CacheKind.HIDDEN):
+        if pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
             return False  # what they hold or read is not what a stretch counts
         lengths = self._lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]
