@@ -63,6 +63,7 @@ class Run:
     workload: WorkloadSpec
     rules: str
     kv_tokens: int | None
+    host_tokens: int
     block_size: int | None
     max_batch_tokens: int | None
     max_prefill_tokens: int | None
@@ -92,6 +93,7 @@ class Run:
             place,
             limits=limits,
             kv_tokens=self.kv_tokens,
+            host_tokens=self.host_tokens,
             block_size=self.block_size,
             rules=self.rules,
             replicas=self.replicas,
@@ -164,6 +166,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             spec,
             args.rules,
             args.kv_tokens,
+            args.host_tokens,
             args.block_size,
             args.max_batch_tokens,
             args.max_prefill_tokens,
@@ -304,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=_positive, help="M, tokens of KV cache (the system's)")
+    add("--host_tokens", type=_positive, default=0, help="of K and V, checkpoints on the host (0)")
     add("--block_size", type=_positive, help="tokens of a block (16; infermax_paper: 1)")
     add("--max_batch_tokens", type=_positive, help="C (the system's)")
     add("--max_prefill_tokens", type=_positive, help="P (512 where prompts are chunked, else C)")

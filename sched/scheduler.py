@@ -187,7 +187,9 @@ class Scheduler:
         return [Widen(rows, self.table.computed[rows], tables, sides)]
 
     def _copy(self, plan: BatchPlan, op: Copy) -> list[Move]:
-        return [CopyBlocks(self.pool.copy_all(op.rows, op.index))] if len(op.rows) else []
+        if not len(op.rows):
+            return []
+        return [CopyBlocks(self.pool.copy_all(op.rows, op.index), self.pool.block_size)]
 
     def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
         moves: list[Move] = []
