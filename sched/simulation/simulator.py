@@ -108,15 +108,12 @@ def simulate(
     tokens = tokens_in(blocks, size)
     longest = _check_fits(workload, policies[0], limits, tokens)
     books = _Books(workload)
-
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
     room["host_slots"] = int(slots_for(host_tokens))
-    given: dict[str, Any] = {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked}
+    room |= {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked, "cost_model": cost}
     machines = [
         books.replica(
-            SimulatedScheduler(
-                shortened(one) if coast else one, limits, cost_model=cost, **room, **given
-            ),
+            SimulatedScheduler(shortened(one) if coast else one, limits, **room),
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
             padding=system.padding if isinstance(system, System) else None,

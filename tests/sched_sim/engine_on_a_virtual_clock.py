@@ -176,28 +176,11 @@ def serve(
     )
     scheduler.plans, scheduler.numbers = [], {}
     scheduler.lengths = workload.output_len.tolist()
-    info = EngineInfo(
-        model="none",
-        family="none",
-        num_params=0,
-        num_layers=1,
-        dtype="float32",
-        vocab_size=VOCAB,
-        max_model_len=longest,
-        policy=str(policy),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        pool_tokens=scheduler.pool.pool_tokens,
-        pool_bytes=0,
-        device="virtual",
-        mesh_tensor=1,
-        attention_backend="none",
-    )
     engine = VirtualEngine(
         Device(clock, cost_model, buckets, scheduler),
         scheduler,
         load_tokenizer(None),
-        info,
+        _info(str(policy), scheduler, longest),
         eos_ids=(END,),
         options=EngineOptions(overlap=overlap),
         clock=clock,
@@ -206,3 +189,24 @@ def serve(
     engine._loop()
     scheduler.pool.check()
     return scheduler.plans, engine.token_times
+
+
+def _info(policy: str, scheduler: Scheduler, longest: int) -> EngineInfo:
+    pool = scheduler.pool
+    return EngineInfo(
+        model="none",
+        family="none",
+        num_params=0,
+        num_layers=1,
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=longest,
+        policy=policy,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        pool_tokens=pool.pool_tokens,
+        pool_bytes=0,
+        device="virtual",
+        mesh_tensor=1,
+        attention_backend="none",
+    )
