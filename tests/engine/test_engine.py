@@ -18,7 +18,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
-from tests.engine.harness import TIMEOUT, Stream, engine, generate, send
+from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send
 
 
 def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
@@ -97,7 +97,7 @@ def test_usage_and_timings(roomy: Engine) -> None:
 def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:
     """The harness checks the pool at the end."""
     rng = random.Random(3)
-    with engine(shapes["opt"], cache__num_blocks=36, scheduler__max_queue=256) as running:
+    with engine(shapes["opt"], scheduler__max_queue=256, **SCARCE) as running:
         streams: list[Stream] = []
         lock = threading.Lock()
 
@@ -150,7 +150,7 @@ def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
 
 
 def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2, scheduler__max_queue=1) as running:
+    with engine(shapes["opt"], scheduler__max_queue=1, **SCARCE) as running:
         # The engine thread waits in the callback, so nothing ends in between.
         gate, inside = threading.Event(), threading.Event()
 
@@ -160,7 +160,7 @@ def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
 
         streams = [send(running, [3], hold, max_tokens=4)[1]]
         assert inside.wait(TIMEOUT)
-        streams += [send(running, [3], max_tokens=4)[1] for _ in range(2)]
+        streams += [send(running, [3], max_tokens=4)[1] for _ in range(8)]
         with pytest.raises(QueueFull, match="max_queue"):
             send(running, [3], max_tokens=4)
         gate.set()
@@ -197,7 +197,7 @@ class FailingHandle:
 
 
 def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+    with engine(shapes["opt"]) as running:
         streams = [send(running, [3], max_tokens=2)[1] for _ in range(4)]
         for stream in streams:
             stream.wait()
@@ -234,7 +234,7 @@ def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(
     shapes: dict[str, Path],
 ) -> None:
     """Even if ending a request raises once more, everybody is told and drain returns."""
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+    with engine(shapes["opt"]) as running:
 
         def broken(_: Output) -> None:
             raise RuntimeError("no loop to call back to")
@@ -259,7 +259,7 @@ def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(
 
 
 def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+    with engine(shapes["opt"]) as running:
 
         def failing(*_: object) -> None:
             raise RuntimeError("no detokenizer")
@@ -276,7 +276,7 @@ def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> N
 
 
 def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
+    with engine(shapes["opt"]) as running:
         idle = Engine(
             running.executor,
             running._scheduler,
@@ -366,12 +366,11 @@ def test_observers_see_everything(shapes: dict[str, Path]) -> None:
 
 def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:
     """What forbid-compile mode is for: a shape that escaped the warm-up must not go unnoticed."""
-    config_fields = {"scheduler__max_rows": 2}
     for culprit, complaint in (
         (lambda: jax.jit(lambda x: x + 1)(np.ones(3)), "Disallowed host-to-device"),
         (lambda: jax.jit(lambda x: x * 3.0)(jax.device_put(np.ones(5))), "compilation"),
     ):
-        with engine(shapes["opt"], **config_fields) as running:
+        with engine(shapes["opt"]) as running:
             executor = running.executor
             submit = executor.submit
 
