@@ -35,7 +35,8 @@ TIMEOUT_S = 900
 @dataclass(frozen=True)
 class Mutant:
     """One defect: `old`, which occurs exactly once in `file`, becomes `new`. tests: paths for
-    pytest. breaks: what goes wrong then, in a line. Paths are relative to the root."""
+    pytest; select: which of their tests, as its -k takes it. breaks: what goes wrong then, in a
+    line. Paths are relative to the root."""
 
     name: str
     file: str
@@ -43,6 +44,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     breaks: str
+    select: str = ""
 
     def apply(self, root: Path) -> str:
         """Changes the file in that tree; its text before. ValueError if the mutant is stale."""
@@ -102,14 +104,14 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(source, to / name, follow_symlinks=False)
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
+def run_tests(tree: Path, tests: Sequence[str], select: str = "") -> tuple[bool, str]:
     """Whether they pass in that tree; if not, which failed first."""
     env = dict(os.environ, PYTHONPATH=str(tree), CI="1")
     # Files change within a second and keep their size: byte code by time stamp would be stale.
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     # Steps that a mutant leaves alone need not be compiled again.
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".venv" / "test-caches" / "xla"))
-    options = ["-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
+    options = ["-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-k", select]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         done = subprocess.run(
@@ -130,7 +132,7 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
     except ValueError as error:
         return Verdict(mutant, "stale", str(error))
     try:
-        passed, by = run_tests(tree, mutant.tests)
+        passed, by = run_tests(tree, mutant.tests, mutant.select)
     finally:
         (tree / mutant.file).write_text(before)
     return Verdict(mutant, "SURVIVED" if passed else "killed", mutant.breaks if passed else by)
@@ -144,11 +146,12 @@ def judge_all(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
             copy_tree(Path(folder) / str(job))
             trees.put(Path(folder) / str(job))
         sound = [m for m in mutants if not m.stale(Path(folder) / "0")]
-        tests = sorted({test for mutant in sound for test in mutant.tests})
-        print(f"as they are: {' '.join(tests)}", flush=True)
-        passed, by = run_tests(Path(folder) / "0", tests) if tests else (True, "")
-        if not passed:
-            raise RuntimeError(f"the tests fail without any mutant: {by}")
+        for select in sorted({mutant.select for mutant in sound}):
+            tests = sorted({test for m in sound if m.select == select for test in m.tests})
+            print(f"as they are: {' '.join(tests)} {select and '-k ' + select}", flush=True)
+            passed, by = run_tests(Path(folder) / "0", tests, select)
+            if not passed:
+                raise RuntimeError(f"the tests fail without any mutant: {by}")
 
         def one(mutant: Mutant) -> Verdict:
             tree = trees.get()

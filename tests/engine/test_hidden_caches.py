@@ -102,7 +102,7 @@ def test_long_caches_are_widened_in_pieces(
     expected = kv_texts(folders["llama"], **fields)
     with hybrid(folders["llama"], WHOLE, **fields) as running:
         assert running.info().hidden_read == "projected"
-        executor, pieces = running._executor, []
+        executor, pieces = running.executor, []
         widen = executor.widen
         monkeypatch.setattr(executor, "widen", lambda *to: (pieces.append(to), widen(*to)))
         assert generate(running, prompts(), **SAMPLING) == expected

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
 
@@ -42,7 +44,7 @@ class Case:
 
 
 # Three tiles of XLA's context, and five or more of the others'.
-DECODES = Shape(4, 2, head_dim=64, block_size=16, width=10, tokens=5)
+DECODES = Shape(4, 2, head_dim=64, block_size=32, width=5, tokens=5)
 CASES = (
     Case("decodes", DECODES, parts=("rotary",)),
     # Blocks wider than a tile of context; a group of query heads that is no power of two.
@@ -71,10 +73,22 @@ CASES = (
         "float16",
         parts=("norm", "rotary"),
     ),
-    # XLA reads a single row's blocks one by one.
-    Case("one-row", Shape(4, 1, head_dim=64, rows=1, width=12, tokens=1)),
 )
 BY_NAME = {case.name: case for case in CASES}
+
+
+@functools.cache
+def compiled(
+    function: Callable[..., jax.Array], backend: str, *, donate: bool = False
+) -> Callable[..., jax.Array]:
+    """A kernel's public function by a backend, under jit; donate: its first argument. What is only
+    interpreted is compiled without optimising: that takes longer than running it."""
+    options = None if backend == "xla" else {"xla_backend_optimization_level": 0}
+    return jax.jit(
+        functools.partial(function, backend=backend),
+        donate_argnums=(0,) if donate else (),
+        compiler_options=options,
+    )
 
 
 def takes(backend: str, case: Case, kind: int) -> bool:

@@ -27,14 +27,18 @@ from jaxserve.pallas_kernels import (
     write,
 )
 from tests.kernels.batches import Shape, make_pool, make_projection, tokens_of, vectors
-from tests.kernels.cases import Case
+from tests.kernels.cases import Case, compiled
 
 Check = Callable[[str, Case, AttentionBatch, int], None]
 # The shared cases of each function: those that reach code of its own.
 BOTH = ("decodes", "cut-decodes", "cut-mixed", "odd")
 WRITES = ("decodes", "mixed", "cut-mixed", "odd")
 
-put = jax.jit(write, static_argnames="backend", donate_argnums=0)
+
+def put(backend: str, *arguments: Any, **more: Any) -> jax.Array:
+    """`write`, in place; a pool in NumPy is copied first."""
+    pool, *rest = arguments
+    return compiled(write, backend, donate=True)(jnp.asarray(pool), *rest, **more)
 
 
 def same(got: jax.Array, want: np.ndarray) -> None:
@@ -69,7 +73,7 @@ def check_write(
     k, v, x = (vectors(shape, shape.kv_heads, rng, np.float32, used) for _ in range(3))
     layer, given = seed % shape.layers, x if with_x else None
     want = reference.write(pool, layer, k, v, given, batch)
-    same(put(jnp.asarray(pool), jnp.int32(layer), k, v, batch, x=given, backend=backend), want)
+    same(put(backend, pool, jnp.int32(layer), k, v, batch, x=given), want)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,18 +123,20 @@ class Attention:
         close(run(*given), want, self.used(batch), case)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax.Array:
-    """The function by this backend with the case's options; compiled once for each of them."""
+@functools.cache
+def _with_options(attention: Attention, case: Case) -> Callable[..., jax.Array]:
     options = attention.options(case)
     if attention.name != "absorbed":
         options["decode_only"] = case.shape.decode_only
-    return attention.function(*arguments, **options, backend=backend)
+    return functools.partial(attention.function, **options)
 
 
-PAGED = Attention(
-    "paged", KV, (*BOTH, "mixed", "one-row"), paged_attention, reference.paged_attention
-)
+def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax.Array:
+    """The function by this backend with the case's options; compiled once for each of them."""
+    return compiled(_with_options(attention, case), backend)(*arguments)
+
+
+PAGED = Attention("paged", KV, (*BOTH, "mixed"), paged_attention, reference.paged_attention)
 ABSORBED = Attention("absorbed", HIDDEN, BOTH, absorbed_attention, reference.absorbed_attention)
 PROJECTED = Attention(
     "projected", HIDDEN, (*BOTH, "mixed"), projected_attention, reference.projected_attention

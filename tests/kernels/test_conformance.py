@@ -33,7 +33,6 @@ def at_edges(found: list[ParameterSet]) -> list[ParameterSet]:
         pytest.param(*one.values, edge, id=f"{one.id}-{edge.__name__}")
         for one in found
         for edge in edges_of(one.values[-1])
-        if one.values[-1].shape.rows > 1
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
 from tests.kernels.batches import POISON
-from tests.kernels.cases import BACKENDS
+from tests.kernels.cases import BACKENDS, compiled
 from tests.kernels.conformance import same
 
 MOST = 14
@@ -25,10 +24,6 @@ POOLS = [
     for size, dtype in ((SMALL, "float32"), (WIDE, "bfloat16"), (ODD, "float16"))
     if (backend, size) != ("tpu-interpret", ODD)
 ]
-
-move = jax.jit(move_slots, static_argnames="backend", donate_argnums=0)
-put = jax.jit(stage_in, static_argnames="backend", donate_argnums=0)
-take = jax.jit(stage_out, static_argnames="backend")
 
 
 def drawn_pool(size: Size, dtype: str, rng: np.random.Generator) -> np.ndarray:
@@ -51,13 +46,14 @@ def check_moves(backend: str, pool: np.ndarray, moves: np.ndarray, count: int) -
     """Also out to a staging buffer and in from it; what lies there from `count` on must not get
     into the pool."""
     sources, targets, used = moves[:, :2], moves[:, 2:], jnp.int32(count)
-    got = move(jnp.asarray(pool), moves, used, backend=backend)
+    got = compiled(move_slots, backend, donate=True)(jnp.asarray(pool), moves, used)
     same(got, reference.move(pool, moves, count))
-    staged = take(pool, sources, used, backend=backend)
+    staged = compiled(stage_out, backend)(pool, sources, used)
     same(staged, reference.stage_out(pool, sources, count))
     staging = np.array(staged)
     staging[count:] = np.nan
-    got = put(jnp.asarray(pool), staging, targets, used, backend=backend)
+    put = compiled(stage_in, backend, donate=True)
+    got = put(jnp.asarray(pool), staging, targets, used)
     same(got, reference.stage_in(pool, staging, targets, count))
 
 

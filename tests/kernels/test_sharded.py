@@ -15,12 +15,14 @@ import pytest
     [
         ("xla", "16", ["2:24", "4:4"]),
         ("triton-interpret", "16", ["4:24"]),
-        ("tpu-interpret", "128", ["2:24"]),
+        ("tpu-interpret", "128", ["2:4"]),
     ],
 )
 def test_sharded_heads(backend: str, head_dim: str, pairs: list[str]) -> None:
     """pairs: shards and tokens of a step; chunks gather whole layers of blocks, decodes theirs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    if backend != "xla":  # to optimise what is only interpreted takes longer than running it
+        flags += " --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.run_sharded", backend, head_dim, *pairs],
         cwd=Path(__file__).parents[2],

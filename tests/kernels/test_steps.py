@@ -31,12 +31,12 @@ SMALL = Shape(4, 2, head_dim=64, rows=2, tokens=20, width=5, layers=1)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_written_is_read_back(backend: str) -> None:
-    rng = np.random.default_rng(0)
-    batch = make_batch(SMALL, [(11, 11), (9, 9)], [LEFT, RIGHT], 0, rng)
-    pool = make_pool(2, SMALL.blocks, 2, SMALL.block_size, SMALL.head_dim, jnp.float32)
-    k, v = (vectors(SMALL, 2, rng, np.float32) for _ in range(2))
-    pool = put(pool, jnp.int32(1), k, v, batch, backend=backend)
-    for row, start, end in ((0, 0, 11), (1, 11, 20)):
+    rng, shape = np.random.default_rng(0), BY_NAME["mixed"].shape
+    batch = make_batch(shape, [(21, 21), (19, 19)], [LEFT, RIGHT], 0, rng)
+    pool = make_pool(2, shape.blocks, 2, shape.block_size, shape.head_dim, jnp.float32)
+    k, v = (vectors(shape, 2, rng, np.float32) for _ in range(2))
+    pool = put(backend, pool, jnp.int32(1), k, v, batch, x=None)
+    for row, start, end in ((0, 0, 21), (1, 21, 40)):
         for plane, value in enumerate((k, v)):
             table = np.asarray(batch.tables)[row, plane]
             found = read_tokens(pool, 1, table, end - start, int(batch.direction[row]))
@@ -70,7 +70,7 @@ def test_chunks_then_decodes_equal_one_dense_attention() -> None:
             return np.pad(joined, ((0, 20 - len(joined)), (0, 0), (0, 0)))
 
         layer = jnp.int32(0)
-        pool = put(pool, layer, flat(k), flat(v), batch, backend="xla")
+        pool = put("xla", pool, layer, flat(k), flat(v), batch)
         got = np.asarray(attend(flat(q), pool, layer, batch))
         start = 0
         for row, (context, length) in enumerate(rows):

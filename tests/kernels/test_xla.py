@@ -1,4 +1,5 @@
-"""What is only XLA's: tiles of queries wider than the shared cases' steps, and updates in place."""
+"""What is only XLA's: tiles of queries wider than the shared cases' steps, single rows, and updates
+in place."""
 
 from __future__ import annotations
 
@@ -30,6 +31,15 @@ LONG = Case("long", Shape(4, 2, rows=4, width=20, tokens=150), window=40, parts=
 def test_chunks_of_more_than_one_tile(attention: Attention, edge: Edge) -> None:
     assert LONG.shape.tokens > xla_attention.TILE_QUERIES
     attention.check("xla", LONG, edge(LONG.shape, attention.kind), 1)
+
+
+@pytest.mark.parametrize("direction", [LEFT, RIGHT])
+def test_a_single_rows_blocks_are_read_one_by_one(direction: int) -> None:
+    case = Case("one-row", Shape(4, 1, rows=1, width=12, tokens=1))
+    for context in (0, 1, 8, 9, 95, 96):
+        rows, rng = [(context, 1)] if context else [], np.random.default_rng(context)
+        batch = make_batch(case.shape, rows, [direction], len(rows), rng)
+        PAGED.check("xla", case, batch, context)
 
 
 def assert_in_place(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> None:
