@@ -51,6 +51,8 @@ class Panels(Lines):
     def sustained(
         self, results: OnlineResults, system: str, model: str, data: str, level: float
     ) -> Crossing:
+        """Requests/s up to which attainment stays at or above `level`, a share; or a bound on
+        them."""
         return crossing(self.attainments(results, system, model, data), level)
 
     def ratios(
@@ -81,6 +83,7 @@ class Panels(Lines):
         return table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
 
     def draw(self, results: OnlineResults, systems: Sequence[str], path: Path) -> None:
+        """Figure 8's nine panels of these systems: a row a data set, a column a model."""
         names = {system: system for system in systems}
         charts = [
             [self.panel(results, model, data, names) for model in self.scale.models]
@@ -95,6 +98,7 @@ class Effective(Panels):
     systems = (*BASELINES, PROJECTED)
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 1 of the page: rates sustained over the baselines'; needs `Absorbed`'s runs."""
         name = "aptserve-8-effective.png"
         self.draw(results, self.systems, figures / name)
         return Section(
@@ -152,6 +156,8 @@ class Effective(Panels):
         return workload_of(self.case("vllm", "13B", data, 1.0)).lengths
 
     def rows(self, results: OnlineResults) -> list[Row]:
+        """The paper's ratios to the baselines beside ours: first over all panels, then by data
+        set."""
         rows = []
         for level in self.scale.levels:
             for below in BASELINES:
@@ -234,6 +240,7 @@ class Absorbed(Panels):
     systems = ("vllm", KV, PROJECTED, ABSORBED)
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 8 of the page: absorbing over projecting, which the paper does not have."""
         name = "aptserve-absorbed.png"
         self.draw(results, self.systems, figures / name)
         rows = [

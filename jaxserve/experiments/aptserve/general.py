@@ -23,10 +23,12 @@ class Chunked(Lines):
     systems = ("vllm", "sarathi", PROJECTED, CHUNKED)
 
     def panels(self) -> Iterator[tuple[str, str]]:
+        """MODEL with every data set."""
         for data in self.scale.data_sets:
             yield MODEL, data
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 6 of the page: Apt-Serve on Sarathi's batches against both by themselves."""
         name = "aptserve-11-chunked.png"
         names = {system: system for system in self.systems}
         panels = [self.panel(results, model, data, names) for model, data in self.panels()]
@@ -55,6 +57,9 @@ class Chunked(Lines):
         )
 
     def row(self, results: OnlineResults, below: str) -> Row:
+        """The rate that `aptserve_s` sustains over the one that `below` does, by level and data
+        set. Bounds of the two rates are not marked."""
+
         def rate(system: str, data: str, level: float) -> float:
             return crossing(self.attainments(results, system, MODEL, data), level).rate
 
@@ -92,18 +97,23 @@ class LongContexts(Part):
     systems = ("vllm", "aptserve")
 
     def settings(self) -> Iterator[tuple[str, str, tuple[float, ...]]]:
+        """Model, data set and the rates to try, requests/s; only the first of each where the scale
+        has one model."""
         quick = len(self.scale.models) == 1
         for model in LONG_MODELS[: 1 if quick else None]:
             for data, (_, rates) in list(LONG.items())[: 1 if quick else None]:
                 yield model, data, rates[: 1 if quick else None]
 
     def cases(self, results: OnlineResults) -> Iterator[OnlineCase]:
+        """Every setting's rates with both systems."""
         for model, data, rates in self.settings():
             for rate in rates:
                 for system in self.systems:
                     yield self.of(system, model, data, rate)
 
     def of(self, system: str, model: str, data: str, rate: float) -> OnlineCase:
+        """On the data set's GPUs (LONG), prompts as long as they are, C = LONG_C; rate in
+        requests/s."""
         gpus, _ = LONG[data]
         return OnlineCase(
             system,
@@ -117,6 +127,7 @@ class LongContexts(Part):
         )
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 7 of the page: models of grouped queries, so of K and V only."""
         name = "aptserve-12-long.png"
         panels: dict[str, list[Panel | None]] = {}
         for model, data, rates in self.settings():
@@ -145,6 +156,8 @@ class LongContexts(Part):
         )
 
     def rows(self, results: OnlineResults) -> list[Row]:
+        """The claims on attainment, and on that of P99 TBT alone, counted over settings and
+        rates."""
         better = tbt = total = 0
         for model, data, rates in self.settings():
             for rate in rates:
@@ -191,6 +204,7 @@ class LongContexts(Part):
         return " and ".join(each) + " attain it there; "
 
     def table(self, results: OnlineResults) -> str:
+        """Attainment of both systems at every rate, percent, and of TTFT and P99 TBT apart."""
         rows = []
         for model, data, rates in self.settings():
             for rate in rates:

@@ -29,21 +29,26 @@ class Latencies(Part):
     """6.6, Figure 10."""
 
     def cases(self, results: OnlineResults) -> Iterator[OnlineCase]:
+        """A trace for each of `settings`; one rate a data set, so there is nothing to search
+        for."""
         for system, data, read in self.settings():
             yield self.of(system, data, read)
 
     def settings(self) -> Iterator[tuple[str, str, str]]:
+        """System, data set, and how hidden caches are read."""
         for data in self.scale.data_sets:
             for read in READS:
                 for system in SWITCHES:
                     yield system, data, read
 
     def of(self, system: str, data: str, read: str) -> OnlineCase:
+        """With the quantiles of its latencies. read: a key of READS."""
         policy = (FCFS if system == FCFS else PROJECTED) + READS[read]
         switches = SWITCHES[system]
         return self.case(policy, MODEL, data, RATES[data], switches=switches, quantiles=True)
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 4 of the page: whom the schedule lets wait, and what decay changes."""
         name = "aptserve-10-latencies.png"
         found = {key: results[self.of(*key)] for key in self.settings()}
         self.draw(found, figures / name)
@@ -57,6 +62,8 @@ class Latencies(Part):
         )
 
     def draw(self, found: Found, path: Path) -> None:
+        """Figure 10: share of requests against seconds, TTFT and P99 TBT in a row each for either
+        way of reading hidden caches, data sets in columns."""
         panels = [
             [
                 Panel(
@@ -77,6 +84,9 @@ class Latencies(Part):
         chart(path, panels, "seconds", dpi=95)
 
     def rows(self, found: Found) -> list[Row]:
+        """The claims of section 6.6: attainment of the three systems, and what decay does to the
+        99th percentile of TTFT."""
+
         def each(system: str) -> str:
             return "; ".join(
                 f"{read} "
@@ -122,6 +132,7 @@ class Latencies(Part):
         )
 
     def table(self, found: Found) -> str:
+        """A line a setting: attainment in percent, quantiles of TTFT and of P99 TBT in seconds."""
         rows = [
             [
                 f"{LABELS[data]}, {read}, `{system}`",

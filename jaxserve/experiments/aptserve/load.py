@@ -144,6 +144,8 @@ def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, coun
 
 
 def dump(found: Sequence[Load], path: Path) -> None:
+    """As JSON, with the machine, the versions and the targets in seconds; makes the folder where
+    there is none. PackageNotFoundError where jaxserve was never installed."""
     content = {
         "command": COMMAND,
         "machine": machine(),

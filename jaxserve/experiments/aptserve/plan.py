@@ -21,6 +21,7 @@ def measure(scale: Scale) -> Times:
 
 
 def dump(times: Times, path: Path) -> None:
+    """As JSON, milliseconds by situation and candidates; makes the folder where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"policy": POLICY, "plan_ms": times}, indent=1) + "\n", "utf-8")
 
@@ -39,6 +40,8 @@ def load(path: Path, candidates: Sequence[int]) -> Times | None:
 
 
 def section(scale: Scale, times: Times) -> Section:
+    """Section 5 of the page: times in ms beside the paper's. KeyError if `times` lacks one of
+    the scale's candidates."""
     header = ["candidates", *(f"{n:,}" for n in scale.candidates)]
     rows = [
         ["the paper", *(f"{PAPER[n]:g}" if n in PAPER else "" for n in scale.candidates)],

@@ -49,15 +49,18 @@ class Bursts(Part):
     systems = ("vllm", "sarathi", PROJECTED, ABSORBED)
 
     def cases(self, results: OnlineResults) -> Iterator[OnlineCase]:
+        """Every system with every data set and CV, at the data set's one rate."""
         for data in self.scale.data_sets:
             for cv in self.scale.cvs:
                 for system in self.systems:
                     yield self.burst(system, data, cv)
 
     def burst(self, system: str, data: str, cv: float) -> OnlineCase:
+        """cv: of the gaps between arrivals, standard deviation over mean; 1 is Poisson."""
         return self.case(system, MODEL, data, RATES[data], cv=cv)
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 2 of the page: attainment against the CV of the gaps."""
         name = "aptserve-9-bursts.png"
         panels = [
             Panel(
@@ -85,6 +88,8 @@ class Bursts(Part):
         )
 
     def rows(self, results: OnlineResults) -> list[Row]:
+        """The claims of section 6.4. A baseline that attains nothing counts as 1e-9 in a factor."""
+
         def above(system: str) -> Extreme:
             return Extreme.of(
                 {
@@ -139,6 +144,7 @@ class Bursts(Part):
         )
 
     def table(self, results: OnlineResults) -> str:
+        """Attainment in percent, a line a data set and CV, a column a system."""
         return table(
             ["attainment, %", *(f"`{system}`" for system in self.systems)],
             [
@@ -161,11 +167,15 @@ class Ablations(Part):
     systems = (KV, PROJECTED, ABSORBED, FCFS, FCFS_ABSORBED)
 
     def settings(self) -> Iterator[tuple[str, float, int]]:
+        """Data set, rate in requests/s and CV of the paper's tables, as far as the scale has
+        them."""
         for data, rate, cv in TABLES:
             if data in self.scale.data_sets and (cv == 1 or len(self.scale.cvs) > 1):
                 yield data, rate, cv
 
     def cases(self, results: OnlineResults) -> Iterator[OnlineCase]:
+        """Every system in every setting; with Poisson arrivals, `aptserve` at each of the scale's
+        costs of a hidden token, too."""
         for data, rate, cv in self.settings():
             for system in self.systems:
                 yield self.of(system, data, rate, cv)
@@ -174,15 +184,20 @@ class Ablations(Part):
                 yield self.cheaper(data, rate, cost)
 
     def poisson(self) -> list[tuple[str, float]]:
+        """Data sets and rates, requests/s, of the settings with a CV of 1."""
         return [(data, rate) for data, rate, cv in self.settings() if cv == 1]
 
     def of(self, system: str, data: str, rate: float, cv: float) -> OnlineCase:
+        """A trace of MODEL; rate in requests/s, cv of its gaps."""
         return self.case(system, MODEL, data, rate, cv=cv)
 
     def cheaper(self, data: str, rate: float, cost: float) -> OnlineCase:
+        """`aptserve` with Poisson arrivals; cost: factor on what reading a projected token
+        takes."""
         return self.case(PROJECTED, MODEL, data, rate, hidden_cost=cost)
 
     def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Section 3 of the page: tables alone, so nothing is written into `figures`."""
         return Section(
             "3. The hybrid cache and the adaptive schedule, apart (section 6.5, Tables 4 and 5)",
             "OPT-13B, Gamma arrivals. Attainment in percent, the paper's in brackets; it has none "
@@ -193,6 +208,9 @@ class Ablations(Part):
         )
 
     def rows(self, results: OnlineResults) -> list[Row]:
+        """The claims of section 6.5, in points of attainment: the hybrid cache over K and V only
+        (Table 4), the adaptive schedule over FCFS (Table 5)."""
+
         def points(above: str, below: str) -> str:
             found = {
                 f"{LABELS[data]}, {rate:g}/s, CV {cv}": 100
@@ -255,6 +273,7 @@ class Ablations(Part):
         )
 
     def table(self, results: OnlineResults) -> str:
+        """Attainment in percent, the paper's in brackets, a line a setting, a column a system."""
         rows = []
         for data, rate, cv in self.settings():
             kv, hybrid, fcfs = TABLES[data, rate, cv]

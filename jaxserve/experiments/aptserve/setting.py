@@ -1,4 +1,4 @@
-"""Apt-Serve's setting (section 6.2), and what the parts of `aptserve.py` have in common."""
+"""Apt-Serve's setting (section 6.2), and what the parts of `aptserve`'s page have in common."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Part(ABC):
         """What it wants to know, given what is known: asked again until nothing is new."""
 
     @abstractmethod
-    def section(self, results: OnlineResults, figures: Path) -> Section: ...
+    def section(self, results: OnlineResults, figures: Path) -> Section:
+        """Of the page; its charts are written into the folder `figures`. results: of all that any
+        part asked for in `cases`."""
 
     def case(self, system: str, model: str, data: str, rate: float, **more: object) -> OnlineCase:
         """A trace of the main setting. system: a policy, or ABSORBED; `aptserve`s read hidden
@@ -98,6 +100,7 @@ class Lines(Part):
                 yield model, data
 
     def cases(self, results: OnlineResults) -> Iterator[OnlineCase]:
+        """The rates that the search of each line needs next; none once all lines are found."""
         for model, data in self.panels():
             for name in self.systems:
                 _, missing = self._search(results, name, model, data)
@@ -115,6 +118,7 @@ class Lines(Part):
     def attainments(
         self, results: OnlineResults, system: str, model: str, data: str
     ) -> dict[float, float]:
+        """Shares of the requests within both targets by rate, requests/s, ascending."""
         return {r: n.attainment for r, n in self.line(results, system, model, data).items()}
 
     def _search(
@@ -145,4 +149,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def percent(share: float) -> str:
+    """Of a share, one digit behind the point, without the sign."""
     return f"{100 * share:.1f}"

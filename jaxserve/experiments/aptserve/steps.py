@@ -37,6 +37,7 @@ class StepTimes:
 
     @property
     def ratio(self) -> float:
+        """How many times the KV step the hidden one takes."""
         return self.hidden / self.kv
 
 
@@ -92,6 +93,8 @@ def _config(config: Any, read: str, rows: Sequence[int], tokens: Sequence[int]) 
 
 
 def dump(found: Sequence[StepTimes], path: Path) -> None:
+    """As JSON, with the machine and the versions, times in seconds; makes the folder where there is
+    none. PackageNotFoundError where jaxserve was never installed."""
     content = {
         "command": COMMAND,
         "machine": machine(),

@@ -1,4 +1,4 @@
-"""What the comparisons of `infermax.py` and `aptserve.py` have in common."""
+"""What the pages of `infermax` and `aptserve` have in common."""
 
 from __future__ import annotations
 
@@ -67,18 +67,23 @@ class Section:
 
 
 class Comparison(ABC):
-    """One of the seven."""
+    """One section of `infermax`'s page: what it simulates, and what it makes of it."""
 
     def __init__(self, scale: Scale) -> None:
         self.scale = scale
 
     @abstractmethod
-    def cases(self) -> Iterator[Case]: ...
+    def cases(self) -> Iterator[Case]:
+        """The simulations whose numbers `section` reads. Equal ones are run once."""
 
     @abstractmethod
-    def section(self, results: Results, figures: Path) -> Section: ...
+    def section(self, results: Results, figures: Path) -> Section:
+        """Of the page; its charts are written into the folder `figures`. KeyError if `results`
+        lacks one of `cases`."""
 
     def fixed(self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0) -> Case:
+        """Requests that arrive together, each of i tokens in and o out. 0 requests: the scale's
+        `many`; 0 kv_tokens: the scale's M."""
         count = requests or self.scale.many
         return Case(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
 
@@ -92,42 +97,53 @@ class Extreme:
 
     @classmethod
     def of(cls, values: dict[str, float]) -> Extreme:
+        """From values by where they were found; the first of equals. ValueError if there are
+        none."""
         where = max(values, key=lambda key: values[key])
         return cls(values[where], where)
 
     def times(self) -> str:
+        """A value that is a factor: `1.91x (I = 24)`; three digits, or whole from 1,000 on."""
         value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
         return f"{value}x ({self.where})"
 
     def percent(self) -> str:
+        """A value that is a factor, as what it adds: `+13.5% (I = 128)`."""
         return f"{self.value - 1:+.1%} ({self.where})"
 
 
 def latency_of(n: Numbers) -> float:
+    """Seconds: the sum of the batch times (InferMax section 4.1)."""
     return n.latency
 
 
 def tps_of(n: Numbers) -> float:
+    """Tokens generated over the latency, in tokens/s."""
     return n.tps
 
 
 def ttft_of(n: Numbers) -> float:
+    """Seconds to the first token, mean over requests."""
     return n.ttft
 
 
 def tpot_of(n: Numbers) -> float:
+    """Seconds, mean over the requests' own means; 0 where nobody has a second token."""
     return n.tpot
 
 
 def tpot_p99_of(n: Numbers) -> float:
+    """Seconds, 99th percentile of the requests' own means; 0 where nobody has a second token."""
     return n.tpot_p99
 
 
 def preemptions_of(n: Numbers) -> float:
+    """Of the whole run: a request counts as often as it loses its cache."""
     return n.preemptions
 
 
 def listed(values: tuple[int, ...]) -> str:
+    """As in a sentence: `1, 32 and 1024`. ValueError if there are none."""
     *first, last = map(str, values)
     return f"{', '.join(first)} and {last}" if first else last
 

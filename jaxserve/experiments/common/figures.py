@@ -108,6 +108,8 @@ def bars(path: Path, names: Sequence[str], values: Sequence[float], y_label: str
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
+    """In the format of the path's suffix, dpi pixels an inch; makes the folder where there is
+    none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the library's version in it, the same numbers give the same file.
     figure.savefig(path, dpi=dpi, metadata={"Software": None})

@@ -70,6 +70,8 @@ Results = dict[Case, Numbers]
 
 
 def run(case: Case) -> Numbers:
+    """Simulates it, from the same requests each time. ValueError if its policy, workload or system
+    is unknown, or does not suit the others; TypeError if the policy has no such switch."""
     place = system(case.system)
     policy = policy_under(case.policy, RULES["infermax_paper"])
     if case.switches:
@@ -101,13 +103,14 @@ def run(case: Case) -> Numbers:
 
 
 class AnyCase(Protocol):
-    """A run that can be done in another process; hashable. cost: a guess of how long it takes;
-    named: what identifies it in a file."""
+    """A run that can be done in another process; hashable."""
 
     @property
-    def cost(self) -> float: ...
+    def cost(self) -> float:
+        """A guess of how long it takes, in any unit: the longest start first."""
 
-    def named(self) -> dict[str, Any]: ...
+    def named(self) -> dict[str, Any]:
+        """What identifies it in a file, ready for JSON."""
 
 
 C = TypeVar("C", bound=AnyCase)

@@ -40,10 +40,14 @@ def runs(trace: str, requests: int | None) -> dict[str, Case]:
 
 
 def cases(trace: str, requests: int | None) -> list[Case]:
+    """Those of `runs`. trace: the CSV's path; requests: its first so many, None for all."""
     return list(runs(trace, requests).values())
 
 
 def section(trace: str, requests: int | None, results: Results, figures: Path) -> Section:
+    """Section 7 of the page: latency of the deployable schedulers, of `infermax` and of its two
+    halves, and the bound with unlimited M. Writes one bar chart; KeyError if `results` lacks one
+    of `cases`."""
     found = {label: results[case] for label, case in runs(trace, requests).items()}
 
     def times(labels: Iterable[str]) -> str:
@@ -92,6 +96,7 @@ def section(trace: str, requests: int | None, results: Results, figures: Path) -
 
 
 def skipped() -> Section:
+    """In place of `section` where no trace was given: how to get one."""
     return Section(
         TITLE,
         "Not run: the trace is not part of jaxserve. Give its path with `--azure=PATH` "

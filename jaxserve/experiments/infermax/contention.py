@@ -29,15 +29,18 @@ class LowContention(Comparison):
     policies = ("vllm", "sarathi", "sarathi_pc", "sarathi_nohy")
 
     def case(self, policy: str, i: int, o: int) -> Case:
+        """B is the scale's `few`, so that all requests fit into M at the same time."""
         return self.fixed(policy, i, o, self.scale.few)
 
     def cases(self) -> Iterator[Case]:
+        """Every scheduler with every O and I."""
         for policy in self.policies:
             for o in self.scale.outputs:
                 for i in self.scale.prompts:
                     yield self.case(policy, i, o)
 
     def section(self, results: Results, figures: Path) -> Section:
+        """Section 1 of the page: all requests fit into M together."""
         scale = self.scale
         last = scale.prompts[-1]
         name = "infermax-4-low-contention.png"
@@ -52,6 +55,7 @@ class LowContention(Comparison):
         )
 
     def rows(self, results: Results) -> list[Row]:
+        """The claims of section 4.2. Where O = 1 there is no TPOT, so no ratio of it either."""
         scale = self.scale
         cells = [(i, o) for i in scale.prompts for o in scale.outputs]
 
@@ -108,6 +112,7 @@ class LowContention(Comparison):
         return f"{', '.join(steps)} at O = {o}"
 
     def draw(self, results: Results, path: Path) -> None:
+        """Figure 4: a row each of latency, TTFT and TPOT, a column an O; no TPOT at O = 1."""
         scale = self.scale
         panels = [
             [
@@ -123,6 +128,7 @@ class LowContention(Comparison):
         chart(path, panels, "I, tokens")
 
     def panel(self, results: Results, o: int, get: Get, label: str) -> Panel:
+        """One number of all schedulers against I, for one O."""
         lines = {
             policy: (
                 self.scale.prompts,
@@ -139,12 +145,14 @@ class HighContention(Comparison):
     policies = ("vllm", "sarathi", "sarathi_pc")
 
     def cases(self) -> Iterator[Case]:
+        """Every scheduler with every O and I, B being the scale's `many`."""
         for policy in self.policies:
             for o in self.scale.outputs:
                 for i in self.scale.prompts:
                     yield self.fixed(policy, i, o)
 
     def section(self, results: Results, figures: Path) -> Section:
+        """Section 2 of the page: far more requests than fit into M together."""
         scale = self.scale
         name = "infermax-5-high-contention.png"
         self.draw(results, figures / name)
@@ -168,6 +176,7 @@ class HighContention(Comparison):
         }
 
     def rows(self, results: Results) -> list[Row]:
+        """The claims of section 4.3; preemptions are summed over I."""
         scale = self.scale
 
         def ratio(get: Get, above: str, below: str) -> dict[str, float]:
@@ -226,6 +235,8 @@ class HighContention(Comparison):
         return rows
 
     def draw(self, results: Results, path: Path) -> None:
+        """Latency, TTFT, TPOT and preemptions in rows, O in columns. At O = 1 there is no TPOT, and
+        no request outgrows its prompt, so that none is preempted."""
         scale = self.scale
         wanted: tuple[tuple[Get, str], ...] = (
             (latency_of, "latency, s"),

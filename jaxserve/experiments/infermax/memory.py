@@ -29,12 +29,14 @@ class EvictionFree(Comparison):
     claims = ("17%", "9.6%", "13.8%")
 
     def cases(self) -> Iterator[Case]:
+        """Every scheduler, with and without `+ef`, with every I and the largest O."""
         for policy in self.policies:
             for i in self.scale.prompts:
                 for variant in ("", EF):
                     yield self.fixed(policy + variant, i, self.scale.outputs[-1])
 
     def section(self, results: Results, figures: Path) -> Section:
+        """Section 3 of the page: what it brings to preempt nobody, knowing O."""
         scale = self.scale
         o = scale.outputs[-1]
         name = "infermax-8-eviction-free.png"
@@ -48,6 +50,8 @@ class EvictionFree(Comparison):
         )
 
     def rows(self, results: Results) -> list[Row]:
+        """The claims of section 4.4: what reserving whole requests does to TPS, TTFT and TPOT, by
+        scheduler, and how many requests then run at once."""
         scale = self.scale
         o = scale.outputs[-1]
 
@@ -94,6 +98,7 @@ class EvictionFree(Comparison):
         return rows
 
     def draw(self, results: Results, path: Path) -> None:
+        """Figure 8: TPS, TTFT and TPOT side by side."""
         scale = self.scale
         o = scale.outputs[-1]
         wanted: tuple[tuple[Get, str], ...] = (
@@ -128,10 +133,13 @@ class MemorySize(Comparison):
     policies = ("vllm", "sarathi")
 
     def prompts(self, memory: int) -> list[int]:
+        """Each I with which a whole request, I + O - 1 tokens, fits into M = memory tokens;
+        ascending."""
         every = sorted({*self.scale.prompts, *self.scale.between})
         return [i for i in every if i + self.scale.outputs[1] - 1 <= memory]
 
     def cases(self) -> Iterator[Case]:
+        """Both schedulers, with and without `+ef`, with every M and what `prompts` has for it."""
         for memory in self.scale.memories:
             for i in self.prompts(memory):
                 for policy in self.policies:
@@ -139,9 +147,11 @@ class MemorySize(Comparison):
                         yield self.case(policy + variant, i, memory)
 
     def case(self, policy: str, i: int, memory: int) -> Case:
+        """O is the second of the scale's; memory is M, tokens."""
         return self.fixed(policy, i, self.scale.outputs[1], kv_tokens=memory)
 
     def section(self, results: Results, figures: Path) -> Section:
+        """Section 4 of the page: with which M preempting pays."""
         scale = self.scale
         largest = scale.memories[-1]
         name = "infermax-9-memory.png"
@@ -156,6 +166,8 @@ class MemorySize(Comparison):
         )
 
     def rows(self, results: Results) -> list[Row]:
+        """The claims of section 4.5: for each M the range of TPS with preemptions over TPS without,
+        and the mean share of the largest M that `sarathi` uses."""
         scale = self.scale
         rows = []
         claims = {
@@ -196,6 +208,7 @@ class MemorySize(Comparison):
         return rows
 
     def draw(self, results: Results, path: Path) -> None:
+        """Figure 9: TPS above TPOT, a column an M."""
         scale = self.scale
         wanted: tuple[tuple[Get, str], ...] = ((tps_of, "tokens/s"), (tpot_of, "TPOT, s"))
         panels = [

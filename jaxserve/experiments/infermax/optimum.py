@@ -32,11 +32,13 @@ class Instance:
 
     @property
     def best(self) -> Replay:
+        """The optimal schedule, or the best that was found in time."""
         assert self.optimum.replay is not None
         return self.optimum.replay
 
     @property
     def preemptions(self) -> int:
+        """How often `best` takes a request's cache."""
         return self.best.schedule.preemptions
 
 
@@ -110,6 +112,8 @@ def _rows(instances: list[Instance]) -> list[Row]:
 
 
 def section(scale: Scale, instances: list[Instance], figures: Path) -> Section:
+    """Section 6 of the page: latencies over the optimum's (Figure 15), and the schedules of some I
+    as pictures, both written into the folder `figures`."""
     lines = {
         name: (
             [one.prompt for one in instances],

@@ -36,6 +36,9 @@ QUICK_AZURE = 200  # requests
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; argv without the program's name. Gives the exit status: 0 if the page is
+    written, 1 after a line on stderr where input or a file is at fault, 130 if interrupted.
+    SystemExit for a wrong flag."""
     args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     scale = QUICK if args.quick else Scale()
     comparisons = [make(scale) for make in COMPARISONS]

@@ -29,15 +29,18 @@ class Ranks(Comparison):
     policies = ("rank_org", "rank_i", "rank_o")
 
     def case(self, policy: str, mix: str, count: int) -> Case:
+        """B = count requests of a mix, in an order that every policy gets."""
         return Case(policy, mix, self.scale.kv_tokens, count)
 
     def cases(self) -> Iterator[Case]:
+        """Every mix and B, in each order and, to compare with, under `sarathi+ef`."""
         for mix in MIXES:
             for count in self.scale.mixed:
                 for policy in (*self.policies, FREE):
                     yield self.case(policy, mix, count)
 
     def section(self, results: Results, figures: Path) -> Section:
+        """Section 5 of the page: orders of service other than by arrival."""
         name = "infermax-10-ranks.png"
         self.draw(results, figures / name)
         return Section(
@@ -50,6 +53,9 @@ class Ranks(Comparison):
         )
 
     def rows(self, results: Results) -> list[Row]:
+        """The claims of section 4.6: each the largest ratio over the mixes that it is about, and
+        over B."""
+
         def ratio(get: Get, above: str, below: str, mixes: tuple[str, ...]) -> Extreme:
             return Extreme.of(
                 {
@@ -96,6 +102,7 @@ class Ranks(Comparison):
         return rows
 
     def draw(self, results: Results, path: Path) -> None:
+        """Latency, TTFT and TPOT against B in rows, mixes in columns."""
         wanted: tuple[tuple[Get, str], ...] = (
             (latency_of, "latency, s"),
             (ttft_of, "TTFT, s"),
