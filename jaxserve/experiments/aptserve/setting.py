@@ -49,10 +49,9 @@ class Scale:
     costs: tuple[float, ...] = (1, 1 / 4, 1 / 16, 1 / 64)
     candidates: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)
     plan_repeats: int = 50
-    long_rates: tuple[float, ...] = (0.25, 0.5, 1, 2, 4)
 
 
-QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.9,), (1,), (1, 1 / 4), (8,), 2, (1,))
+QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.9,), (1,), (1, 1 / 4), (8,), 2)
 
 
 class Part(ABC):
