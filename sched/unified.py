@@ -99,6 +99,7 @@ class UnifiedPolicy(Policy):
     steady = True
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """Fills one batch, group after group (InferMax Algorithm 1). now: seconds, for the key."""
         ranking = self.ranking(view, now)
         budget = BatchBudget(
             view,
@@ -128,6 +129,8 @@ class UnifiedPolicy(Policy):
         return None
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
+        """The rows with all that each has pending, in KV; P applies to those that do not decode.
+        reserve: as the policy's `Reserve` says, that of a chunk before it is cut."""
         table = view.table
         tokens = table.pending(rows)
         prefill = (tokens != 1) | (table.generated[rows] == 0)
