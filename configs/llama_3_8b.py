@@ -16,6 +16,7 @@ from jaxserve.configs import base
 
 
 def get_config() -> ConfigDict:
+    """`base` with the shape of Llama 3 8B in bfloat16, steps of 1,024 tokens and 128 rows."""
     config = base.get_config()
     config.model.preset = "llama-3-8b"
     config.model.dtype = "bfloat16"

@@ -13,6 +13,8 @@ from jaxserve.configs import base
 
 
 def get_config() -> ConfigDict:
+    """`base` with the shape of OPT-125M, random float32 weights, 1 GiB of pool in blocks of 32
+    tokens, and requests of up to 1,024 tokens."""
     config = base.get_config()
     config.model.preset = "opt-125m"
     config.model.load_format = "random"

@@ -16,6 +16,7 @@ from jaxserve.configs import base
 
 
 def get_config() -> ConfigDict:
+    """`base` with the shape of OPT-13B in float16, 95% of the memory in use, and 128 rows."""
     config = base.get_config()
     config.model.preset = "opt-13b"
     config.model.dtype = "float16"

@@ -16,6 +16,8 @@ from jaxserve.configs import base
 
 
 def get_config() -> ConfigDict:
+    """`base` with the path of the model in the box, 64 MiB of pool, steps of 512 tokens and 16
+    rows."""
     config = base.get_config()
     config.model.path = str(Path(jaxserve.__file__).parent / "assets" / "tiny-stories")
     config.cache.memory_gib = 0.0625

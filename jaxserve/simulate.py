@@ -1,10 +1,10 @@
-"""Simulates serving: no device, no weights, minutes in seconds.
+r"""Simulates serving: no device, no weights, minutes in seconds.
 
-    python -m jaxserve.simulate --policy=vllm --system=llama-2-7b@a100 \\
+    python -m jaxserve.simulate --policy=vllm --system=llama-2-7b@a100 \
         --workload=fixed:1024x128x32 --kv_tokens=100000 --max_batch_tokens=4096 --json
-    python -m jaxserve.simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \\
+    python -m jaxserve.simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \
         --slo_ttft_ms=1000 --slo_tbt_ms=100 --plots=figures
-    python -m jaxserve.simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \\
+    python -m jaxserve.simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \
         --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
     python -m jaxserve.simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
 

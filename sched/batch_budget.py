@@ -1,4 +1,4 @@
-"""BatchBudget allocation: what still fits into the batch being planned.
+"""What still fits into the batch being planned, and what is in it so far.
 
 Counts only; the pool itself is changed by `Scheduler` once the plan is made.
 """
@@ -72,7 +72,7 @@ class BatchBudget:
         self.chosen: list[Candidates] = []
         self.preempted: list[int] = []
         # By row: in the batch, or preempted for it. Neither may be preempted (again).
-        self.settled = np.zeros(view.table.capacity, bool)
+        self.decided = np.zeros(view.table.capacity, bool)
         self._holders = len(running)
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
@@ -145,7 +145,7 @@ class BatchBudget:
             growth = self._growth[cands.rows]
             before = growth[~starts].sum() if starting else growth.sum()
             self._promised += int(np.maximum(growth - new, 0).sum()) - int(before)
-        self.settled[cands.rows] = True
+        self.decided[cands.rows] = True
         self.chosen.append(cands)
 
     def preempt(self, row: int) -> None:
@@ -156,7 +156,7 @@ class BatchBudget:
         self._holders -= 1
         if self._expected is not None:
             self._promised -= int(self._growth[row])
-        self.settled[row] = True
+        self.decided[row] = True
         self.preempted.append(row)
 
     def finish(self) -> BatchPlan:

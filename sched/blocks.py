@@ -22,9 +22,14 @@ _FIRST_BLOCKS = 1024
 _PLANES = np.array([2, 1])
 
 
+def blocks_a_plane(tokens: Any, block_size: int) -> Any:
+    """Blocks that so many tokens take in each plane of their cache; numbers or arrays."""
+    return -(-tokens // block_size)
+
+
 def blocks_for(tokens: Any, block_size: int, kind: Any = CacheKind.KV) -> Any:
     """Blocks that a cache of so many tokens takes in all planes; numbers or arrays."""
-    return -(-tokens // block_size) * _PLANES[kind]
+    return blocks_a_plane(tokens, block_size) * _PLANES[kind]
 
 
 def slots_for(tokens: Any, kind: Any = CacheKind.KV) -> Any:
@@ -109,7 +114,7 @@ class BlockPool:
         int64 [n]; a hidden cache that is to be KV takes a V block for each of its blocks besides.
         held, kind: by row, instead of the pool's own: what would be after some operations."""
         have = (self.held if held is None else held)[rows]
-        new = np.maximum(-(-tokens // self.block_size) - have, 0) * _PLANES[kinds]
+        new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * _PLANES[kinds]
         hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
         if np.count_nonzero(hidden):
             new += have * (hidden & (kinds == KV))
@@ -119,7 +124,7 @@ class BlockPool:
         """Blocks that each of the rows, which are different, would free if they were truncated to
         `keep` tokens (nothing, if not given) one after the other, int64 [n]. A block that several
         of them hold counts with the last of them, one that others hold with nobody."""
-        stay: Any = 0 if keep is None else -(-keep // self.block_size)
+        stay: Any = 0 if keep is None else blocks_a_plane(keep, self.block_size)
         if not self._shared:
             return np.asarray(np.maximum(self.held[rows] - stay, 0) * _PLANES[self.kind[rows]])
         refs, found = self.refs.copy(), np.zeros(len(rows), np.int64)
@@ -193,22 +198,19 @@ class BlockPool:
         if not np.count_nonzero(short):
             return
         rows, tokens = rows[short], tokens[short]
-        want = -(-tokens // self.block_size)
+        want = blocks_a_plane(tokens, self.block_size)
         if int(want.max()) > self.width:
-            worst = int(np.argmax(want))
+            i = int(np.argmax(want))
             raise ValueError(
-                f"row {rows[worst]}: {tokens[worst]} tokens need {want[worst]} blocks, limit "
-                f"{self.width}"
+                f"row {rows[i]}: {tokens[i]} tokens need {want[i]} blocks, limit {self.width}"
             )
         have, planes = self.held[rows], _PLANES[self.kind[rows]]
         counts = (want - have) * planes
-        ids = self._pop(int(np.add.reduce(counts)))
         owner = np.repeat(rows, counts)
+        ids = self._take(owner)
         each = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = np.repeat(planes, counts)
         self.tables[owner, each % of, np.repeat(have, counts) + each // of] = ids
-        self.owners[ids, self.direction[owner]] = owner
-        self.refs[ids] = 1
         self.held[rows] = want
 
     def widen(self, rows: np.ndarray) -> None:
@@ -218,12 +220,10 @@ class BlockPool:
         for row in rows.tolist():
             self.check_widens(row)
         counts = self.held[rows]
-        ids = self._pop(int(counts.sum()))
         owner = np.repeat(rows, counts)
+        ids = self._take(owner)
         index = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.tables[owner, 1, index] = ids
-        self.owners[ids, self.direction[owner]] = owner
-        self.refs[ids] = 1
         self.kind[rows] = KV
 
     def check_widens(self, row: int) -> None:
@@ -292,17 +292,16 @@ class BlockPool:
             if not 0 <= i < self.held[row]:
                 raise ValueError(f"row {row} holds {self.held[row]} blocks, none numbered {i}")
         old = [self.blocks_of(row)[:, i].copy() for row, i in which]
-        new = np.split(self._pop(sum(map(len, old))), np.cumsum([len(ids) for ids in old])[:-1])
+        counts = [len(ids) for ids in old]
+        new = np.split(self._take(np.repeat(rows, counts)), np.cumsum(counts)[:-1])
         for (row, i), before, after in zip(which, old, new, strict=True):
             self.tables[row, : len(before), i] = after
-            self.owners[after, self.direction[row]] = row
-            self.refs[after] = 1
             self._give_back(before, row)
         return np.stack([np.concatenate(old), np.concatenate(new)], axis=1)
 
     def truncate(self, row: int, tokens: int) -> None:
         """Gives back what the row holds beyond room for its first `tokens` tokens."""
-        stay = -(-tokens // self.block_size)
+        stay = blocks_a_plane(tokens, self.block_size)
         if stay < self.held[row]:
             self._give_back(self.blocks_of(row)[:, stay:].ravel(), row)
             self.held[row] = stay
@@ -321,14 +320,16 @@ class BlockPool:
         if self._shared:
             self._shared = bool((self.refs > 1).any())
 
-    def _pop(self, total: int) -> np.ndarray:
-        """That many free blocks, the caller's now."""
-        ids = self._free.pop(total)
+    def _take(self, owner: np.ndarray) -> np.ndarray:
+        """A free block for each of these rows, now its own, as often as it is named."""
+        ids = self._free.pop(len(owner))
         more = self._free.fresh - len(self.refs)
         if more > 0:
             more = max(more, len(self.refs), _FIRST_BLOCKS)
             self.owners = np.concatenate([self.owners, np.full((more, 2), NOBODY, np.int32)])
             self.refs = np.concatenate([self.refs, np.zeros(more, np.int32)])
+        self.owners[ids, self.direction[owner]] = owner
+        self.refs[ids] = 1
         return ids
 
     def check(self) -> None:

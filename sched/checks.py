@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import slots_for
+from jaxserve.sched.blocks import blocks_a_plane, slots_for
 from jaxserve.sched.kinds import HIDDEN, KV, CacheKind, Direction
 from jaxserve.sched.plan import (
     BatchPlan,
@@ -90,7 +90,7 @@ class _After:
         )
         whole = keep == 0
         self.free += sum(self._returned[row] for row in rows.tolist())
-        stay = -(-keep // self.pool.block_size)
+        stay = blocks_a_plane(keep, self.pool.block_size)
         for row, blocks in zip(rows.tolist(), stay.tolist(), strict=True):
             self.given.append(self.pool.blocks_of(row)[:, blocks:].ravel())
         self.holders -= int(np.count_nonzero(whole))
@@ -107,7 +107,9 @@ class _After:
         _demand(not self.changed[rows].any(), "a row becomes KV after another operation on it")
         for row in rows.tolist():
             _attempt(self.pool.check_widens, row)
-        self._take(int(self.held[rows].sum()))
+        kinds = np.full(len(rows), KV)
+        need = self.pool.needed(rows, self.computed[rows], kinds, self.held, self.kind)
+        self._take(int(need.sum()))
         self.kind[rows], self.changed[rows] = CacheKind.KV, True
 
     def copy(self, op: Copy) -> None:
@@ -156,7 +158,8 @@ class _After:
             tokens, kinds = np.array([segment.end]), self.kind[one]
             need = self.pool.needed(one, tokens, kinds, self.held, self.kind)
             self._take(int(need[0]))
-            self.held[row] = max(self.held[row], -(-segment.end // self.pool.block_size))
+            blocks = blocks_a_plane(segment.end, self.pool.block_size)
+            self.held[row] = max(self.held[row], blocks)
             self.computed[row], self.changed[row] = segment.end, True
             self._taken.add((row, first))
 

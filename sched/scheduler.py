@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.blocks import BlockPool, blocks_a_plane
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.host import HostMemory
 from jaxserve.sched.kinds import CacheKind, Direction
@@ -51,7 +51,7 @@ class Scheduler:
         rho: float | None = None,
         checked: bool = True,
     ) -> None:
-        width = -(-max_model_len // block_size)
+        width = blocks_a_plane(max_model_len, block_size)
         self.policy = policy
         self.table = self._make_table(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)

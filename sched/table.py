@@ -2,7 +2,7 @@
 
 A policy ranks thousands of requests with array operations; nothing here is per object.
 Tokens are counted in three numbers: `prompt_len + generated` are known, `computed` of them are in
-the cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after an
+the cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after a
 preemption and a decode are all "compute the next c of the pending tokens".
 """
 
@@ -47,6 +47,7 @@ class LengthHistogram:
         self.count = 0
 
     def add(self, length: int) -> None:
+        """Counts one finished output of `length` tokens, at least 1."""
         index = int(self.BINS_PER_OCTAVE * math.log2(length))
         self._counts[index] += 1
         self._sums[index] += length
@@ -100,6 +101,7 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
+        """Rows without a request: how often `add` still works."""
         return len(self._free)
 
     def add(self, request: Request) -> int:
@@ -121,6 +123,8 @@ class RequestTable:
         return row
 
     def remove(self, row: int) -> None:
+        """Frees the row for another request; what its columns hold is stale then. ValueError if it
+        is free already."""
         if self.state[row] == FREE:
             raise ValueError(f"row {row} is free already")
         self.move(np.array([row]), FREE)

@@ -99,6 +99,7 @@ class UnifiedPolicy(Policy):
     steady = True
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """Fills one batch, group after group (InferMax Algorithm 1). now: seconds, for the key."""
         ranking = self.ranking(view, now)
         budget = BatchBudget(
             view,
@@ -128,6 +129,8 @@ class UnifiedPolicy(Policy):
         return None
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
+        """The rows with all that each has pending, in KV; P applies to those that do not decode.
+        reserve: as the policy's `Reserve` says, that of a chunk before it is cut."""
         table = view.table
         tokens = table.pending(rows)
         prefill = (tokens != 1) | (table.generated[rows] == 0)
@@ -188,7 +191,7 @@ class _Filling:
         """Mask of those that are not ruled out by what has happened in this plan."""
         if self._prefills and self._last_start == NEVER:
             return slice(None)
-        ok = ~self.budget.settled[rows]
+        ok = ~self.budget.decided[rows]
         if not self._prefills:
             return ok & self._table.decoding(rows)
         waiting = self._table.state[rows] == WAITING
@@ -220,7 +223,7 @@ class _Filling:
     def _joins(self, cut: Candidates, preempts: bool) -> bool:
         """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
         while not self.budget.fits_memory(cut, self._watermark):
-            if not (preempts and self._make_room(cut)) or self.budget.settled[cut.rows[0]]:
+            if not (preempts and self._make_room(cut)) or self.budget.decided[cut.rows[0]]:
                 return False
         self.budget.add(cut)
         return True
@@ -239,7 +242,7 @@ class _Filling:
         budget, place = self.budget, self.ranking.place
         row = head.rows[0]
         victims = self.ranking.running
-        victims = victims[~budget.settled[victims] & (place[victims] >= place[row])]
+        victims = victims[~budget.decided[victims] & (place[victims] >= place[row])]
         if self._table.state[row] == WAITING and not self._would_fit(head, victims):
             return False
         for victim in victims[::-1].tolist():

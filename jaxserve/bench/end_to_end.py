@@ -3,7 +3,6 @@ and the engine's throughput."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,17 +16,18 @@ from jax.experimental.layout import Format
 
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench import runs
-from jaxserve.bench.kernel_inputs import Heads, Row
+from jaxserve.bench.kernel_inputs import Heads
 from jaxserve.bench.target import EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.hidden import ABSORBED
-from jaxserve.engine.layout import PLACEHOLDER, Layout
+from jaxserve.engine.layout import Layout, Rows
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
-from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, row_major
+from jaxserve.pallas_kernels import HIDDEN, KV, row_major
+from jaxserve.sched.blocks import blocks_for
 from jaxserve.weights import load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -96,14 +96,11 @@ def _step_seconds(
     params: Params,
     backend: str,
 ) -> float:
-    width = -(-size.context // size.block_size)
-    blocks = 2 * size.rows * width
-    rows = [Row(size.context, kind=kind)] * size.rows
-    batch = inputs.make_batch(rows, size.block_size, blocks, np.random.default_rng(0))
+    blocks = size.rows * int(blocks_for(size.context, size.block_size))
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
-    pool_format = row_major(pool.sharding)
-    step = _engine_step(family, config, batch, backend, pool_format, hidden=kind == HIDDEN)
+    rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
+    step = _engine_step(family, config, rows, backend, row_major(pool.sharding))
     tokens = jnp.ones(size.rows, jnp.int32)
 
     def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
@@ -128,26 +125,26 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def _decodes(size: StepSize, kind: int, blocks: np.ndarray) -> Rows:
+    """The step's rows, whose tokens are the slots' last ones. blocks: ids of K and V for all."""
+    return Rows(
+        counts=np.ones(size.rows, np.int64),
+        contexts=np.full(size.rows, size.context - 1),
+        tables=blocks.reshape(size.rows, 2, -1),
+        kind=kind,
+        tokens=((),) * size.rows,
+        slots=np.arange(size.rows),
+        emits=1,
+    )
+
+
 def _engine_step(
-    family: Family,
-    config: ModelConfig,
-    batch: AttentionBatch,
-    backend: str,
-    pool_format: Format,
-    *,
-    hidden: bool,
+    family: Family, config: ModelConfig, rows: Rows, backend: str, pool_format: Format
 ) -> Step:
-    """The engine's own step; its tokens come from the slots' last ones."""
-    rows = batch.max_rows
-    layout = Layout(rows, rows, batch.table_width, rows, decode_only=True, hidden=hidden)
-    packed = layout.empty()
-    fields = layout.views(packed)
-    for name in AttentionBatch.__dataclass_fields__:
-        fields[name][...] = np.asarray(getattr(batch, name))
-    fields["tokens"][:] = PLACEHOLDER
-    fields["slots"][:] = fields["last"][:] = np.arange(rows)
-    fields["emit"][:] = 1
-    placed = jnp.asarray(packed)
+    """The engine's own step over these rows, and no padding."""
+    hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
+    layout = Layout(count, count, width, count, decode_only=True, hidden=hidden)
+    placed = jnp.asarray(layout.pack(rows).buffer)
     read = ABSORBED if hidden else None
     unroll = unrolls(jax.default_backend())
     step = make_model_step(StepModel(family, config, backend, None, 1, unroll, read), pool_format)
@@ -187,7 +184,7 @@ def throughput(load: Load, backend: str) -> dict[str, Any]:
     config.engine.row_buckets = (load.requests,)
     config.engine.token_buckets = (load.batch_tokens,)
     config.engine.compilation_cache_dir = ""
-    config.cache.num_blocks = 2 * load.requests * math.ceil(longest / config.cache.block_size)
+    config.cache.num_blocks = load.requests * int(blocks_for(longest, config.cache.block_size))
     config.scheduler.max_rows = load.requests
     config.scheduler.max_queue = 2 * load.requests
     config.scheduler.max_batch_tokens = load.batch_tokens

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.blocks import blocks_for, tokens_in
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
@@ -124,7 +124,7 @@ def scarce(count: int) -> Scheduler:
     for row in range(count, 3 * count):  # rows that no request has take the rest
         excess = pool.num_free - int(need.sum()) // 2
         pool.open(row, CacheKind.HIDDEN)
-        pool.grow(row, min(excess, pool.width) * BLOCK_SIZE)
+        pool.grow(row, tokens_in(min(excess, pool.width), BLOCK_SIZE, CacheKind.HIDDEN))
     return scheduler
 
 

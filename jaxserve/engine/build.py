@@ -37,6 +37,7 @@ from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, select_backend
+from jaxserve.sched.blocks import blocks_a_plane
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import full_name, make_policy
 from jaxserve.sched.scheduler import Scheduler
@@ -141,7 +142,7 @@ def _choose(config: ConfigDict) -> _Choices:
     buckets = make_buckets(
         limits.max_rows,
         limits.max_batch_tokens,
-        width=-(-max_model_len // demand.block_size),
+        width=blocks_a_plane(max_model_len, demand.block_size),
         rows=tuple(config.engine.row_buckets),
         tokens=tuple(config.engine.token_buckets),
         hidden=read is not None,

@@ -104,6 +104,7 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def info(self) -> EngineInfo:
+        """What is served; the same object from start to stop."""
         return self._info
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -170,6 +171,8 @@ class Engine:
         )
 
     def add_observer(self, observer: Observer) -> None:
+        """Tells it of every step and token from now on, on the engine thread: it must return
+        quickly, and what it raises fails the engine."""
         self._serving.observers.append(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:

@@ -77,6 +77,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """Elements of a packed batch, int32: 4 bytes each go to the device a step."""
         return sum(math.prod(shape) for shape in self._shapes().values())
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,6 +137,7 @@ class Layout:
 
 
 def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:
+    """What the kernels take of a batch that `Layout.unpack` gave."""
     names = AttentionBatch.__dataclass_fields__
     return AttentionBatch(**{name: fields[name] for name in names})
 

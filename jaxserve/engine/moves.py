@@ -44,7 +44,7 @@ class Mover:
 
     def save(self, pool: jax.Array, key: int, slots: np.ndarray) -> None:
         """Keeps what is in slots int32 [m, 2], (block, slot), under `key`."""
-        self._settle()
+        self._to_host()
         pieces = [self._out(pool, *self._put(piece, count)) for piece, count in _pieces(slots)]
         for piece in pieces:
             piece.copy_to_host_async()
@@ -70,7 +70,7 @@ class Mover:
         staged = np.asarray(self._out(pool, *self._put(slots, 0)))
         return self._in(pool, jax.device_put(staged, self._staging), *self._put(slots, 0))
 
-    def _settle(self) -> None:
+    def _to_host(self) -> None:
         """What was saved before is on the host by now, or nearly: the device need not keep it."""
         for key in self._leaving:
             if key in self._saved:

@@ -1,0 +1,1 @@
+"""Model families: configs, parameters as pytrees, and pure functions over them."""

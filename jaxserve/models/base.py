@@ -154,7 +154,9 @@ class AttentionInput(NamedTuple):
 
 
 class KVProjection(NamedTuple):
-    """How each layer makes K and V of `AttentionInput.x`, for caches that store x (Apt-Serve 4.2):
+    """How each layer makes K and V of `AttentionInput.x`, for caches that store x.
+
+    Apt-Serve, section 4.2:
 
         K_h = rotate(norm(x @ wk_h + bk_h), position),   V_h = x @ wv_h + bv_h
 
@@ -178,27 +180,34 @@ Attention = Callable[[jax.Array], tuple[Carry, jax.Array]]
 
 
 class Embed(Protocol):
-    """The input of the first layer, [T, d_model] in the dtype of the parameters."""
+    """A family's function from token ids to the input of its first layer."""
 
     def __call__(
         self, params: Params, config: Any, inputs: StepInputs, *, mesh: Mesh | None
-    ) -> jax.Array: ...
+    ) -> jax.Array:
+        """[T, d_model] in the dtype of the parameters. mesh: what they are cut over, None for one
+        device."""
+        ...
 
 
 class Layer(Protocol):
-    """One layer: x [T, d_model] -> the same shape, with attention's carry. `attention` is to be
-    called once."""
+    """A family's function for one of its layers, whichever it is."""
 
     def __call__(
         self, weights: Params, config: Any, x: jax.Array, attention: Attention, *, mesh: Mesh | None
-    ) -> tuple[Carry, jax.Array]: ...
+    ) -> tuple[Carry, jax.Array]:
+        """x [T, d_model] -> the same shape, with attention's carry. weights: the layer's own tree.
+        `attention` is to be called once. mesh: as in `Embed`."""
+        ...
 
 
 class Finish(Protocol):
-    """The last layer's output [R, d_model] as the output embedding takes it, [R, its width]: the
-    final norm, and what else there is. Row by row, so it may run on chosen rows only."""
+    """A family's function behind its last layer: the final norm, and what else there is. Row by
+    row, so it may run on chosen rows only."""
 
-    def __call__(self, params: Params, config: Any, x: jax.Array) -> jax.Array: ...
+    def __call__(self, params: Params, config: Any, x: jax.Array) -> jax.Array:
+        """x [R, d_model], the last layer's output -> [R, width of the output embedding]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

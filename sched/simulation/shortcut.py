@@ -45,6 +45,8 @@ class PrefillFirst(Policy):
         self.steady = policy.steady
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """The policy's own plan: straight away where whole prefills start, or all decode and find
+        their blocks; else by asking the policy."""
         found = self._short(view)
         return self._policy.plan(view, now) if found is None else found
 
@@ -97,6 +99,8 @@ class DecodeFirst(Policy):
         self.steady = policy.steady
 
     def plan(self, view: View, now: float) -> BatchPlan:
+        """The policy's own plan: straight away where nobody has to be preempted; else by asking
+        the policy."""
         found = self._short(view)
         return self._policy.plan(view, now) if found is None else found
 

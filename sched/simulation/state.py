@@ -29,6 +29,7 @@ class GrowingTable(RequestTable):
     Rows are given out in the order in which a table of fixed size gives them."""
 
     def add(self, request: Request) -> int:
+        """Gives the request a row and returns it, in a table twice the size if this one is full."""
         if not self.num_free:
             self._double()
         return super().add(request)

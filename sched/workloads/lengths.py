@@ -54,6 +54,7 @@ class Moments:
     high: int
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths in tokens, from 1 to `high`, int64 [count]."""
         spread = math.log1p((self.std / self.mean) ** 2)
         center = math.log(self.mean) - spread / 2
         return _redrawn(
@@ -71,6 +72,8 @@ class Quartered:
     high: int
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths in tokens, from 1 to `high`, int64 [count]. WorkloadError where no such
+        distribution has that mean."""
         bend = self._bend()
         u = rng.random(count) ** bend
         upper = rng.permutation(count) % 2 == 1  # exactly half: few values lie near the median
@@ -95,6 +98,7 @@ class Uniform:
     high: int
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths in tokens, each value equally likely, int64 [count]."""
         return rng.integers(self.low, self.high + 1, count, dtype=np.int64)
 
 
@@ -109,6 +113,7 @@ class DataSet:
     total: int | None = None
 
     def sample(self, count: int, rng: np.random.Generator) -> Lengths:
+        """Prompt and output lengths of `count` requests. WorkloadError where it is less than 1."""
         if count < 1:
             raise WorkloadError(f"num_requests must be at least 1, got {count}")
         prompt, output = self.prompt.sample(count, rng), self.output.sample(count, rng)

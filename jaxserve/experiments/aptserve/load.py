@@ -21,6 +21,7 @@ from jaxserve.configs import opt_125m_cpu
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
+from jaxserve.sched.blocks import blocks_for
 from jaxserve.sched.request import SLO
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
@@ -74,7 +75,7 @@ def config_of(policy: str, config: Any) -> Any:
     config.cache.block_size = 16
     sample = workload(1.0, 0, 1000)
     mean = float((sample.prompt_len + sample.output_len).mean())
-    config.cache.num_blocks = 2 * HELD * math.ceil(mean / config.cache.block_size)
+    config.cache.num_blocks = HELD * int(blocks_for(math.ceil(mean), config.cache.block_size))
     return config
 
 

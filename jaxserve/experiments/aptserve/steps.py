@@ -15,6 +15,7 @@ from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.machine import machine, versions
+from jaxserve.sched.blocks import blocks_for
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
 READS = ("absorbed", "projected")
@@ -87,8 +88,8 @@ def _config(config: Any, read: str, rows: Sequence[int], tokens: Sequence[int]) 
     config.cache.hidden_read = read
     config.cache.rho = "0"
     config.cache.memory_gib = 0.0
-    size = config.cache.block_size
-    config.cache.num_blocks = 2 * rows[-1] * -(-(tokens[-1] + 1) // size)
+    request = blocks_for(config.engine.max_model_len, config.cache.block_size)
+    config.cache.num_blocks = rows[-1] * int(request)
     return config
 
 

@@ -34,6 +34,7 @@ _NEEDS = (
 
 
 def wish(w: Writer) -> None:
+    """A magic thing grants one wish, and the hero spends it on the friend's need."""
     need, wished, comes = w.pick(_NEEDS)
     w.set(magic=w.pick(_MAGIC), need=need, wished=wished)
     w.slots["obj"] = w.slots["magic"].split()[-1]
@@ -102,6 +103,7 @@ _PROMISES = (
 
 
 def promise(w: Writer) -> None:
+    """The hero plays and forgets a promise; with the friend's help it is made good, and told."""
     task, things, bad, fix, good = w.pick(_PROMISES)
     w.slots |= {"task": task, "things": things, "bad": bad}
     w.slots["game"] = w.pick(("play by the river", "pick berries", "fly a kite", "play ball"))
@@ -175,6 +177,7 @@ _RESCUES = (
 
 
 def rescue(w: Writer) -> None:
+    """The hero nurses a small animal and, though it is dear by now, lets it go."""
     found, animal, care, leaves = w.pick(_RESCUES)
     w.slots |= {"found": found, "animal": animal}
     frame.start(w, "{h} found {found}.", "worried", "{he} had found {found}")

@@ -53,6 +53,7 @@ _TROUBLES = (
 
 
 def helping(w: Writer) -> None:
+    """The friend is in trouble; a first attempt fails, a second one works."""
     trouble, failed, solved, safe = w.pick(_TROUBLES)
     frame.start(
         w,
@@ -84,6 +85,7 @@ def helping(w: Writer) -> None:
 
 
 def new_friend(w: Writer) -> None:
+    """A lonely and shy hero says hello to somebody who plays alone."""
     w.own([*words.TOYS, "kite", "boat"])
     frame.start(
         w,
@@ -161,6 +163,7 @@ _FEARS = (
 
 
 def fear(w: Writer) -> None:
+    """What the elder says, and the friend at hand, help the hero face a fear in small steps."""
     what, when, words_of_elder, does, then = w.pick(_FEARS)
     w.set(obj=what, does=does, then=then)
     frame.start(
@@ -221,6 +224,7 @@ _SKILLS = (
 
 
 def practice(w: Writer) -> None:
+    """The hero fails at a skill, gets advice, practises, and succeeds."""
     skill, fails, advice, success = w.pick(_SKILLS)
     w.set(skill=skill, mine=skill.replace("{his}", "my"), fails=fails, success=success)
     frame.start(
@@ -296,6 +300,7 @@ _CONTESTS = (
 
 
 def contest(w: Writer) -> None:
+    """The hero gives up the lead to help the friend; half of the time they win together."""
     event, verb, training, trouble, deed = w.pick(_CONTESTS)
     w.set(event=event, verb=verb, trouble=trouble, deed=deed)
     w.slots["prize"] = w.pick(("a golden cup", "a big cake", "a silver bell", "a basket of apples"))
@@ -346,6 +351,7 @@ _SLEEP = (
 
 
 def bedtime(w: Writer) -> None:
+    """The hero cannot sleep until the elder finds out why and does something about it."""
     why, help_, then = w.pick(_SLEEP)
     w.set(why=why)
     frame.start(

@@ -46,6 +46,7 @@ _LOSSES = (
 
 
 def lost(w: Writer) -> None:
+    """Something is lost; the friend finds it, and the hero sees to it that it stays."""
     things, what, where, why, lesson = w.pick(_LOSSES)
     w.own(things)
     w.set(where=where)
@@ -67,6 +68,7 @@ def lost(w: Writer) -> None:
 
 
 def sharing(w: Writer) -> None:
+    """The hero keeps a toy or food to themselves, is lonely with it, and shares it after all."""
     food = w.chance(0.4)
     if food:
         w.slots["obj"] = w.pick(words.FOODS)
@@ -132,6 +134,7 @@ _BREAKS = (
 
 
 def mistake(w: Writer) -> None:
+    """The hero breaks something, hides, owns up, and mends it with the elder."""
     thing, doing, how, fix = w.pick(_BREAKS)
     w.set(obj=thing, how=how)
     frame.start(
@@ -180,6 +183,7 @@ _GIFTS = (
 
 
 def present(w: Writer) -> None:
+    """Without money the hero makes a birthday present that suits the friend."""
     what, stuff, making, because = w.pick(_GIFTS)
     w.slots["color"] = w.pick(words.COLORS)
     w.set(gift=what, stuff=stuff, because=because)
@@ -238,9 +242,9 @@ _TAKEN = ("the bread", "a big apple", "a sock", "a spoon", "the cheese", "a cook
 
 
 def mystery(w: Writer) -> None:
+    """Things vanish from the kitchen; the thief is a small animal in need, and is helped."""
     thief, reason, gift, clue = w.pick(_THIEVES)
-    w.set(thief=thief, obj=w.pick(_TAKEN), gift=gift, clue=clue)
-    w.slots["small"] = thief.split()[-1]
+    w.set(thief=thief, small=thief.split()[-1], obj=w.pick(_TAKEN), gift=gift, clue=clue)
     frame.start(
         w,
         "{h} saw that {obj} was gone from the kitchen. the next day, something else was gone.",
@@ -274,12 +278,12 @@ _MISSING = {
 
 
 def baking(w: Writer) -> None:
+    """An ingredient is missing; whoever has it wants a favor first. Then all eat."""
     flavor, missing = w.pick(words.FLAVORS), w.pick(sorted(_MISSING))
     giver, wish, deed = _MISSING[missing]
     w.set(cake=f"{flavor} [cake|pie]", missing=missing, giver=giver)
     w.slots["obj"] = w.slots["cake"].split()[-1]
-    who = w.pick(("{elder}", "{his} friend {fx}"))
-    w.set(who=who)
+    w.set(who=w.pick(("{elder}", "{his} friend {fx}")))
     frame.start(
         w,
         "{h} wanted to bake a~ {cake} for {who}.",
@@ -308,6 +312,7 @@ def baking(w: Writer) -> None:
 
 
 def planting(w: Writer) -> None:
+    """A seed takes its time; the hero waters it, waits, and is right to."""
     plant = w.pick(("sunflower", "pumpkin", "apple tree", "rose", "bean"))
     w.slots["obj"] = plant
     frame.start(

@@ -41,6 +41,7 @@ _SHELTERS = ("a hollow tree", "a small cave", "an old barn", "an empty hut", "a 
 
 
 def weather(w: Writer) -> None:
+    """Bad weather catches both friends far from home; they sit it out together."""
     comes, worse, after, play = _WEATHER[w.pick(sorted(_WEATHER))]
     w.slots["shelter"] = w.pick(_SHELTERS)
     w.slots["inside"] = w.slots["shelter"].split()[-1]
@@ -115,6 +116,7 @@ _MEETINGS = {
 
 
 def journey(w: Writer) -> None:
+    """On the way to a place of wonder the hero helps an animal, which then shows a short way."""
     goal, sight, keepsake = w.pick(_GOALS)
     item = w.pick(sorted(_MEETINGS))
     other, deed, animal = _MEETINGS[item]
@@ -197,6 +199,7 @@ _BUILDS = (
 
 
 def building(w: Writer) -> None:
+    """What the two build fails; they quarrel, make up, and build it again, better."""
     what, why, fails, fix, use = w.pick(_BUILDS)
     w.slots |= {"what": what, "obj": what.split(" over ")[0].split(" for ")[0], "why": why}
     frame.start(

@@ -53,9 +53,11 @@ class Writer:
         self._set_scene()
 
     def pick(self, items: Sequence[T]) -> T:
+        """One of the items, each equally likely; there is at least one."""
         return items[self.rng.randrange(len(items))]
 
     def chance(self, probability: float) -> bool:
+        """True with that probability, 0 to 1; uses up one random number either way."""
         return self.rng.random() < probability
 
     def fill(self, template: str) -> str:
@@ -75,10 +77,13 @@ class Writer:
         self.sentences.append(text[0].upper() + text[1:])
 
     def maybe(self, probability: float, template: str) -> None:
+        """`say`, with that probability, 0 to 1."""
         if self.chance(probability):
             self.say(template)
 
     def set(self, **slots: str) -> None:
+        """Fill slots by name, each with a template that is expanded now, by the slots as they
+        are before."""
         self.slots |= {name: self.fill(value) for name, value in slots.items()}
 
     def own(self, nouns: Sequence[str]) -> None:
@@ -88,6 +93,7 @@ class Writer:
         self.slots |= {"obj": noun, "cobj": f"{adjective} {noun}"}
 
     def text(self) -> str:
+        """The sentences as one paragraph, below a request for the story where it has one."""
         return self.prefix + " ".join(self.sentences)
 
     def _cast_hero(self) -> Character:
