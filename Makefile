@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 REFERENCE := .venv-reference
 COMPILE := .venv-compile
 ARGS ?=
+# A file's tests run in one process, which builds their engines once; files in order, since those at
+# the end are short.
+WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: help serve test lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
@@ -18,7 +21,7 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 	$(BIN)/python serve.py $(if $(findstring --config,$(ARGS)),,--config=configs/tiny_cpu.py) $(ARGS)
 
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

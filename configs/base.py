@@ -54,6 +54,8 @@ def _cache() -> dict[str, Any]:
         # Size of the pool; 0: memory_fraction of what the device has left.
         "memory_gib": 0.0,
         "memory_fraction": 0.9,
+        # Host memory for checkpoints of caches, for policies that make them.
+        "host_gib": 0.0,
         # How policies with hidden caches have them read: auto (absorbed where positions are
         # not rotated, else projected) | absorbed | projected.
         "hidden_read": "auto",

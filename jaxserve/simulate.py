@@ -42,6 +42,7 @@ from jaxserve.sched.simulation.simulator import SimulationError
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.workload_flags import positive_int
 
 REFUSED = (
     SimulationError,
@@ -63,6 +64,7 @@ class Run:
     workload: WorkloadSpec
     rules: str
     kv_tokens: int | None
+    host_tokens: int
     block_size: int | None
     max_batch_tokens: int | None
     max_prefill_tokens: int | None
@@ -92,6 +94,7 @@ class Run:
             place,
             limits=limits,
             kv_tokens=self.kv_tokens,
+            host_tokens=self.host_tokens,
             block_size=self.block_size,
             rules=self.rules,
             replicas=self.replicas,
@@ -164,6 +167,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             spec,
             args.rules,
             args.kv_tokens,
+            args.host_tokens,
             args.block_size,
             args.max_batch_tokens,
             args.max_prefill_tokens,
@@ -296,26 +300,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
     add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
     add("--workload", required=True, help="see above")
-    add("--num_requests", type=_positive, help="of a sampler (1000), or the first of a trace")
+    add("--num_requests", type=positive_int, help="of a sampler (1000), or the first of a trace")
     add("--arrivals", choices=ARRIVALS, help="(the trace's; else poisson with --rate, else all)")
     add("--rate", type=_rates, help="requests/s, several separated by commas")
     add("--cv", type=float, help="of gamma arrivals: deviation of the gaps over their mean")
     add("--on_s", type=float, help="of on_off arrivals: mean seconds on")
     add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
-    add("--kv_tokens", type=_positive, help="M, tokens of KV cache (the system's)")
-    add("--block_size", type=_positive, help="tokens of a block (16; infermax_paper: 1)")
-    add("--max_batch_tokens", type=_positive, help="C (the system's)")
-    add("--max_prefill_tokens", type=_positive, help="P (512 where prompts are chunked, else C)")
-    add("--max_rows", type=_positive, help="requests of a batch (no limit)")
-    add("--replicas", type=_positive, default=1, help="(1)")
+    add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
+    add("--host_tokens", type=positive_int, default=0, help="of checkpoints on the host (0)")
+    add("--block_size", type=positive_int, help="tokens of a block (16; infermax_paper: 1)")
+    add("--max_batch_tokens", type=positive_int, help="C (the system's)")
+    add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
+    add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
+    add("--replicas", type=positive_int, default=1, help="(1)")
     add("--routing", choices=tuple(simulator.ROUTERS), default="round_robin")
     workload_flags.add_flags(
         parser,
         "a number; 'length', what each writes (by default as much as the longest request leaves)",
     )
     add("--seed", type=int, default=0, help="of workloads and policies (0)")
-    add("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes (all cores)")
+    add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
     add("--json", action="store_true", help="one JSON object as the last line")
     add("--requests_table", metavar="PATH", help="a row a request, .csv or .json")
     add("--batches_table", metavar="PATH", help="a row a batch, .csv or .json")
@@ -335,13 +340,6 @@ def _names(text: str) -> list[str]:
 
 def _rates(text: str) -> list[float]:
     return [float(rate) for rate in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 if __name__ == "__main__":

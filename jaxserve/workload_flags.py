@@ -29,6 +29,14 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     add("--max_tokens", help=f"limit of requests that have none of their own: {max_tokens}")
 
 
+def positive_int(text: str) -> int:
+    """A flag's value from 1 up. argparse says what is wrong with any other."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens. WorkloadError names the flag
     that is wrong."""

@@ -24,13 +24,11 @@ ALIGNED = 16
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a batch's queries lie: units int32 [], the groups of 16 in use; place int32 [T], each
-    token's place in the aligned order; mine bool [T], the tokens that are in it. tile: queries of a
-    tile, a multiple of 16. units: groups of 16, a tile's overhang included."""
+    """Where a batch's queries lie. place: int32 [T], each token's place in the aligned order, past
+    its end for the tokens that are not in it. units: groups of 16, a tile's overhang
+    included."""
 
     place: jax.Array
-    mine: jax.Array
-    tile: int
     units: int
 
     def gather(self, q: jax.Array, kv_heads: int) -> jax.Array:
@@ -42,15 +40,15 @@ class Layout:
         return aligned.reshape(kv_heads, num_heads // kv_heads, self.units, ALIGNED, head_dim)
 
     def scatter(self, out: jax.Array) -> jax.Array:
-        """[kv_heads, group, units, 16, D] -> [T, H, D], zeros for the tokens that are not mine."""
+        """[kv_heads, group, units, 16, D] -> [T, H, D], zeros for the tokens that are not in it."""
         kv_heads, group, units, aligned, head_dim = out.shape
         flat = out.reshape(kv_heads * group, units * aligned, head_dim).transpose(1, 0, 2)
-        found = flat.at[self.place].get(mode="fill", fill_value=0)
-        return jnp.where(self.mine[:, None, None], found, 0)
+        return flat.at[self.place].get(mode="fill", fill_value=0)
 
 
 def lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, jax.Array]:
-    """The layout of the rows that are live, bool [R], and each row's first unit, int32 [R]."""
+    """The layout of the rows that are live, bool [R], and each row's first unit, int32 [R]. tile:
+    queries of a tile, a multiple of 16."""
     lens = jnp.where(live, batch.query_lens, 0)
     units = -(-lens // ALIGNED)
     start = jnp.cumsum(units) - units
@@ -59,7 +57,7 @@ def lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, 
     index = jnp.arange(batch.max_tokens, dtype=jnp.int32) - batch.query_start[row]
     most = batch.max_tokens // ALIGNED + min(batch.max_rows, batch.max_tokens) + tile // ALIGNED
     place = jnp.where(mine, start[row] * ALIGNED + index, most * ALIGNED)
-    return Layout(place, mine, tile, most), start
+    return Layout(place, most), start
 
 
 def tile_items(

@@ -38,8 +38,8 @@ class BatchFeatures:
     the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
     cached ones; prefill_m: sum of m. hidden_tokens: cached tokens read from hidden caches, which
     count neither in decode_kv nor in prefill_m. projected_tokens: those of hidden caches that
-    become KV before the step. copied_blocks: copied to other blocks. swapped_slots: slots, of one
-    plane each, copied to and from host memory.
+    become KV before the step. copied_slots, swapped_slots: slots, of
+    one plane each, copied to other blocks, and to or from host memory.
     """
 
     num_tokens: Any
@@ -51,7 +51,7 @@ class BatchFeatures:
     prefill_m: Any
     hidden_tokens: Any = 0
     projected_tokens: Any = 0
-    copied_blocks: Any = 0
+    copied_slots: Any = 0
     swapped_slots: Any = 0
 
     @classmethod
@@ -64,7 +64,7 @@ class BatchFeatures:
         padding: Padding | None = None,
         hidden: np.ndarray | None = None,
         projected_tokens: int = 0,
-        copied_blocks: int = 0,
+        copied_slots: int = 0,
         swapped_slots: int = 0,
     ) -> BatchFeatures:
         """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
@@ -99,7 +99,7 @@ class BatchFeatures:
             prefill_m=before,
             hidden_tokens=hidden_tokens,
             projected_tokens=projected_tokens,
-            copied_blocks=copied_blocks,
+            copied_slots=copied_slots,
             swapped_slots=swapped_slots,
         )
 
@@ -143,7 +143,7 @@ class Coefficients:
     prefill_m: float
     hidden_token: float = 0.0
     projected_token: float = 0.0
-    copied_block: float = 0.0
+    copied_slot: float = 0.0
     swapped_slot: float = 0.0
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class LinearCostModel:
         layer = layer + (
             k.hidden_token * f.hidden_tokens
             + k.projected_token * f.projected_tokens
-            + k.copied_block * f.copied_blocks
+            + k.copied_slot * f.copied_slots
             + k.swapped_slot * f.swapped_slots
         )
         return self.num_layers * layer + self.gap

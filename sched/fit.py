@@ -91,7 +91,7 @@ def _columns(f: BatchFeatures) -> list[float]:
         f.prefill_m,
         f.hidden_tokens,
         f.projected_tokens,
-        f.copied_blocks,
+        f.copied_slots,
         f.swapped_slots,
     ]
 

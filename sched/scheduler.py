@@ -95,8 +95,7 @@ class Scheduler:
         decodes = feeds_back & (counts == 1)
         generated = before + emits
         table.computed[rows], table.generated[rows] = end, generated
-        table.last_batch_order[rows] = np.arange(self._batch_order, self._batch_order + len(rows))
-        self._batch_order += len(rows)
+        self._note_batch(rows, counts)
         newest = int(np.count_nonzero(feeds_back))
         again = 0
         if self.preemptions:
@@ -115,6 +114,14 @@ class Scheduler:
             num_prefill_tokens=int(np.add.reduce(counts)) - newest - again,
             num_recomputed_tokens=again,
         )
+
+    def _note_batch(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """The order in which they are in the batch, single tokens first."""
+        order, single = np.arange(self._batch_order, self._batch_order + len(rows)), counts == 1
+        if not single.all():
+            rows = np.concatenate([rows[single], rows[~single]])
+        self.table.last_batch_order[rows] = order
+        self._batch_order += len(rows)
 
     def release_finished(self, step: Step) -> np.ndarray:
         """Frees the blocks of the step's requests that have reached their limit, and returns their
@@ -187,7 +194,9 @@ class Scheduler:
         return [Widen(rows, self.table.computed[rows], tables, sides)]
 
     def _copy(self, plan: BatchPlan, op: Copy) -> list[Move]:
-        return [CopyBlocks(self.pool.copy_all(op.rows, op.index))] if len(op.rows) else []
+        if not len(op.rows):
+            return []
+        return [CopyBlocks(self.pool.copy_all(op.rows, op.index), self.pool.block_size)]
 
     def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
         moves: list[Move] = []

@@ -27,9 +27,11 @@ class Widen:
 
 @dataclass(frozen=True)
 class CopyBlocks:
-    """pairs int32 [m, 2]: what is in the first block goes to the second, in all layers."""
+    """pairs int32 [m, 2]: what is in the first block, all of its slots, goes to the second, in all
+    layers."""
 
     pairs: np.ndarray
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -119,19 +121,19 @@ class Step:
             padding=padding,
             hidden=self.plan.kinds == HIDDEN,
             projected_tokens=moved[0],
-            copied_blocks=moved[1],
+            copied_slots=moved[1],
             swapped_slots=moved[2],
         )
 
 
 def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int]:
-    """Tokens projected, blocks copied on the device, slots to and from the host."""
+    """Tokens projected, slots copied on the device, slots to and from the host."""
     projected = copied = swapped = 0
     for move in moves:
         if isinstance(move, Widen):
             projected += int(move.cached.sum())
         elif isinstance(move, CopyBlocks):
-            copied += len(move.pairs)
+            copied += len(move.pairs) * move.slots
         elif isinstance(move, Save | Load):
             swapped += len(move.slots)
     return projected, copied, swapped

@@ -1,14 +1,15 @@
-"""Before anything imports jax: one cache of compiled steps for all tests and workers."""
+"""Before anything imports jax: one cache of compiled steps for all tests and workers, kept from run
+to run beside the packages that it belongs to."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_CACHE = Path(__file__).parents[1] / ".pytest_cache" / "xla"
+CACHES = Path(__file__).parents[1] / ".venv" / "test-caches"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

@@ -108,7 +108,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[bool, str]:
     # Files change within a second and keep their size: byte code by time stamp would be stale.
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     # Steps that a mutant leaves alone need not be compiled again.
-    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".venv" / "xla-for-tests"))
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".venv" / "test-caches" / "xla"))
     options = ["-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:

@@ -30,7 +30,7 @@ from jaxserve.engine.model_options import (
     tokenizer_path,
 )
 from jaxserve.engine.sampling_state import MAX_EOS
-from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, pool_blocks
+from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, host_slots, pool_blocks
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.step_timer import StepTimer
@@ -70,6 +70,7 @@ class _Choices:
     block_size: int
     pool_heads: int
     given_rho: float | None
+    host_slots: int
 
 
 def _build(config: ConfigDict, progress: bool) -> Engine:
@@ -97,7 +98,9 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         chosen.dtype,
         sharding.named(mesh, pool_axes) if mesh else None,
     )
-    executor = JaxExecutor(chosen.model, params, pool, chosen.buckets)
+    executor = JaxExecutor(
+        chosen.model, params, pool, chosen.buckets, moves_cache=chosen.policy.moves_cache
+    )
     executor.warmup(_bar(progress))
     scheduler = Scheduler(
         chosen.policy,
@@ -106,6 +109,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         block_size=chosen.block_size,
         max_model_len=chosen.model.max_len,
         capacity=config.scheduler.max_queue + chosen.limits.max_rows,
+        host_slots=chosen.host_slots,
         rho=_rho(config, chosen, executor),
     )
     info = _info(config, chosen, scheduler, pool.nbytes)
@@ -155,8 +159,9 @@ def _choose(config: ConfigDict) -> _Choices:
     unroll = unrolls(jax.default_backend())
     step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
     block_size = demand.block_size
+    slots = host_slots(config.cache.host_gib, policy, model, dtype, pool_heads)
     return _Choices(
-        step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given
+        step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given, slots
     )
 
 

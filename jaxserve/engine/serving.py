@@ -126,7 +126,7 @@ class Serving:
             case Widen():
                 for layout, packed in widening(executor.buckets, move):
                     executor.widen(layout, packed)
-            case CopyBlocks(pairs):
+            case CopyBlocks(pairs, _):
                 executor.copy_blocks(pairs)
             case Save(key, slots):
                 executor.save(key, slots)

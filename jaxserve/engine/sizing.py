@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes
 from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.policy import Policy
 
 GIB = 1 << 30
 
@@ -93,6 +95,19 @@ def hidden_workspace(
     whole to project them, twice while they are put together."""
     vector = config.d_model * jnp.dtype(dtype).itemsize
     return (widened_tokens * config.num_layers + 2 * gathered_tokens) * vector
+
+
+def host_slots(
+    gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, pool_heads: int
+) -> int:
+    """Slots, of one plane and all layers each, that host memory for checkpoints holds. ConfigError
+    if it is not for a policy that makes any."""
+    if not 0 <= gib < math.inf:
+        raise ConfigError(f"cache.host_gib must be at least 0, got {gib}")
+    if gib and not policy.moves_cache:
+        raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
+    slot = config.num_layers * pool_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return int(gib * GIB // slot)
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:

@@ -47,12 +47,14 @@ class Model:
 @dataclass(frozen=True)
 class Device:
     """count accelerators of one kind under tensor parallelism. flops: dense 16-bit peak of one,
-    1/s; bandwidth: of its memory, bytes/s; memory: bytes."""
+    1/s; bandwidth: of its memory, bytes/s; memory: bytes; host_bandwidth: bytes/s to or from the
+    host, by default that of PCIe 4.0 x16 (assumed for TPUs)."""
 
     flops: float
     bandwidth: float
     memory: float
     count: int = 1
+    host_bandwidth: float = 32e9
 
 
 MODELS = {
@@ -78,8 +80,8 @@ DEVICES = {
     # Data sheets: dense bf16 tensor FLOP/s, memory bytes/s, memory bytes.
     "a100": Device(312e12, 2.039e12, 80e9),
     "a100-40g": Device(312e12, 1.555e12, 40e9),
-    "h100": Device(989e12, 3.35e12, 80e9),
-    "h200": Device(989e12, 4.8e12, 141e9),
+    "h100": Device(989e12, 3.35e12, 80e9, host_bandwidth=64e9),
+    "h200": Device(989e12, 4.8e12, 141e9, host_bandwidth=64e9),
     "l4": Device(121e12, 0.3e12, 24e9),
     "v5e": Device(197e12, 0.819e12, 16e9),
     "v5p": Device(459e12, 2.765e12, 95e9),

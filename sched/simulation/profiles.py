@@ -16,7 +16,7 @@ from jaxserve.sched.cost_model import (
     Padding,
 )
 
-FORMAT = 1
+FORMAT = 2
 
 
 class UnknownSystem(ValueError):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_for, tokens_in
+from jaxserve.sched.blocks import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.policy import Limits, Policy
@@ -74,6 +74,7 @@ def simulate(
     kv_tokens: int | None = None,
     num_blocks: int | None = None,
     block_size: int | None = None,
+    host_tokens: int = 0,
     rules: str = "jaxserve",
     overlap: bool | None = None,
     replicas: int = 1,
@@ -90,7 +91,8 @@ def simulate(
     policy: a name, or a policy, which serves one replica. system: M, C and padding come from it
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
-    counts blocks, of which K and V of block_size tokens take two. overlap: instead of the rules'.
+    counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
+    memory holds of checkpoints. overlap: instead of the rules'.
     rho: what a token read from a hidden cache costs a step, see `View`; by default the system's,
     None for no hidden caches. checked: check every plan as the engine does. coast: take steps that
     are certain several at once; the outcome is the same. record_rows: keep who was in each batch.
@@ -106,14 +108,12 @@ def simulate(
     tokens = tokens_in(blocks, size)
     longest = _check_fits(workload, policies[0], limits, tokens)
     books = _Books(workload)
-
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
-    given: dict[str, Any] = {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked}
+    room["host_slots"] = int(slots_for(host_tokens))
+    room |= {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked, "cost_model": cost}
     machines = [
         books.replica(
-            SimulatedScheduler(
-                shortened(one) if coast else one, limits, cost_model=cost, **room, **given
-            ),
+            SimulatedScheduler(shortened(one) if coast else one, limits, **room),
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
             padding=system.padding if isinstance(system, System) else None,

@@ -6,6 +6,7 @@ its bytes; a measured one is read from a profile (`python -m jaxserve.profile`).
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
@@ -63,6 +64,9 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         prefill_m=kv,
         hidden_token=hidden,
         projected_token=projected,
+        # One of two planes, read and written; to the host over each device's own link.
+        copied_slot=model.kv_bytes / bandwidth,
+        swapped_slot=model.kv_bytes / 2 / (device.host_bandwidth * n),
     )
     about = {"source": "scaled from FLOPs and bytes", "efficiencies_of": "llama-2-7b@a100"}
     if read:
@@ -111,7 +115,7 @@ def system(name: str, hidden_read: str = "auto") -> System:
             number, device = "1", place
         if device in DEVICES and 1 <= int(number) <= 64:
             one = DEVICES[device]
-            many = Device(one.flops, one.bandwidth, one.memory, int(number))
+            many = dataclasses.replace(one, count=int(number))
             try:
                 return scale(MODELS[model], many, name, hidden_read)
             except ValueError as error:

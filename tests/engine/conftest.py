@@ -28,7 +28,7 @@ def engines(shapes: dict[str, Path]) -> Iterator[Engines]:
 
         @cache
         def engine_of(family: str) -> Engine:
-            return running.enter_context(engine(shapes[family], scheduler__max_rows=32))
+            return running.enter_context(engine(shapes[family]))
 
         yield engine_of
 

@@ -50,6 +50,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+SCARCE = {"cache__num_blocks": 36, "scheduler__max_rows": 8}  # whoever preempts, does
+
+
 def write_shape(folder: Path, family: str) -> Path:
     """A checkpoint directory with nothing but a config.json: random weights fill it."""
     path = folder / family
@@ -61,15 +64,19 @@ def write_shape(folder: Path, family: str) -> Path:
 @contextmanager
 def engine(path: Path, **fields: Any) -> Iterator[Engine]:
     """A running engine; fields override the config, `scheduler__max_rows=4`. Whatever the test
-    did, the pool must be whole afterwards."""
+    did, the pool must be whole afterwards.
+
+    Most of what a test costs is compiling steps, and their shapes come from max_rows, num_blocks,
+    block_size and the buckets: as they are here, or as in `SCARCE`, somebody has compiled them.
+    """
     config = base.get_config()
     config.model.path = str(path)
     config.model.load_format = "random"
     config.cache.block_size = 4
-    config.cache.num_blocks = 512
+    config.cache.num_blocks = 1024
     config.scheduler.max_batch_tokens = 64
     config.scheduler.max_prefill_tokens = 64
-    config.scheduler.max_rows = 8
+    config.scheduler.max_rows = 32
     config.engine.row_buckets = (8, 32)
     config.engine.token_buckets = (64,)
     config.engine.compilation_cache_dir = ""

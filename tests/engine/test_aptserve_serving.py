@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Texts
-from tests.engine.harness import SAMPLING, engine, prompts, send
+from tests.engine.harness import SAMPLING, SCARCE, engine, prompts, send
 
 
 @pytest.mark.parametrize("policy", ["aptserve", "aptserve_s", "aptserve_fcfs"])
@@ -15,9 +15,7 @@ def test_both_kinds_are_in_use_under_load(
     shapes: dict[str, Path], alone: Texts, policy: str
 ) -> None:
     counted: list[dict[tuple[str, str], int]] = []
-    with engine(
-        shapes["opt"], scheduler__policy=policy, cache__num_blocks=36, cache__rho="1e-7"
-    ) as running:
+    with engine(shapes["opt"], scheduler__policy=policy, cache__rho="1e-7", **SCARCE) as running:
         streams = [
             send(running, prompt, lambda _: counted.append(running.stats().blocks), **SAMPLING)[1]
             for prompt in prompts()

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.engine.executor import StepHandle
+from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
-from jaxserve.sched.scheduler import Scheduler
-from tests.engine.harness import TIMEOUT, Stream, engine, generate, send
+from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send
 
 
 def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
@@ -97,7 +95,7 @@ def test_usage_and_timings(roomy: Engine) -> None:
 def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:
     """The harness checks the pool at the end."""
     rng = random.Random(3)
-    with engine(shapes["opt"], cache__num_blocks=36, scheduler__max_queue=256) as running:
+    with engine(shapes["opt"], scheduler__max_queue=256, **SCARCE) as running:
         streams: list[Stream] = []
         lock = threading.Lock()
 
@@ -150,7 +148,7 @@ def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
 
 
 def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2, scheduler__max_queue=1) as running:
+    with engine(shapes["opt"], scheduler__max_queue=1, **SCARCE) as running:
         # The engine thread waits in the callback, so nothing ends in between.
         gate, inside = threading.Event(), threading.Event()
 
@@ -160,7 +158,7 @@ def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
 
         streams = [send(running, [3], hold, max_tokens=4)[1]]
         assert inside.wait(TIMEOUT)
-        streams += [send(running, [3], max_tokens=4)[1] for _ in range(2)]
+        streams += [send(running, [3], max_tokens=4)[1] for _ in range(8)]
         with pytest.raises(QueueFull, match="max_queue"):
             send(running, [3], max_tokens=4)
         gate.set()
@@ -185,151 +183,6 @@ def test_bad_requests_never_reach_the_queue(roomy: Engine) -> None:
 def test_text_needs_a_tokenizer(roomy: Engine) -> None:
     with pytest.raises(InvalidRequest, match="text"):
         roomy.encode("hello")
-
-
-class FailingHandle:
-    def __init__(self, handle: StepHandle) -> None:
-        self._handle = handle
-
-    def result(self) -> None:
-        self._handle.result()
-        raise RuntimeError("the device is on fire")
-
-
-def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
-        streams = [send(running, [3], max_tokens=2)[1] for _ in range(4)]
-        for stream in streams:
-            stream.wait()
-        failures: list[BaseException] = []
-        running.add_failure_listener(failures.append)
-        executor = running.executor
-        submit = executor.submit
-
-        def failing(*args: Any, **kwargs: Any) -> FailingHandle:
-            return FailingHandle(submit(*args, **kwargs))
-
-        executor.submit = failing  # type: ignore[assignment, method-assign]
-        streams = []
-        refused = 0
-        for _ in range(5):
-            try:
-                streams.append(send(running, [3], max_tokens=9)[1])
-            except EngineStopped:
-                refused += 1
-        for stream in streams:
-            last = stream.wait().last()
-            assert last.finish_reason == FinishReason.ERROR
-            assert "on fire" in last.error
-        assert streams and len(streams) + refused == 5
-        assert len(failures) == 1
-        running.add_failure_listener(failures.append)
-        assert len(failures) == 2, "told at once of what has happened already"
-        with pytest.raises(EngineStopped, match="failed"):
-            send(running, [3], max_tokens=1)
-        assert running.drain(TIMEOUT)
-
-
-def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(
-    shapes: dict[str, Path],
-) -> None:
-    """Even if ending a request raises once more, everybody is told and drain returns."""
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
-
-        def broken(_: Output) -> None:
-            raise RuntimeError("no loop to call back to")
-
-        params = SamplingParams(max_tokens=30, ignore_eos=True)
-        gate, inside = threading.Event(), threading.Event()
-
-        def hold(_: Output) -> None:
-            inside.set()
-            gate.wait(TIMEOUT)
-
-        _, good = send(running, [3], hold, max_tokens=30, ignore_eos=True)
-        assert inside.wait(TIMEOUT)
-        running.submit(Request("bad", (3,), params), broken)
-        _, late = send(running, [4], max_tokens=30, ignore_eos=True)
-        gate.set()
-        for stream in (good, late):
-            last = stream.wait().last()
-            assert last.finish_reason == FinishReason.ERROR
-            assert "no loop to call back to" in last.error
-        assert running.drain(TIMEOUT)
-
-
-def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
-
-        def failing(*_: object) -> None:
-            raise RuntimeError("no detokenizer")
-
-        running.tokenizer.detokenizer = failing  # type: ignore[assignment, method-assign]
-        streams = []
-        for _ in range(3):
-            try:
-                streams.append(send(running, [3], max_tokens=3)[1])
-            except EngineStopped:
-                break
-        for stream in streams:
-            assert stream.wait().reason == FinishReason.ERROR
-
-
-def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"], scheduler__max_rows=2) as running:
-        idle = Engine(
-            running.executor,
-            running._scheduler,
-            running.tokenizer,
-            running.info(),
-            eos_ids=(),
-        )
-        _, stream = send(idle, [3], max_tokens=3)
-        idle.stop()
-        assert stream.wait().reason == FinishReason.CANCELLED
-        with pytest.raises(EngineStopped):
-            send(idle, [3], max_tokens=3)
-        with pytest.raises(InvalidRequest, match="n: 16 continuations; at most"):
-            small = Engine(
-                running.executor,
-                Scheduler(
-                    running._scheduler.policy,
-                    running._scheduler.view.limits,
-                    num_blocks=8,
-                    block_size=4,
-                    max_model_len=8,
-                    capacity=4,
-                ),
-                running.tokenizer,
-                running.info(),
-                eos_ids=(),
-            )
-            send(small, [3], max_tokens=3, n=16)
-
-
-def test_drain_lets_requests_finish_and_takes_no_more(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"]) as running:
-        streams = [send(running, [3, 4], max_tokens=20, ignore_eos=True)[1] for _ in range(5)]
-        assert running.drain(TIMEOUT)
-        assert [s.wait().reason for s in streams] == [FinishReason.LENGTH] * 5
-        with pytest.raises(EngineStopped, match="shutting down"):
-            send(running, [3], max_tokens=1)
-
-
-def test_drain_cancels_what_outlasts_the_grace(shapes: dict[str, Path]) -> None:
-    with engine(shapes["opt"]) as running:
-        release, inside = threading.Event(), threading.Event()
-
-        def hold(_: Output) -> None:
-            inside.set()
-            release.wait(TIMEOUT)
-
-        _, stream = send(running, [3, 4], hold, max_tokens=40, ignore_eos=True)
-        assert inside.wait(TIMEOUT)
-        timer = threading.Timer(0.2, release.set)
-        timer.start()
-        assert not running.drain(0.01)
-        assert stream.wait().reason == FinishReason.CANCELLED
 
 
 class Recorder:
@@ -366,12 +219,11 @@ def test_observers_see_everything(shapes: dict[str, Path]) -> None:
 
 def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:
     """What forbid-compile mode is for: a shape that escaped the warm-up must not go unnoticed."""
-    config_fields = {"scheduler__max_rows": 2}
     for culprit, complaint in (
         (lambda: jax.jit(lambda x: x + 1)(np.ones(3)), "Disallowed host-to-device"),
         (lambda: jax.jit(lambda x: x * 3.0)(jax.device_put(np.ones(5))), "compilation"),
     ):
-        with engine(shapes["opt"], **config_fields) as running:
+        with engine(shapes["opt"]) as running:
             executor = running.executor
             submit = executor.submit
 

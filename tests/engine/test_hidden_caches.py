@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve.engine import build
+from jaxserve.engine import buckets, build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden_options import choose_read
 from jaxserve.weights import load_config
 from tests.engine import mixed_caches
-from tests.engine.conftest import Texts
-from tests.engine.harness import SAMPLING, SHAPES, engine, generate, prompts, send
+from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, send
 
 CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
 MHA = {"num_key_value_heads": 4}
@@ -28,7 +26,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # model, how its hidden caches are read
 CASES = [("opt", "absorbed"), ("opt", "projected"), ("qwen3", "projected")]
-SCARCE = {"cache__num_blocks": 36}
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(scope="module")
-def kv_texts(folders: dict[str, Path], alone: Texts) -> Texts:
-    """What KV caches give, by model."""
-
-    @cache
-    def texts(model: str) -> list[list[int]]:
-        if model == "opt":
-            return alone("opt")
-        with engine(folders[model], scheduler__max_rows=32) as running:
-            return generate(running, prompts(), **SAMPLING)
-
-    return texts
-
-
 def hybrid(folder: Path, policy: str, **fields: Any) -> Any:
     return engine(folder, scheduler__policy=policy, cache__rho="0", **fields)
 
@@ -70,11 +53,16 @@ def seen(running: Engine) -> mixed_caches.Seen:
     return found
 
 
+def kv_texts(folder: Path, **fields: Any) -> list[list[int]]:
+    """What KV caches give, from an engine of the same shapes."""
+    with engine(folder, **fields) as running:
+        return generate(running, prompts(), **SAMPLING)
+
+
 @pytest.mark.parametrize(("model", "read"), CASES)
-def test_both_kinds_at_once(
-    folders: dict[str, Path], kv_texts: Texts, model: str, read: str
-) -> None:
+def test_both_kinds_at_once(folders: dict[str, Path], model: str, read: str) -> None:
     """In chunks, out of memory at times, so that requests come back with the other kind."""
+    expected = kv_texts(folders[model], **SCARCE)
     with hybrid(
         folders[model],
         CHUNKS,
@@ -85,47 +73,42 @@ def test_both_kinds_at_once(
         assert running.info().hidden_read == read and running.info().rho == 0.0
         counted: list[dict[tuple[str, str], int]] = []
         _, first = send(running, [5], lambda _: counted.append(running.stats().blocks), **SAMPLING)
-        assert generate(running, prompts(), **SAMPLING) == kv_texts(model)
+        assert generate(running, prompts(), **SAMPLING) == expected
         happened = seen(running)
         assert happened.mixed and happened.projected and running.stats().preemptions
         first.wait()
     assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
 
 
-@pytest.mark.parametrize(
-    ("model", "read", "fields"),
-    [
-        ("opt", "absorbed", SCARCE),
-        ("llama", "projected", {"cache__block_size": 16, "engine__overlap": False}),
-    ],
-    ids=["preempted", "blocks of 16 without overlap"],
-)
-def test_whole_prompts(
-    folders: dict[str, Path],
-    kv_texts: Texts,
-    model: str,
-    read: str,
-    fields: dict[str, Any],
+def test_whole_prompts(folders: dict[str, Path]) -> None:
+    expected = kv_texts(folders["opt"], **SCARCE)
+    with hybrid(folders["opt"], WHOLE, **SCARCE) as running:
+        assert running.info().hidden_read == "absorbed"  # what auto means
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed and seen(running).projected
+
+
+def test_long_caches_are_widened_in_pieces(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with hybrid(folders[model], WHOLE, **fields) as running:
-        assert running.info().hidden_read == read  # what auto means
-        assert generate(running, prompts(), **SAMPLING) == kv_texts(model)
-        happened = seen(running)
-        assert happened.mixed and happened.projected
-
-
-def test_long_caches_are_widened_in_pieces(tmp_path: Path) -> None:
-    """More cached tokens than become K and V at once, of one request and of several."""
-    shape = SHAPES["llama"] | MHA | {"max_position_embeddings": 256}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    texts = [[(3 + 7 * i + j * j) % 90 + 3 for j in range(150 + 9 * i)] for i in range(6)]
-    # 128 become KV at once, whole prompts are longer, and two requests are planned as KV together.
-    same = {"scheduler__max_batch_tokens": 256, "engine__token_buckets": (128, 256)}
-    with engine(tmp_path, **same) as running:
-        expected = generate(running, texts, **SAMPLING)
-    with hybrid(tmp_path, WHOLE, **same) as running:
-        assert generate(running, texts, **SAMPLING) == expected
-        assert seen(running).projected >= 2
+    """More cached tokens than become K and V at once; rotated keys, blocks of 16, no overlap."""
+    monkeypatch.setattr(buckets, "WIDEN_TOKENS", 16)
+    fields = {
+        "cache__block_size": 16,
+        "scheduler__max_rows": 8,
+        "engine__token_buckets": (16, 64),
+        "engine__overlap": False,
+    }
+    expected = kv_texts(folders["llama"], **fields)
+    with hybrid(folders["llama"], WHOLE, **fields) as running:
+        assert running.info().hidden_read == "projected"
+        executor, pieces = running._executor, []
+        widen = executor.widen
+        monkeypatch.setattr(executor, "widen", lambda *to: (pieces.append(to), widen(*to)))
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed
+        # No two caches of ENOUGH tokens fit into one piece.
+        assert len(pieces) > seen(running).projected > 0
 
 
 def test_grouped_queries_keep_kv_and_it_is_said(

@@ -16,20 +16,18 @@ from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.table import State
 from jaxserve.sched.unified import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
-from tests.engine.harness import SAMPLING, engine, generate, prompts, wait_until_idle
+from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, wait_until_idle
 
 FAMILIES = ("opt", "llama")
-SCARCE = {"cache__num_blocks": 36}
 # What is done to the requests; "alone" is what the others must equal.
 TREATMENTS: dict[str, dict[str, Any]] = {
-    "sarathi": {"scheduler__policy": "sarathi"},
     "vllm": {"scheduler__policy": "vllm"},
     "without overlap": {"engine__overlap": False},
     "chunks of 5": {"scheduler__max_prefill_tokens": 5},
     "chunks of 1": {"scheduler__max_prefill_tokens": 1},
     "preempted": {**SCARCE, "scheduler__policy": "vllm"},
     "preempted in chunks": {**SCARCE, "scheduler__max_prefill_tokens": 7},
-    "blocks of 16": {"cache__block_size": 16},
+    "blocks of 16": {"cache__block_size": 16, "scheduler__max_rows": 8},
 }
 PREEMPTING = ("preempted", "preempted in chunks")
 # Whether it preempts where memory is scarce. With sarathi and vllm above, and Apt-Serve's in

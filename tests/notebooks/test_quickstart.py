@@ -11,6 +11,8 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests.conftest import CACHES
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 PNG = b"\x89PNG"
@@ -31,7 +33,7 @@ def test_it_is_committed_without_outputs(notebook: NotebookNode) -> None:
 
 def test_it_runs(notebook: NotebookNode, monkeypatch: pytest.MonkeyPatch) -> None:
     # The engine keeps compiled steps in the home directory; a test keeps them with its own caches.
-    home = ROOT / ".pytest_cache" / "home"
+    home = CACHES / "home"
     home.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("HOME", str(home))
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
-from jaxserve.engine.executor import Executor
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.blocks import slots_for
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
-from jaxserve.sched.policy import Limits
+from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
@@ -55,7 +55,22 @@ class Device:
         self._clock, self._cost_model, self._scheduler = clock, cost_model, scheduler
         self._free = 0.0
 
-    def admit(self, slot: int, row: Any) -> None:
+    def admit(self, slot: int, params: Any) -> None:
+        pass
+
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        pass  # what moves cost is among the step's features
+
+    def copy_blocks(self, pairs: np.ndarray) -> None:
+        pass
+
+    def save(self, key: int, slots: np.ndarray) -> None:
+        pass
+
+    def load(self, key: int, slots: np.ndarray) -> None:
+        pass
+
+    def discard(self, keys: tuple[int, ...]) -> None:
         pass
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
@@ -130,7 +145,7 @@ class VirtualEngine(Engine):
 
 
 def serve(
-    policy: str,
+    policy: str | Policy,
     workload: Workload,
     cost_model: CostModel,
     limits: Limits,
@@ -138,45 +153,34 @@ def serve(
     num_blocks: int,
     block_size: int,
     overlap: bool,
+    host_tokens: int = 0,
+    rho: float | None = None,
 ) -> tuple[list[tuple[float, BatchPlan]], dict[int, list[float]]]:
     """The engine's plans, with the times at which they were made, and every request's tokens."""
     clock = Clock()
     longest = int((workload.prompt_len + workload.limit).max())
     width = -(-longest // block_size)
-    buckets = make_buckets(limits.max_rows, limits.max_batch_tokens, width=width)
+    buckets = make_buckets(
+        limits.max_rows, limits.max_batch_tokens, width=width, hidden=rho is not None
+    )
     scheduler = Recording(
-        make_policy(policy),
+        make_policy(policy) if isinstance(policy, str) else policy,
         limits,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=longest,
         capacity=len(workload) + limits.max_rows,
         cost_model=cost_model,
+        host_slots=int(slots_for(host_tokens)),
+        rho=rho,
     )
     scheduler.plans, scheduler.numbers = [], {}
     scheduler.lengths = workload.output_len.tolist()
-    info = EngineInfo(
-        model="none",
-        family="none",
-        num_params=0,
-        num_layers=1,
-        dtype="float32",
-        vocab_size=VOCAB,
-        max_model_len=longest,
-        policy=policy,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        pool_tokens=scheduler.pool.pool_tokens,
-        pool_bytes=0,
-        device="virtual",
-        mesh_tensor=1,
-        attention_backend="none",
-    )
     engine = VirtualEngine(
-        cast(Executor, Device(clock, cost_model, buckets, scheduler)),
+        Device(clock, cost_model, buckets, scheduler),
         scheduler,
         load_tokenizer(None),
-        info,
+        _info(str(policy), scheduler, longest),
         eos_ids=(END,),
         options=EngineOptions(overlap=overlap),
         clock=clock,
@@ -185,3 +189,24 @@ def serve(
     engine._loop()
     scheduler.pool.check()
     return scheduler.plans, engine.token_times
+
+
+def _info(policy: str, scheduler: Scheduler, longest: int) -> EngineInfo:
+    pool = scheduler.pool
+    return EngineInfo(
+        model="none",
+        family="none",
+        num_params=0,
+        num_layers=1,
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=longest,
+        policy=policy,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        pool_tokens=pool.pool_tokens,
+        pool_bytes=0,
+        device="virtual",
+        mesh_tensor=1,
+        attention_backend="none",
+    )

@@ -26,7 +26,7 @@ UNIT = Coefficients(
     prefill_m=9.0,
     hidden_token=10.0,
     projected_token=12.0,
-    copied_block=13.0,
+    copied_slot=13.0,
     swapped_slot=11.0,
 )
 
@@ -70,7 +70,7 @@ def test_several_batches_of_decodes_at_once() -> None:
 
 def test_the_linear_model_is_the_formula() -> None:
     model = LinearCostModel(UNIT, num_layers=2, gap=0.25)
-    moved = {"projected_tokens": 2, "copied_blocks": 3, "swapped_slots": 1}
+    moved = {"projected_tokens": 2, "copied_slots": 3, "swapped_slots": 1}
     mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, **moved)
     layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 39 + 11
     assert model.batch_time(mixed) == 2 * layer + 0.25

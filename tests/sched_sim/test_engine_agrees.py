@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
-from jaxserve.sched.policy import Limits
+from jaxserve.sched.cost_model import LinearCostModel
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.workload import Lengths, Workload
+from tests.moving_caches import MovingCaches
 from tests.sched_sim.engine_on_a_virtual_clock import serve
 
-COST = system("llama-2-7b@a100").cost_model
+# Each kind of operation costs something of its own, so that one forgotten would show.
+COST = LinearCostModel(
+    dataclasses.replace(
+        system("llama-2-7b@a100").cost_model.coefficients,
+        projected_token=3e-6,
+        hidden_token=2e-6,
+        copied_slot=5e-6,
+        swapped_slot=7e-6,
+    ),
+    num_layers=32,
+)
 LIMITS = Limits(256, 64, 12)
 
 
@@ -33,11 +49,28 @@ def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
 def test_the_plans_are_the_same_one_by_one(
     policy: str, overlap: bool, rate: float, num_blocks: int, early: bool
 ) -> None:
-    workload = trace(3, rate, early)
     options = {"num_blocks": num_blocks, "block_size": 8, "overlap": overlap}
-    plans, token_times = serve(policy, workload, COST, LIMITS, **options)
+    result = agree(policy, policy, trace(3, rate, early), **options)
+    if num_blocks == 80:
+        assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_operations_are_the_same_and_cost_the_same(overlap: bool) -> None:
+    policies = MovingCaches(), MovingCaches()
+    options: dict[str, Any] = {"num_blocks": 4000, "block_size": 8, "overlap": overlap}
+    agree(*policies, trace(3, 50.0, True), host_tokens=2000, rho=1e-6, **options)
+    assert policies[0].did == policies[1].did
+    assert min(policies[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
+
+
+def agree(
+    live: str | Policy, simulated: str | Policy, workload: Workload, **options: Any
+) -> SimulationResult:
+    """The simulation, once everything in it has been found to be as the engine did it."""
+    plans, token_times = serve(live, workload, COST, LIMITS, **options)
     result = simulate(
-        policy,
+        simulated,
         workload,
         COST,
         limits=LIMITS,
@@ -52,11 +85,10 @@ def test_the_plans_are_the_same_one_by_one(
         assert plan.rows.tolist() == batch.requests.tolist(), i
         assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
         assert plan.preempted.tolist() == batch.preempted.tolist(), i
-    if num_blocks == 80:
-        assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
     offsets, times = result.requests.offsets, result.requests.token_times
     for number, engines in token_times.items():
         first = int(offsets[number])
         ours = times[first : first + len(engines)]
         assert len(engines) == workload.output_len[number]
         np.testing.assert_allclose(ours, engines, rtol=1e-9)
+    return result

@@ -18,8 +18,8 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import Tier
 from jaxserve.server.runner import Server
+from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
-from tests.engine.harness import generate, wait_until_idle, write_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120
@@ -51,7 +51,7 @@ class Gate:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     shape = write_shape(tmp_path_factory.mktemp("shape"), "opt")
-    with small_engine(shape, scheduler__max_queue=0) as engine:
+    with small_engine(shape, scheduler__max_queue=0, **SCARCE) as engine:
         yield engine
 
 

@@ -1,0 +1,162 @@
+"""What becomes of callers when the engine fails, never starts, or shuts down."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import EngineStopped
+from jaxserve.engine.executor import StepHandle
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched.request import InvalidRequest, Request, SamplingParams
+from jaxserve.sched.scheduler import Scheduler
+from tests.engine.harness import TIMEOUT, engine, send
+
+
+class FailingHandle:
+    def __init__(self, handle: StepHandle) -> None:
+        self._handle = handle
+
+    def result(self) -> None:
+        self._handle.result()
+        raise RuntimeError("the device is on fire")
+
+
+def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        streams = [send(running, [3], max_tokens=2)[1] for _ in range(4)]
+        for stream in streams:
+            stream.wait()
+        failures: list[BaseException] = []
+        running.add_failure_listener(failures.append)
+        executor = running.executor
+        submit = executor.submit
+
+        def failing(*args: Any, **kwargs: Any) -> FailingHandle:
+            return FailingHandle(submit(*args, **kwargs))
+
+        executor.submit = failing  # type: ignore[assignment, method-assign]
+        streams = []
+        refused = 0
+        for _ in range(5):
+            try:
+                streams.append(send(running, [3], max_tokens=9)[1])
+            except EngineStopped:
+                refused += 1
+        for stream in streams:
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            assert "on fire" in last.error
+        assert streams and len(streams) + refused == 5
+        assert len(failures) == 1
+        running.add_failure_listener(failures.append)
+        assert len(failures) == 2, "told at once of what has happened already"
+        with pytest.raises(EngineStopped, match="failed"):
+            send(running, [3], max_tokens=1)
+        assert running.drain(TIMEOUT)
+
+
+def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(
+    shapes: dict[str, Path],
+) -> None:
+    """Even if ending a request raises once more, everybody is told and drain returns."""
+    with engine(shapes["opt"]) as running:
+
+        def broken(_: Output) -> None:
+            raise RuntimeError("no loop to call back to")
+
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        gate, inside = threading.Event(), threading.Event()
+
+        def hold(_: Output) -> None:
+            inside.set()
+            gate.wait(TIMEOUT)
+
+        _, good = send(running, [3], hold, max_tokens=30, ignore_eos=True)
+        assert inside.wait(TIMEOUT)
+        running.submit(Request("bad", (3,), params), broken)
+        _, late = send(running, [4], max_tokens=30, ignore_eos=True)
+        gate.set()
+        for stream in (good, late):
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            assert "no loop to call back to" in last.error
+        assert running.drain(TIMEOUT)
+
+
+def test_a_request_that_cannot_be_admitted_is_told(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("no detokenizer")
+
+        running.tokenizer.detokenizer = failing  # type: ignore[assignment, method-assign]
+        streams = []
+        for _ in range(3):
+            try:
+                streams.append(send(running, [3], max_tokens=3)[1])
+            except EngineStopped:
+                break
+        for stream in streams:
+            assert stream.wait().reason == FinishReason.ERROR
+
+
+def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        idle = Engine(
+            running.executor,
+            running._scheduler,
+            running.tokenizer,
+            running.info(),
+            eos_ids=(),
+        )
+        _, stream = send(idle, [3], max_tokens=3)
+        idle.stop()
+        assert stream.wait().reason == FinishReason.CANCELLED
+        with pytest.raises(EngineStopped):
+            send(idle, [3], max_tokens=3)
+        with pytest.raises(InvalidRequest, match="n: 16 continuations; at most"):
+            small = Engine(
+                running.executor,
+                Scheduler(
+                    running._scheduler.policy,
+                    running._scheduler.view.limits,
+                    num_blocks=8,
+                    block_size=4,
+                    max_model_len=8,
+                    capacity=4,
+                ),
+                running.tokenizer,
+                running.info(),
+                eos_ids=(),
+            )
+            send(small, [3], max_tokens=3, n=16)
+
+
+def test_drain_lets_requests_finish_and_takes_no_more(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        streams = [send(running, [3, 4], max_tokens=20, ignore_eos=True)[1] for _ in range(5)]
+        assert running.drain(TIMEOUT)
+        assert [s.wait().reason for s in streams] == [FinishReason.LENGTH] * 5
+        with pytest.raises(EngineStopped, match="shutting down"):
+            send(running, [3], max_tokens=1)
+
+
+def test_drain_cancels_what_outlasts_the_grace(shapes: dict[str, Path]) -> None:
+    with engine(shapes["opt"]) as running:
+        release, inside = threading.Event(), threading.Event()
+
+        def hold(_: Output) -> None:
+            inside.set()
+            release.wait(TIMEOUT)
+
+        _, stream = send(running, [3, 4], hold, max_tokens=40, ignore_eos=True)
+        assert inside.wait(TIMEOUT)
+        timer = threading.Timer(0.2, release.set)
+        timer.start()
+        assert not running.drain(0.01)
+        assert stream.wait().reason == FinishReason.CANCELLED

@@ -1,0 +1,63 @@
+"""Caches cut off, copied, checkpointed and restored never change greedy text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine import build
+from jaxserve.engine.errors import ConfigError
+from tests.engine.conftest import Texts
+from tests.engine.harness import SAMPLING, engine, generate, prompts
+from tests.moving_caches import MovingCaches
+
+HOST = {"cache__host_gib": 0.001}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"engine__overlap": False}, {"cache__hidden_read": "projected", "cache__rho": "0"}],
+    ids=["overlap", "no overlap", "projected"],
+)
+def test_text_survives_every_move(
+    shapes: dict[str, Path],
+    alone: Texts,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+) -> None:
+    expected = alone("opt")
+    policy = MovingCaches()
+    monkeypatch.setattr(build, "make_policy", lambda name: policy)
+    fields = {"cache__rho": "0", **fields}
+    with engine(shapes["opt"], **HOST, **fields) as running:
+        assert generate(running, prompts(), **SAMPLING) == expected
+        host = running._scheduler.host
+        assert host.num_used == 0
+        host.check()
+    for operation in ("checkpoint", "restore", "cut", "copy", "to_kv"):
+        assert policy.did[operation] > 5, operation
+
+
+def test_seeded_text_survives_every_move(
+    shapes: dict[str, Path], roomy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
+    expected = generate(roomy, prompts(), **sampling)
+    monkeypatch.setattr(build, "make_policy", lambda name: MovingCaches(1))
+    with engine(shapes["opt"], **HOST, cache__rho="0") as running:
+        assert generate(running, prompts(), **sampling) == expected
+
+
+def test_host_memory_is_for_policies_that_use_it(shapes: dict[str, Path]) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cache\.host_gib=1: the policy makes no checkpoints"),
+        engine(shapes["opt"], cache__host_gib=1.0),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"cache\.host_gib must be at least 0"),
+        engine(shapes["opt"], cache__host_gib=-1.0),
+    ):
+        pass

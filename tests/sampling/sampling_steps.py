@@ -1,0 +1,53 @@
+"""Steps of the sampler, jitted once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxserve.engine.sampling import (
+    SampleResult,
+    SamplingState,
+    admit,
+    sample_full,
+    sample_greedy,
+    slot_params,
+)
+from jaxserve.sched.request import Request, SamplingParams
+
+V, S, R = 40, 9, 6
+EOS = (2,)
+full = jax.jit(sample_full, donate_argnums=0)
+greedy = jax.jit(sample_greedy, donate_argnums=0)
+
+
+def request(prompt: Sequence[int] = (1,), name: str = "r", **sampling: object) -> Request:
+    return Request(id=name, prompt=tuple(prompt), sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def enter(
+    state: SamplingState, slot: int, one: Request, output: Sequence[int] = (), index: int = 0
+) -> SamplingState:
+    vocab = state.vocab_size
+    return admit(state, slot, slot_params(one, index, output, vocab, EOS))
+
+
+def step(
+    state: SamplingState,
+    logits: np.ndarray,
+    slots: Sequence[int],
+    emit: Sequence[bool] | None = None,
+    rows: int = R,
+) -> tuple[SamplingState, SampleResult]:
+    """One batch of `slots`, padded to `rows`."""
+    more = rows - len(slots)
+    logits = np.concatenate([logits, np.full((more, logits.shape[1]), 7.0)]).astype(np.float32)
+    padded = np.array([*slots, *[state.num_slots] * more], np.int32)
+    emitting = np.array([*(emit or [True] * len(slots)), *[True] * more])
+    return full(state, logits, padded, emitting)
+
+
+def seed_key(seed: int) -> tuple[int, int]:
+    return seed >> 32, seed & 0xFFFFFFFF

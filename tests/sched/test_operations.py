@@ -1,0 +1,217 @@
+"""Pool operations on a plan: what they book, what they tell the device, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.plan import (
+    Checkpoint,
+    Copy,
+    InvalidPlan,
+    Join,
+    Operation,
+    Preempt,
+    Restore,
+    ToKV,
+)
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.step import CopyBlocks, Discard, Load, Save, Widen
+from jaxserve.sched.table import RUNNING, WAITING
+from tests.sched.operations import BLOCK, HIDDEN, KV, RIGHT, array, run, scheduler
+
+
+def test_tokens_are_counted_by_why_they_are_computed() -> None:
+    made = scheduler()
+    step = run(made, {0: 10, 1: 7})
+    assert (step.num_prefill_tokens, step.num_decode_tokens) == (17, 0)
+    step = run(made, {0: 1, 1: 3})
+    assert step.decodes.tolist() == [True, False] and step.start.tolist() == [10, 7]
+    assert (step.num_prefill_tokens, step.num_decode_tokens) == (3, 1)
+    assert step.num_recomputed_tokens == 0 and step.num_tokens == 4
+
+
+def test_a_refill_in_single_tokens_is_no_decode_but_for_its_last() -> None:
+    made = scheduler()
+    run(made, {0: 10})
+    run(made, {0: 1})
+    run(made, {}, Preempt.whole(array(0)))
+    step = run(made, {0: 9})
+    assert (step.num_recomputed_tokens, step.num_decode_tokens) == (9, 0)
+    for position in (9, 10):  # the first is the prompt's last token, the other is behind it
+        step = run(made, {0: 1})
+        assert not step.decodes.any() and not step.feeds_back.any(), position
+        assert (step.num_recomputed_tokens, step.num_prefill_tokens) == (1, 0)
+    step = run(made, {0: 1})
+    assert step.decodes.all() and step.feeds_back.all()
+    assert (step.num_recomputed_tokens, step.num_decode_tokens) == (0, 1)
+
+
+def test_a_refill_at_once_ends_with_the_newest_token() -> None:
+    made = scheduler()
+    run(made, {0: 10})
+    run(made, {0: 1})
+    run(made, {}, Preempt.whole(array(0)))
+    step = run(made, {0: 12})
+    assert not step.decodes.any() and step.feeds_back.all() and step.emits.all()
+    assert (step.num_recomputed_tokens, step.num_decode_tokens) == (11, 1)
+    assert step.num_prefill_tokens == 0
+
+
+def test_preempting_from_a_token_on_keeps_what_is_before() -> None:
+    made = scheduler()
+    run(made, {0: 10, 1: 10})
+    kept = made.pool.blocks_of(0)[:, :2].copy()
+    step = run(made, {0: 2}, Preempt(array(0), array(6)))
+    assert step.preempted.tolist() == [] and made.table.state[0] == RUNNING
+    assert step.start.tolist() == [6] and step.num_recomputed_tokens == 2
+    assert made.pool.blocks_of(0).tolist() == kept.tolist(), "the third pair of blocks is free"
+    assert made.table.preemptions[0] == 1
+    step = run(made, {0: 3})
+    assert step.emits.all() and step.num_recomputed_tokens == 2 and step.num_decode_tokens == 1
+
+
+def test_copies_leave_the_old_block_to_those_who_share_it() -> None:
+    made = scheduler()
+    run(made, {0: 10})
+    made.pool.share(0, 1, 1)  # as prefix caching will
+    made.table.computed[1] = BLOCK
+    made.table.move(array(1), RUNNING)
+    old = made.pool.blocks_of(1)[:, 0].copy()
+    with pytest.raises(InvalidPlan, match="copy them"):
+        run(made, {1: 1}, Preempt(array(1), array(2)))
+    step = run(made, {1: 1}, Preempt(array(1), array(2)), Copy(array(1), array(0)))
+    (move,) = step.moves
+    assert isinstance(move, CopyBlocks)
+    assert move.pairs[:, 0].tolist() == old.tolist()
+    assert made.pool.blocks_of(1)[:, 0].tolist() == move.pairs[:, 1].tolist()
+    assert made.pool.blocks_of(0)[:, 0].tolist() == old.tolist()
+    assert step.features().copied_slots == 2 * BLOCK
+
+
+@pytest.mark.parametrize("kind", list(CacheKind))
+@pytest.mark.parametrize("side", list(Direction))
+def test_a_checkpoint_comes_back_where_it_is_wanted(kind: CacheKind, side: Direction) -> None:
+    made = scheduler()
+    run(made, {0: 10}, kinds={0: kind}, directions={0: side})
+    before = made.pool.slots_of(0, 3, 9)
+    planes = len(made.pool.blocks_of(0))
+    step = run(made, {}, Checkpoint(array(0), array(3), array(9)))
+    (save,) = step.moves
+    assert isinstance(save, Save) and save.slots.tolist() == before.tolist()
+    assert made.host.num_used == 6 * planes
+    assert step.features().swapped_slots == 6 * planes
+    step = run(made, {1: 3}, Preempt.whole(array(0)))
+    step = run(made, {0: 3}, kinds={0: kind}, directions={0: side})
+    step = run(made, {0: 2}, Restore(array(0), array(3)))
+    load, discard = step.moves
+    assert isinstance(load, Load) and load.key == save.key
+    assert load.slots.tolist() == made.pool.slots_of(0, 3, 9).tolist()
+    assert discard == Discard((save.key,)) and made.host.num_used == 0
+    assert step.start.tolist() == [9] and step.end.tolist() == [11]
+
+
+def test_a_request_that_waits_runs_again_with_its_checkpoint_alone() -> None:
+    made = scheduler()
+    run(made, {0: 10}, directions={0: RIGHT})
+    run(made, {}, Checkpoint(array(0), array(0), array(8)), Preempt.whole(array(0)))
+    assert made.table.state[0] == WAITING and made.pool.num_used == 0
+    run(made, {}, Restore(array(0), array(0)))
+    assert made.table.state[0] == RUNNING and made.table.computed[0] == 8
+    assert made.pool.direction[0] == RIGHT and made.pool.num_used == 4
+
+
+def test_host_memory_of_a_request_that_ends_is_free() -> None:
+    made = scheduler()
+    run(made, {0: 10})
+    (save,) = run(made, {}, Checkpoint(array(0), array(0), array(8))).moves
+    assert isinstance(save, Save)
+    made.finish(0)
+    assert made.host.num_used == 0
+    assert run(made, {1: 1}).moves == (Discard((save.key,)),)
+
+
+def test_a_start_may_take_the_other_end_of_blocks() -> None:
+    made = scheduler()
+    run(made, {0: 10}, directions={0: RIGHT})
+    free = made.pool.num_free
+    ends = made.pool.blocks_of(0)[:, 1:].T.copy()  # its last two pairs
+    step = run(made, {1: 7}, Join(1, ends))
+    assert made.pool.num_free == free and step.moves == ()
+    assert made.pool.blocks_of(1).T.tolist() == ends.tolist()
+    assert made.pool.owners[ends.ravel()].tolist() == [[1, 0]] * 4
+    assert made.pool.returned_by(array(0, 1)).tolist() == [2, 4]
+    run(made, {}, Preempt.whole(array(0)))
+    assert made.pool.num_used == 4
+
+
+def test_to_kv_says_what_lies_where() -> None:
+    made = scheduler()
+    run(made, {0: 10}, kinds={0: HIDDEN})
+    (widen,) = run(made, {0: 1}, ToKV(array(0)), kinds={0: KV}).moves
+    assert isinstance(widen, Widen)
+    assert widen.rows.tolist() == [0] and widen.cached.tolist() == [10]
+    assert widen.tables[0, :, :3].tolist() == made.pool.blocks_of(0).tolist()
+
+
+def prepared() -> Scheduler:
+    """Row 0 has KV, row 1 a hidden cache; tokens 4 to 8 of row 0 are on the host."""
+    made = scheduler(blocks=12, host_slots=24)
+    run(made, {0: 10, 1: 10}, kinds={1: HIDDEN}, directions={1: RIGHT})
+    run(made, {}, Checkpoint(array(0), array(4), array(8)))
+    return made
+
+
+HERS = array(6)  # a block that row 1 fills from the right
+
+
+@pytest.mark.parametrize(
+    ("tokens", "operations", "problem"),
+    [
+        ({}, [Preempt.whole(array(2))], "without cache is preempted"),
+        ({}, [Preempt(array(0), array(10))], "keep no fewer tokens than it has"),
+        ({}, [Preempt(array(0), array(-1))], "or fewer than none"),
+        ({}, [Preempt.whole(array(0)), Preempt.whole(array(0))], "without cache is preempted"),
+        ({0: 1}, [Preempt.whole(array(0))], "planned and preempted"),
+        ({}, [Copy(array(2), array(0))], "row without cache is copied"),
+        ({}, [Copy(array(0), array(3))], "not there to be copied"),
+        ({}, [Copy(array(0, 0), array(1, 1))], "not there to be copied"),
+        ({}, [Copy(array(0, 0), array(0, 1))], "more blocks than are free"),
+        ({}, [Copy(array(0), array(0)), Preempt.whole(array(0))], "after another operation"),
+        ({}, [Checkpoint(array(2), array(0), array(1))], "row without cache is checkpointed"),
+        ({}, [Checkpoint(array(0), array(0), array(11))], "not cached"),
+        ({}, [Checkpoint(array(0), array(3), array(3))], "not cached"),
+        ({}, [Checkpoint(array(0), array(7), array(9))], "on the host already"),
+        ({}, [Checkpoint(array(1, 1), array(0, 1), array(2, 3))], "on the host already"),
+        ({}, [Checkpoint(array(0, 1), array(8, 0), array(10, 10))], None),
+        ({}, [Checkpoint(array(0, 0, 1), array(0, 8, 0), array(4, 10, 10))], "host memory holds"),
+        ({}, [Restore(array(0), array(4))], "does not go on where the cache ends"),
+        ({}, [Restore(array(1), array(0))], "nothing is on the host"),
+        ({}, [Preempt(array(0), array(3)), Restore(array(0), array(4))], "does not go on where"),
+        ({}, [Preempt(array(0), array(5)), Restore(array(0), array(4))], None),
+        ({}, [Preempt.whole(array(0)), Restore(array(0), array(4))], "does not go on where"),
+        ({}, [Join(2, HERS[None])], "neither runs nor starts"),
+        ({2: 1}, [Join(2, HERS[None])], "takes 2 blocks at a time"),
+        ({2: 1}, [Join(2, array(6, 0)[None])], "no free end"),
+        ({2: 1}, [Join(2, array(6, 6)[None])], "different blocks"),
+        ({2: 1}, [Join(2, array(6, 7)[None])], None),
+        ({2: 1, 3: 1}, [Join(2, array(6, 7)[None]), Join(3, array(7, 8)[None])], "changed hands"),
+        ({2: 1}, [Preempt.whole(array(1)), Join(2, array(6, 7)[None])], "changed hands"),
+        ({}, [ToKV(array(1))], "not planned as KV"),
+        ({0: 1}, [ToKV(array(0))], "no hidden cache"),
+    ],
+)
+def test_refuses(tokens: dict[int, int], operations: list[Operation], problem: str | None) -> None:
+    made = prepared()
+    table, pool = made.table, made.pool
+    state = table.state.copy(), table.computed.copy(), pool.num_free, made.host.num_used
+    if problem is None:
+        run(made, tokens, *operations)
+        return
+    with pytest.raises(InvalidPlan, match=problem):
+        run(made, tokens, *operations)
+    after = table.state, table.computed, pool.num_free, made.host.num_used
+    assert all(np.array_equal(a, b) for a, b in zip(state, after, strict=True))
+    pool.check()
+    made.host.check()
