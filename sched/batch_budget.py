@@ -74,6 +74,8 @@ class BatchBudget:
         # By row: in the batch, or preempted for it. Neither may be preempted (again).
         self.decided = np.zeros(view.table.capacity, bool)
         self._holders = len(running)
+        # What two of the preempted share is free after the second.
+        self._refs = view.pool.refs.copy() if view.pool.shares else None
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
         self._growth = np.zeros(view.table.capacity if expected else 0, np.int64)
@@ -150,8 +152,7 @@ class BatchBudget:
 
     def preempt(self, row: int) -> None:
         """Takes the row's cache away. It must not be in the batch."""
-        gone = np.array([*self.preempted, row])  # what two of them share is free after the second
-        self.free += int(self.view.pool.returned_by(gone)[-1])
+        self.free += int(self.view.pool.returned_by(np.array([row]), self._refs)[0])
         self.slots_left += 1
         self._holders -= 1
         if self._expected is not None:

@@ -120,17 +120,17 @@ class BlockPool:
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
-    def returned_by(self, rows: np.ndarray, keep: np.ndarray | None = None) -> np.ndarray:
-        """Blocks that each of the rows, which are different, would free if they were truncated to
-        `keep` tokens (nothing, if not given) one after the other, int64 [n]. A block that several
-        of them hold counts with the last of them, one that others hold with nobody."""
-        stay: Any = 0 if keep is None else blocks_a_plane(keep, self.block_size)
+    def returned_by(self, rows: np.ndarray, refs: np.ndarray | None = None) -> np.ndarray:
+        """Blocks that each of the rows, which are different, would free if they were released one
+        after the other, int64 [n]. A block that several of them hold counts with the last of them,
+        one that others hold with nobody. refs: holders by block, where it is no longer the pool's
+        own that counts; lowered."""
         if not self._shared:
-            return np.asarray(np.maximum(self.held[rows] - stay, 0) * _PLANES[self.kind[rows]])
-        refs, found = self.refs.copy(), np.zeros(len(rows), np.int64)
-        stays = np.broadcast_to(stay, len(rows))
+            return np.asarray(self.held[rows] * _PLANES[self.kind[rows]])
+        found = np.zeros(len(rows), np.int64)
+        refs = self.refs.copy() if refs is None else refs
         for i, row in enumerate(rows.tolist()):
-            ids = self.blocks_of(row)[:, stays[i] :].ravel()
+            ids = self.blocks_of(row).ravel()
             refs[ids] -= 1
             found[i] = np.count_nonzero(refs[ids] == 0)
         return found
@@ -145,19 +145,6 @@ class BlockPool:
         blocks = self.blocks_of(row)[:, index]
         slots = np.broadcast_to(offset, blocks.shape)
         return np.stack([blocks, slots], axis=-1).reshape(-1, 2).astype(np.int32)
-
-    def writable(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Whether each row may write its token number tokens[i] where that falls into a block which
-        it holds, bool [n]: whether the block's end is its own. A block yet to be had is."""
-        index = tokens // self.block_size
-        ok = index >= self.held[rows]
-        if not self._shared:
-            return np.ones(len(rows), bool)
-        for i in np.flatnonzero(~ok).tolist():
-            row = int(rows[i])
-            ids = self.blocks_of(row)[:, index[i] :].ravel()
-            ok[i] = bool((self.owners[ids, self.direction[row]] == row).all())
-        return np.asarray(ok)
 
     def holders(self) -> tuple[np.ndarray, np.ndarray]:
         """Every used block once, and a row that holds it: ids and rows [num_used], by id."""
@@ -226,12 +213,12 @@ class BlockPool:
         self.tables[owner, 1, index] = ids
         self.kind[rows] = KV
 
-    def check_widens(self, row: int) -> None:
-        """ValueError if the row has no hidden cache of its own that could become K and V."""
+    def check_widens(self, row: int, refs: np.ndarray | None = None) -> None:
+        """ValueError if the row has no hidden cache of its own that could become K and V. refs:
+        holders by block, instead of the pool's own: what would be after some operations."""
         if self.kind[row] != HIDDEN:
             raise ValueError(f"row {row} has no hidden cache")
-        ids = self.blocks_of(row).ravel()
-        if (self.refs[ids] != 1).any() or (self.owners[ids, self.direction[row]] != row).any():
+        if ((self.refs if refs is None else refs)[self.blocks_of(row)] != 1).any():
             raise ValueError(f"row {row} shares blocks; they cannot be written to")
 
     def join(self, row: int, blocks: np.ndarray) -> None:
@@ -247,11 +234,18 @@ class BlockPool:
         self._shared = True
 
     def check_join(
-        self, row: int, blocks: np.ndarray, kind: CacheKind, side: Direction, held: int
+        self,
+        row: int,
+        blocks: np.ndarray,
+        kind: CacheKind,
+        side: Direction,
+        held: int,
+        owners: np.ndarray | None = None,
     ) -> np.ndarray:
         """The blocks as an array [k, planes]. ValueError if a row of that kind, which fills from
         that side and holds so many, cannot take them: this end is taken, or the block is free or a
-        shared prefix."""
+        shared prefix. owners: instead of the pool's own."""
+        owners = self.owners if owners is None else owners
         planes, blocks = int(_PLANES[kind]), np.asarray(blocks)
         if blocks.ndim != 2 or blocks.shape[1] != planes:
             raise ValueError(f"row {row} takes {planes} blocks at a time, got {blocks.tolist()}")
@@ -260,7 +254,7 @@ class BlockPool:
         if held + len(blocks) > self.width:
             raise ValueError(f"row {row}: {held + len(blocks)} blocks, limit {self.width}")
         for block in blocks.ravel().tolist():
-            ends = self.owners[block] if 0 <= block < len(self.owners) else (NOBODY, NOBODY)
+            ends = owners[block] if 0 <= block < len(owners) else (NOBODY, NOBODY)
             if ends[side] != NOBODY or ends[1 - side] == NOBODY:
                 raise ValueError(f"block {block} has no free end for row {row}")
         return blocks

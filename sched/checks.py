@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_a_plane, slots_for
-from jaxserve.sched.kinds import HIDDEN, KV, CacheKind, Direction
+from jaxserve.sched.blocks import NOBODY, blocks_a_plane
+from jaxserve.sched.host import Segment
+from jaxserve.sched.kinds import HIDDEN, KV, LEFT, CacheKind, Direction
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -28,6 +29,8 @@ from jaxserve.sched.table import RUNNING, WAITING
 
 def check_plan(plan: BatchPlan, view: View) -> None:
     """InvalidPlan says what the pool, the host memory or the limits do not allow."""
+    hidden = plan.kinds == HIDDEN
+    _demand((hidden | (plan.kinds == KV)).all(), "a row is planned with no kind of cache")
     after = _After(plan, view)
     for operation in plan.operations:
         _CHECKS[type(operation)](after, operation)
@@ -41,42 +44,46 @@ def check_plan(plan: BatchPlan, view: View) -> None:
     pending = table.prompt_len[rows] + table.generated[rows] - computed
     _demand(((tokens > 0) & (tokens <= pending)).all(), "more tokens than are pending")
     _demand((plan.reserve >= computed + tokens).all(), "less room than tokens")
+    widest = view.pool.width * view.pool.block_size
+    _demand((plan.reserve <= widest).all(), "more room than the longest request takes")
     _demand(plan.total_tokens <= limits.max_batch_tokens, "more tokens than max_batch_tokens")
     holders = after.holders + int(np.count_nonzero(waiting))
     _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
     needed = view.pool.needed(rows, plan.reserve, plan.kinds, after.held, after.kind)
     _demand(needed.sum() <= after.free, "more blocks than are free")
-    hidden = plan.kinds == HIDDEN
     offered = view.rho is not None or not hidden.any()
     _demand(offered, "hidden caches are planned where there are none")
     kind = after.kind[rows]
     stays_hidden = running & ~hidden & (kind == HIDDEN)
     _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ToKV")
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
-    _demand(after.owned(rows, computed), "a row would write into blocks that it shares; copy them")
+    own = after.owned(rows, computed, computed + tokens)
+    _demand(own, "a row would write into blocks that it shares; copy them")
 
 
 class _After:
-    """What the operations so far have made of the columns. lost: rows that have lost all of their
-    cache; changed: those that any operation has touched; given: blocks that somebody gave back."""
+    """What the operations so far have made of the columns, and of who holds which block where any
+    may have two holders. lost: rows that have lost all of their cache; changed: those that any
+    operation has touched; known: blocks a plane that each has had since before the plan."""
 
     def __init__(self, plan: BatchPlan, view: View) -> None:
         self.plan, self.view = plan, view
         self.table, self.pool, self.host = view.table, view.pool, view.host
         own: Callable[[np.ndarray], np.ndarray] = np.copy if plan.operations else np.asarray
         self.state, self.computed = own(self.table.state), own(self.table.computed)
-        self.held, self.kind = own(self.pool.held), own(self.pool.kind)
+        self.held, self.known = own(self.pool.held), own(self.pool.held)
+        self.kind, self.direction = own(self.pool.kind), own(self.pool.direction)
         self.lost = np.zeros(self.table.capacity, bool)
         self.changed = np.zeros(self.table.capacity, bool)
         self.copied: set[tuple[int, int]] = set()
-        self.joined: set[int] = set()
-        self.given: list[np.ndarray] = []
+        self.shares = self.pool.shares or any(isinstance(op, Join) for op in plan.operations)
+        self.refs, self.owners = self.pool.refs, self.pool.owners
+        if self.shares and plan.operations:
+            self.refs, self.owners = self.refs.copy(), self.owners.copy()
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
-        self._taken: set[tuple[int, int]] = set()  # (row, first) of restored segments
-        self._saved: list[tuple[int, int, int]] = []
-        self._returned = _returned(plan, view)
+        self._segments: dict[int, dict[int, Segment]] = {}  # of a row, by first token
 
     def preempt(self, op: Preempt) -> None:
         rows, keep = op.rows, op.keep
@@ -89,15 +96,14 @@ class _After:
             "a preempted row is to keep no fewer tokens than it has, or fewer than none",
         )
         whole = keep == 0
-        self.free += sum(self._returned[row] for row in rows.tolist())
-        stay = blocks_a_plane(keep, self.pool.block_size)
+        stay = np.minimum(blocks_a_plane(keep, self.pool.block_size), self.held[rows])
         for row, blocks in zip(rows.tolist(), stay.tolist(), strict=True):
-            self.given.append(self.pool.blocks_of(row)[:, blocks:].ravel())
+            self._give_back(row, self.pool.blocks_of(row)[:, blocks:].ravel())
         self.holders -= int(np.count_nonzero(whole))
         self.lost[rows[whole]] = self.changed[rows] = True
         self.state[rows[whole]] = WAITING
-        self.computed[rows], self.held[rows] = keep, np.minimum(stay, self.held[rows])
-        self.kind[rows[whole]] = CacheKind.KV
+        self.computed[rows], self.held[rows], self.known[rows] = keep, stay, stay
+        self.kind[rows[whole]], self.direction[rows[whole]] = KV, LEFT
 
     def to_kv(self, op: ToKV) -> None:
         rows = op.rows
@@ -106,100 +112,116 @@ class _After:
         _demand(planned.all(), "a row that is not planned as KV becomes KV")
         _demand(not self.changed[rows].any(), "a row becomes KV after another operation on it")
         for row in rows.tolist():
-            _attempt(self.pool.check_widens, row)
+            _attempt(self.pool.check_widens, row, self.refs)
         kinds = np.full(len(rows), KV)
         need = self.pool.needed(rows, self.computed[rows], kinds, self.held, self.kind)
         self._take(int(need.sum()))
         self.kind[rows], self.changed[rows] = CacheKind.KV, True
 
     def copy(self, op: Copy) -> None:
-        returned = 0
+        before = []
         for row, index in zip(op.rows.tolist(), op.index.tolist(), strict=True):
             _demand(self.state[row] == RUNNING, "a block of a row without cache is copied")
-            inside = 0 <= index < min(int(self.held[row]), int(self.pool.held[row]))
+            inside = 0 <= index < self.known[row]
             _demand(inside and (row, index) not in self.copied, "a block is not there to be copied")
-            old = self.pool.blocks_of(row)[:, index]
-            self._take(len(old))
-            returned += int(np.count_nonzero(self.pool.refs[old] == 1))
-            self.given.append(old)
+            self._take(int(self.pool.blocks_for(1, self.kind[row])))
+            before.append((row, self.pool.blocks_of(row)[:, index]))
             self.copied.add((row, index))
             self.changed[row] = True
-        self.free += returned
+        for row, ids in before:
+            self._give_back(row, ids)
+            # A V block that it has got from `ToKV` in this plan is nobody else's.
+            self.free += int(self.pool.blocks_for(1, self.kind[row])) - len(ids)
 
     def checkpoint(self, op: Checkpoint) -> None:
         for row, first, end in _triples(op.rows, op.first, op.end):
             _demand(self.state[row] == RUNNING, "a row without cache is checkpointed")
             inside = 0 <= first < end <= self.computed[row]
             _demand(inside, "tokens are checkpointed that are not cached")
-            before = any(r == row and a < end and first < b for r, a, b in self._saved)
-            _demand(
-                not (before or self.host.overlaps(row, first, end)),
-                "tokens are checkpointed that are on the host already",
-            )
-            self.host_free -= int(slots_for(end - first, self.kind[row]))
+            mine = self._on_host(row)
+            there = any(s.first < end and first < s.end for s in mine.values())
+            _demand(not there, "tokens are checkpointed that are on the host already")
+            kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
+            mine[first] = Segment(0, first, end, kind, side)
+            self.host_free -= mine[first].slots
             _demand(self.host_free >= 0, "more is checkpointed than host memory holds")
-            self._saved.append((row, first, end))
 
     def restore(self, op: Restore) -> None:
         for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
-            segment = self.host.find(row, first)
-            taken = (row, first) in self._taken
-            _demand(segment is not None and not taken, "nothing is on the host to be restored")
+            segment = self._on_host(row).pop(first, None)
+            _demand(segment is not None, "nothing is on the host to be restored")
             assert segment is not None
             reach = first <= self.computed[row] < segment.end
             _demand(reach, "a checkpoint is restored that does not go on where the cache ends")
             alive = self.state[row] in (WAITING, RUNNING) and not self.lost[row]
             _demand(alive, "a row is restored that is over or has just been preempted")
             if self.state[row] == WAITING:
-                self.state[row], self.kind[row] = RUNNING, segment.kind
-                self.holders += 1
+                self._open(row, segment.kind, segment.direction)
             _demand(self.kind[row] == segment.kind, "a checkpoint of the other kind is restored")
             one = np.array([row])
+            own = self.owned(one, np.array([first]), np.array([segment.end]))
+            _demand(own, "a checkpoint is restored into blocks that are shared; copy them")
             tokens, kinds = np.array([segment.end]), self.kind[one]
             need = self.pool.needed(one, tokens, kinds, self.held, self.kind)
             self._take(int(need[0]))
             blocks = blocks_a_plane(segment.end, self.pool.block_size)
             self.held[row] = max(self.held[row], blocks)
             self.computed[row], self.changed[row] = segment.end, True
-            self._taken.add((row, first))
+            self.host_free += segment.slots
 
     def join(self, op: Join) -> None:
-        at = np.flatnonzero(self.plan.rows == op.row)
-        starts = self.state[op.row] == WAITING and len(at) == 1 and not self.lost[op.row]
-        _demand(starts or self.state[op.row] == RUNNING, "a row that neither runs nor starts joins")
-        if starts:
-            kind, side = _start_of(self.plan, int(at[0]))
-            held = 0
-            self.kind[op.row] = kind
-        else:
-            kind = CacheKind(self.kind[op.row])
-            side, held = Direction(self.pool.direction[op.row]), int(self.held[op.row])
-        blocks = _attempt(self.pool.check_join, op.row, op.blocks, kind, side, held)
-        ids = set(blocks.ravel().tolist())
-        gone = any(np.isin(ids_given, list(ids)).any() for ids_given in self.given)
-        _demand(not gone and not ids & self.joined, "a block is joined that has just changed hands")
-        self.joined |= ids
-        self.held[op.row] = held + len(blocks)
-        self.changed[op.row] = True
+        row, at = op.row, np.flatnonzero(self.plan.rows == op.row)
+        if self.state[row] == WAITING and len(at) == 1 and not self.lost[row]:
+            self._open(row, *_start_of(self.plan, int(at[0])))
+        _demand(self.state[row] == RUNNING, "a row that neither runs nor starts joins")
+        kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
+        held = int(self.held[row])
+        blocks = _attempt(self.pool.check_join, row, op.blocks, kind, side, held, self.owners)
+        self.owners[blocks, side] = row
+        self.refs[blocks] += 1
+        self.held[row] = held + len(blocks)
+        self.changed[row] = True
 
-    def owned(self, rows: np.ndarray, computed: np.ndarray) -> bool:
-        """Whether every row may write where its next token goes, once shared blocks are copied."""
-        bad = rows[~self.pool.writable(rows, computed)]
-        index = self.computed[bad] // self.pool.block_size
-        return all(pair in self.copied for pair in zip(bad.tolist(), index.tolist(), strict=True))
+    def owned(self, rows: np.ndarray, first: np.ndarray, end: np.ndarray) -> bool:
+        """Whether each row may write its tokens from first[i] to end[i] (not included): whether the
+        blocks that it has for them are its own at its end, or have been copied."""
+        if not self.shares:
+            return True
+        pool, index = self.pool, first // self.pool.block_size
+        last = np.minimum(blocks_a_plane(end, pool.block_size), self.known[rows])
+        while (inside := index < last).any():
+            rows, index, last = rows[inside], index[inside], last[inside]
+            ids, side = pool.tables[rows, :, index], self.direction[rows, None]
+            ok = (self.refs[ids] == 1) | (self.owners[ids, side] == rows[:, None])
+            ok[:, 1] |= pool.kind[rows] == HIDDEN  # no such plane
+            bad = ~ok.all(axis=1)
+            pairs = zip(rows[bad].tolist(), index[bad].tolist(), strict=True)
+            if not all(pair in self.copied for pair in pairs):
+                return False
+            index = index + 1
+        return True
+
+    def _open(self, row: int, kind: CacheKind, side: Direction) -> None:
+        self.state[row], self.kind[row], self.direction[row] = RUNNING, kind, side
+        self.holders += 1
+
+    def _on_host(self, row: int) -> dict[int, Segment]:
+        if row not in self._segments:
+            self._segments[row] = {s.first: s for s in self.host.segments(row)}
+        return self._segments[row]
 
     def _take(self, blocks: int) -> None:
         self.free -= blocks
         _demand(self.free >= 0, "more blocks than are free")
 
-
-def _returned(plan: BatchPlan, view: View) -> dict[int, int]:
-    """Blocks that each preempted row gives back, in the order of the plan."""
-    ops = [op for op in plan.operations if isinstance(op, Preempt)]
-    if not ops:
-        return {}
-    rows, keep = (np.concatenate([getattr(op, name) for op in ops]) for name in ("rows", "keep"))
-    return dict(zip(rows.tolist(), view.pool.returned_by(rows, keep).tolist(), strict=True))
+    def _give_back(self, row: int, ids: np.ndarray) -> None:
+        if not self.shares:
+            self.free += len(ids)
+            return
+        side = self.direction[row]
+        self.refs[ids] -= 1
+        self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
+        self.free += int(np.count_nonzero(self.refs[ids] == 0))
 
 
 def _start_of(plan: BatchPlan, at: int) -> tuple[CacheKind, Direction]:

@@ -83,9 +83,7 @@ class Scheduler:
         if self.checked:
             check_plan(plan, self.view)
         table, rows, counts = self.table, plan.rows, plan.num_tokens
-        moves = self._operate(plan) if plan.operations else ()
-        if dropped := self.host.take_dropped():
-            moves = (*moves, Discard(dropped))
+        moves = self._operate(plan)
         self._start(plan)
         self.pool.grow_all(rows, plan.reserve)
         start, before = table.computed[rows], table.generated[rows]
@@ -166,10 +164,15 @@ class Scheduler:
     # Operations: each returns what is to be done on the device.
 
     def _operate(self, plan: BatchPlan) -> tuple[Move, ...]:
-        moves: list[Move] = []
+        moves = self._discard()  # what requests that have ended have left there
         for operation in plan.operations:
             moves += _BOOKING[type(operation)](self, plan, operation)
+            moves += self._discard()
         return tuple(moves)
+
+    def _discard(self) -> list[Move]:
+        keys = self.host.take_dropped()
+        return [Discard(keys)] if keys else []
 
     def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
         table, rows = self.table, op.rows

@@ -24,12 +24,14 @@ from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Wid
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step and whom its results belong to; rows i of the batch that sample."""
+    """A launched step and whom its results belong to; rows i of the batch that sample. preemptions:
+    since the step before it."""
 
     handle: Handle
     emitting: list[tuple[int, Continuation]]
     step: Step
     padded_tokens: int
+    preemptions: int
     launched: float
     host_time: float
 
@@ -61,6 +63,7 @@ class Serving:
         self._clock, self._on_over = clock, on_over
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
+        self._preemptions = 0  # not told in any step yet
 
     def knows(self, request_id: str) -> bool:
         """Whether any of its continuations is not over."""
@@ -93,6 +96,7 @@ class Serving:
         step = scheduler.schedule(begin)
         for row in step.preempted.tolist():
             self._release_slot(self.live[row])
+        self._preemptions += len(step.preempted)
         for move in step.moves:
             self._carry_out(move)
         if not len(step):
@@ -113,8 +117,15 @@ class Serving:
         handle = self._executor.submit(layout, batch.buffer, full=full)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
+        preemptions, self._preemptions = self._preemptions, 0
         return InFlight(
-            handle, emitting, step, layout.tokens, launched=begin, host_time=self._clock() - begin
+            handle,
+            emitting,
+            step,
+            layout.tokens,
+            preemptions,
+            launched=begin,
+            host_time=self._clock() - begin,
         )
 
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
@@ -169,7 +180,7 @@ class Serving:
             padded_tokens=step.padded_tokens,
             step_time=now - step.launched,
             host_time=host_time,
-            preemptions=len(booked.preempted),
+            preemptions=step.preemptions,
         )
         for observer in self.observers:
             observer.on_step(stats)
@@ -198,8 +209,10 @@ class Serving:
         )
 
     def _release_slot(self, member: Continuation) -> None:
-        self._free_slots.append(member.slot)
-        member.slot = NO_SLOT
+        """Those restored from the host have none until they are in a batch."""
+        if member.slot != NO_SLOT:
+            self._free_slots.append(member.slot)
+            member.slot = NO_SLOT
 
     def end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
         """Ends a continuation from outside the model."""
@@ -212,8 +225,7 @@ class Serving:
         """Frees all that a finished continuation holds."""
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
-        if continuation.slot != NO_SLOT:
-            self._release_slot(continuation)
+        self._release_slot(continuation)
         self._scheduler.finish(continuation.row)
         del self.live[continuation.row]
         siblings = self._by_id[request.id]

@@ -17,7 +17,8 @@ class StepStats:
     """One executed batch. Times in seconds.
 
     num_decodes: rows that decode. padded_tokens: the size of its bucket, of which num_tokens are
-    real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache.
+    real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache
+    since the step before.
     step_time: launch to tokens on the host. host_time: scheduling, batch building,
     detokenising and streaming of this step, whether or not the device hid it.
     """

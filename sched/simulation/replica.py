@@ -7,6 +7,7 @@ with the cost model for a device.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ BATCH_COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class BatchRows:
     """Who was in a batch: requests [n] by their number in the workload, the tokens each computed
-    and whether it was a decode; preempted: requests that lost their cache when it was planned."""
+    and whether it was a decode; preempted: requests that lost their cache since the batch before it
+    was planned."""
 
     requests: np.ndarray
     tokens: np.ndarray
@@ -92,6 +94,7 @@ class Replica:
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)
         self._pending: _Step | None = None  # launched, its tokens not yet on the host
         self._last: _Step | None = None  # the last time round; None if nothing was launched
+        self._gone: list[int] = []  # requests that have lost their cache since the last batch
         self._clock = 0.0
         self._device_free = 0.0
         self._log: list[tuple[float, ...]] = []
@@ -145,9 +148,12 @@ class Replica:
             return None
         scheduler = self.scheduler
         step = scheduler.schedule(self._clock)
+        self._gone += self._request_of[step.preempted].tolist()
         if not len(step):
             if self._pending is None and not step.plan.operations:
                 raise InvalidPlan(f"the policy plans nothing for {self.live} requests")
+            if step.moves:
+                self._move(step)
             return None
         features = step.features(self._padding)
         start = max(self._clock, self._device_free)
@@ -161,12 +167,13 @@ class Replica:
                 features.num_decodes,
                 features.num_prefills,
                 int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
-                len(step.preempted),
+                len(self._gone),
                 int(np.count_nonzero(step.plan.kinds == HIDDEN)),
             )
         )
         if self._record_rows:
             self._record(step)
+        self._gone.clear()
         emitting, generated = step.rows, step.generated
         if np.count_nonzero(step.emits) < len(emitting):
             emitting, generated = emitting[step.emits], generated[step.emits]
@@ -180,6 +187,13 @@ class Replica:
         steady = features.num_decodes == self.live and not len(done)
         steady = steady and bool((generated < lengths).all())
         return _Step(step.rows, emitting, requests, end, steady)
+
+    def _move(self, step: Step) -> None:
+        """Operations without a batch: the device is at work on them, and the host goes on."""
+        cost, nothing = self.cost_model, dataclasses.replace(step, moves=())
+        took = cost.batch_time(step.features(self._padding))
+        took -= cost.batch_time(nothing.features(self._padding))
+        self._device_free = max(self._clock, self._device_free) + float(took)
 
     def _finish(self, step: _Step) -> None:
         """The step's tokens reach the host; requests that have all of theirs are over."""
@@ -316,7 +330,7 @@ class Replica:
             self._log = []
 
     def _record(self, step: Step) -> None:
-        requests, gone = self._request_of[step.rows], self._request_of[step.preempted]
+        requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
         self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone))
 
     def _record_stretch(self, rows: np.ndarray, took: np.ndarray) -> None:

@@ -99,7 +99,7 @@ class RequestRecords:
 class BatchRecords:
     """Arrays over the batches, replica by replica, each in the order in which they ran. start and
     duration in seconds; num_tokens computed; kv_used: tokens that the cache has room for, whole
-    blocks; preemptions: requests that lost their cache when the batch was planned; num_hidden:
+    blocks; preemptions: requests that lost their cache since the one before; num_hidden:
     requests of it with hidden caches."""
 
     start: np.ndarray

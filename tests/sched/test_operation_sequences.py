@@ -21,7 +21,7 @@ from jaxserve.sched.plan import (
     ToKV,
 )
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.step import CopyBlocks, Discard, Load, Save
+from jaxserve.sched.step import CopyBlocks, Discard, Load, Save, Widen
 from jaxserve.sched.table import RUNNING, WAITING
 from tests.sched.operations import BLOCK, HIDDEN, KV, array, run, scheduler
 
@@ -38,6 +38,7 @@ class Operations(RuleBasedStateMachine):
         self.made = scheduler(blocks=blocks, host_slots=host)
         self.device: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (row, token)
         self.host: dict[int, list[tuple[int, int]]] = {}
+        self.spoiled: set[int] = set()  # whom another owner of a block has written over
         self.numbers = [0, 1, 2, 3]
 
     def book(self, tokens: dict[int, int], *operations: Operation, **options: Any) -> None:
@@ -54,10 +55,12 @@ class Operations(RuleBasedStateMachine):
                 self.host[move.key] = [self.device[tuple(s)] for s in move.slots.tolist()]
             elif isinstance(move, Load):
                 for place, what in zip(move.slots.tolist(), self.host[move.key], strict=True):
-                    self.device[tuple(place)] = what
+                    self.put(tuple(place), what)
             elif isinstance(move, Discard):
                 for key in move.keys:
                     del self.host[key]
+            elif isinstance(move, Widen):
+                self.widen(move)
             elif isinstance(move, CopyBlocks):
                 for source, target in move.pairs.tolist():
                     for slot in range(BLOCK):
@@ -68,11 +71,21 @@ class Operations(RuleBasedStateMachine):
         ):
             self.write(row, first, end)
         for row in made.release_finished(step).tolist():
+            self.spoiled.discard(int(made.table.seq[row]))
             made.finish(row)
             number = max(self.numbers) + 1
             fresh = made.add(Request(str(number), (1,) * 10, SamplingParams(max_tokens=9)))
             self.numbers.append(number)
             assert fresh == row
+
+    def widen(self, move: Widen) -> None:
+        for row, cached, table, side in zip(
+            move.rows.tolist(), move.cached.tolist(), move.tables, move.directions, strict=True
+        ):
+            for token in range(cached):
+                slot = token % BLOCK if side == Direction.LEFT else BLOCK - 1 - token % BLOCK
+                for block in table[:, token // BLOCK].tolist():
+                    self.put((block, slot), (int(self.made.table.seq[row]), token))
 
     def write(self, row: int, first: int, end: int) -> None:
         places = self.made.pool.slots_of(row, first, end).tolist()
@@ -80,7 +93,16 @@ class Operations(RuleBasedStateMachine):
         seq = int(self.made.table.seq[row])
         what = [(seq, token) for _ in range(planes) for token in range(first, end)]
         for place, one in zip(places, what, strict=True):
-            self.device[tuple(place)] = one
+            self.put(tuple(place), one)
+
+    def put(self, place: tuple[int, int], what: tuple[int, int]) -> None:
+        """Two owners may write over each other's tokens: that is the policy's business."""
+        table, pool = self.made.table, self.made.pool
+        for row in table.in_state(RUNNING).tolist() if pool.shares else ():
+            mine = pool.slots_of(row, 0, int(table.computed[row])).tolist()
+            if table.seq[row] != what[0] and list(place) in mine:
+                self.spoiled.add(int(table.seq[row]))
+        self.device[place] = what
 
     @rule(row=rows, tokens=st.integers(1, 10), kind=st.sampled_from(CacheKind),
           side=st.sampled_from(Direction))  # fmt: skip
@@ -131,13 +153,56 @@ class Operations(RuleBasedStateMachine):
 
     @rule(row=rows)
     def to_kv(self, row: int) -> None:
-        made = self.made
-        if made.table.state[row] == RUNNING and not made.pool.shares:
-            before = int(made.table.computed[row])
-            was_hidden = made.pool.kind[row] == HIDDEN
+        if self.made.table.state[row] == RUNNING:
             self.book({row: 1}, ToKV(array(row)), kinds={row: KV})
-            if was_hidden and made.pool.kind[row] == KV and made.table.state[row] == RUNNING:
-                self.write(row, 0, before)
+
+    @rule(source=rows, row=rows, blocks=st.integers(1, 2))
+    def share(self, source: int, row: int, blocks: int) -> None:
+        """As prefix caching will; here the prompts are told apart, so the reader has to be, too."""
+        table, pool = self.made.table, self.made.pool
+        ids = pool.blocks_of(source)
+        if table.state[row] != WAITING or table.computed[source] < blocks * BLOCK:
+            return
+        if (pool.owners[ids[:, :blocks], 1 - pool.direction[source]] != -1).any():
+            return
+        pool.share(source, row, blocks)
+        table.computed[row] = blocks * BLOCK
+        table.move(array(row), RUNNING)
+        self.spoiled.add(int(table.seq[row]))
+
+    @rule(data=st.data(), count=st.integers(2, 5))
+    def several(self, data: st.DataObject, count: int) -> None:
+        """Operations of a plan, one after the other."""
+        operations = [self.any_operation(data.draw) for _ in range(count)]
+        kinds = {row: int(self.made.pool.kind[row]) for row in range(ROWS)}
+        for op in operations:
+            if isinstance(op, ToKV):
+                kinds[int(op.rows[0])] = KV
+            elif isinstance(op, Join):
+                kinds[op.row] = KV if op.blocks.shape[1] == 2 else HIDDEN
+        tokens = data.draw(st.dictionaries(rows, st.integers(1, 6), max_size=3))
+        sides = {row: data.draw(st.sampled_from(Direction)) for row in tokens}
+        self.book(tokens, *operations, kinds=kinds, directions=sides)
+
+    def any_operation(self, draw: Any) -> Operation:
+        """One that may be allowed, if nothing came before it."""
+        pool, table, host = self.made.pool, self.made.table, self.made.host
+        row, cached = draw(rows), int(table.computed.max())
+        what = draw(st.sampled_from([Preempt, ToKV, Copy, Checkpoint, Restore, Join]))
+        if what is ToKV:
+            return ToKV(array(row))
+        if what is Preempt:
+            return Preempt(array(row), array(draw(st.integers(0, cached))))
+        if what is Copy:
+            return Copy(array(row), array(draw(st.integers(0, 2))))
+        if what is Checkpoint:
+            first = draw(st.integers(0, cached))
+            return Checkpoint(array(row), array(first), array(first + draw(st.integers(1, 6))))
+        if what is Restore:
+            kept = [s.first for s in host.segments(row)] or [0]
+            return Restore(array(row), array(draw(st.sampled_from(kept))))
+        blocks = pool.blocks_of(draw(rows))
+        return Join(row, blocks[:, -1:].T.astype(np.int64))
 
     @invariant()
     def every_cached_token_is_where_the_pool_says(self) -> None:
@@ -153,7 +218,7 @@ class Operations(RuleBasedStateMachine):
             seq = int(made.table.seq[row])
             expected = [(seq, token) for _ in range(planes) for token in range(end)]
             found = [self.device.get((block, slot)) for block, slot in places]
-            if not made.pool.shares:  # two owners may overwrite each other: the policy's business
+            if seq not in self.spoiled:
                 assert found == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class Device:
         self._free = 0.0
 
     def admit(self, slot: int, params: Any) -> None:
-        pass
+        assert 0 <= slot < self.buckets.slots
 
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         pass  # what moves cost is among the step's features
@@ -78,6 +79,14 @@ class Device:
         self._free = max(self._clock.now, self._free) + float(self._cost_model.batch_time(features))
         return Handle(self._clock, self._free, self._sampled(layout.rows))
 
+    def move(self, step: Step) -> None:
+        """Operations without a batch: what they add to one that is empty."""
+        took, nothing = (
+            float(self._cost_model.batch_time(one.features()))
+            for one in (step, dataclasses.replace(step, moves=()))
+        )
+        self._free = max(self._clock.now, self._free) + took - nothing
+
     def _sampled(self, rows: int) -> np.ndarray:
         """END from those that have written enough."""
         step, length = self._scheduler.last, self._scheduler.lengths
@@ -95,11 +104,17 @@ class Recording(Scheduler):
     numbers: dict[int, int]
     lengths: list[int]
     last: Step
+    device: Device
+    gone: tuple[int, ...] = ()
 
     def schedule(self, now: float) -> Step:
         self.last = step = super().schedule(now)
+        self.gone += tuple(self.numbers[row] for row in step.preempted.tolist())
         if len(step):
             self.plans.append((now, self._named(step)))
+            self.gone = ()
+        else:
+            self.device.move(step)
         return step
 
     def add(self, request: Request, output_len: int | None = None) -> int:
@@ -108,9 +123,10 @@ class Recording(Scheduler):
         return row
 
     def _named(self, step: Step) -> BatchPlan:
-        """Its plan with the requests' numbers instead of rows; of the operations, who lost all."""
+        """Its plan with the requests' numbers instead of rows; of the operations, who lost all
+        since the last batch."""
         name = np.vectorize(self.numbers.__getitem__, otypes=[np.int64])
-        plan, gone = step.plan, Preempt.whole(name(step.preempted))
+        plan, gone = step.plan, Preempt.whole(np.array(self.gone, np.int64))
         return BatchPlan(name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, (gone,))
 
 
@@ -176,8 +192,9 @@ def serve(
     )
     scheduler.plans, scheduler.numbers = [], {}
     scheduler.lengths = workload.output_len.tolist()
+    scheduler.device = Device(clock, cost_model, buckets, scheduler)
     engine = VirtualEngine(
-        Device(clock, cost_model, buckets, scheduler),
+        scheduler.device,
         scheduler,
         load_tokenizer(None),
         _info(str(policy), scheduler, longest),

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.cost_model import LinearCostModel
-from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
+from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.table import RUNNING, WAITING
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.moving_caches import MovingCaches
 from tests.sched_sim.engine_on_a_virtual_clock import serve
@@ -62,6 +64,42 @@ def test_the_operations_are_the_same_and_cost_the_same(overlap: bool) -> None:
     agree(*policies, trace(3, 50.0, True), host_tokens=2000, rho=1e-6, **options)
     assert policies[0].did == policies[1].did
     assert min(policies[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
+
+
+class ThereAndBack(Policy):
+    """Serves all at once, but now and then there is no batch: every cache goes to the host, and
+    comes back, and of the first two the second is lost again before it has been in a batch."""
+
+    moves_cache = True
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        self._turn = (self._turn + 1) % 6
+        table = view.table
+        running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
+        away = np.array([row for row in waiting.tolist() if view.host.segments(row)], np.int64)
+        start = np.zeros(len(running), np.int64)
+        if self._turn == 3 and len(running):
+            save = Checkpoint(running, start, table.computed[running])
+            return BatchPlan(operations=(save, Preempt.whole(running)))
+        if self._turn == 4 and len(away):
+            return BatchPlan(operations=(Restore(away, np.zeros(len(away), np.int64)),))
+        if self._turn == 5 and len(running) > 1:
+            return BatchPlan(operations=(Preempt.whole(running[1:2]),))
+        rows = np.concatenate([running, waiting])[: view.limits.max_rows]
+        tokens = np.minimum(table.pending(rows), view.limits.max_batch_tokens // len(rows))
+        return BatchPlan(rows, tokens, table.computed[rows] + tokens, 0 * rows)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_operations_without_a_batch_take_their_time(overlap: bool) -> None:
+    options: dict[str, Any] = {"num_blocks": 4000, "block_size": 8, "overlap": overlap}
+    policies = ThereAndBack(), ThereAndBack()
+    result = agree(*policies, trace(3, 50.0, True), host_tokens=10_000, **options)
+    told, all_there_were = result.batches.preemptions.sum(), result.requests.preemptions.sum()
+    assert 50 < all_there_were - 1 <= told <= all_there_were  # one may come behind the last batch
 
 
 def agree(

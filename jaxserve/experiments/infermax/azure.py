@@ -115,7 +115,8 @@ WHY = {
         "to it; by itself it is worth nearly as much."
     ),
     "free": (
-        "They know every output's length to the token; `infermax` guesses, and is ahead of the "
-        "best of them by a hair. It does so by not reserving for the worst case."
+        "They know every output's length to the token; `infermax` guesses, and is behind the best "
+        "of them by a hair. It was ahead of it (6,456 s) as long as a limit of the true length "
+        "gave each guess an upper bound that nobody has: limits are now what a server would give."
     ),
 }
