@@ -30,7 +30,14 @@ from jaxserve.engine.model_options import (
     tokenizer_path,
 )
 from jaxserve.engine.sampling_state import MAX_EOS
-from jaxserve.engine.sizing import GIB, Demand, hidden_workspace, host_slots, pool_blocks
+from jaxserve.engine.sizing import (
+    GIB,
+    Demand,
+    hidden_workspace,
+    host_slots,
+    moving_workspace,
+    pool_blocks,
+)
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.step_timer import StepTimer
@@ -147,6 +154,7 @@ def _choose(config: ConfigDict) -> _Choices:
         tokens=tuple(config.engine.token_buckets),
         hidden=read is not None,
     )
+    moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
     num_blocks = pool_blocks(
         demand,
         model,
@@ -154,7 +162,7 @@ def _choose(config: ConfigDict) -> _Choices:
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
-        hidden_work=_hidden_work(model, dtype, buckets, demand, tensor),
+        other_work=_hidden_work(model, dtype, buckets, demand, tensor) + moving,
     )
     repeat = pool_heads // model.num_kv_heads
     unroll = unrolls(jax.default_backend())

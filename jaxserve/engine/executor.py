@@ -47,7 +47,7 @@ class Handle(Protocol):
 
 class Executor(Protocol):
     """What the engine's loop needs of a device. Calls take effect in the order in which they are
-    made; none of them waits."""
+    made; none of them waits, but a large `save` or `load` for room on the device."""
 
     @property
     def buckets(self) -> Buckets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -16,22 +17,30 @@ from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.move import STAGING
 
 PIECE = 256
-"""Slots that go at once: the one compiled size, and what has to fit beside the pool."""
+"""Slots that go at once: the one compiled size."""
+
+ON_THE_WAY = 4
+"""Pieces that are on the device beside the pool at once, each way."""
+
+STAGED_SLOTS = 2 * ON_THE_WAY * PIECE
+"""Slots for whose contents there has to be room beside the pool."""
 
 
 class Mover:
     """pool_format: the pool's own, see `row_major`; place: where its arguments go.
 
-    What is saved stays in a buffer on the device until its copy to the host has been started and
-    the next save is asked for: by then a step has run between, and nothing waits.
+    What is saved stays in buffers on the device until its copy has reached the host, which is
+    looked after at the next moves; what is loaded, until it is in the pool. Nothing waits but for
+    room: where more than ON_THE_WAY pieces would be there.
     """
 
     def __init__(self, model: StepModel, pool_format: Format, place: Any) -> None:
         self._place = place
         self._staging = place if model.mesh is None else NamedSharding(model.mesh, STAGING)
         self._move, self._out, self._in = _functions(model.backend, model.mesh, pool_format)
-        self._saved: dict[int, list[Any]] = {}
-        self._leaving: list[int] = []  # keys whose pieces may still be on the device
+        self._saved: dict[int, list[Any]] = {}  # pieces: whole on the device, cut on the host
+        self._leaving: deque[tuple[int, int, int]] = deque()  # key, number of the piece, its slots
+        self._arriving = 0  # pieces that may be on the device, not yet in the pool
 
     def copy_blocks(self, pool: jax.Array, pairs: np.ndarray) -> jax.Array:
         """The pool with what is in block pairs[i, 0] in block pairs[i, 1] too, in all layers."""
@@ -44,17 +53,23 @@ class Mover:
 
     def save(self, pool: jax.Array, key: int, slots: np.ndarray) -> None:
         """Keeps what is in slots int32 [m, 2], (block, slot), under `key`."""
-        self._to_host()
-        pieces = [self._out(pool, *self._put(piece, count)) for piece, count in _pieces(slots)]
-        for piece in pieces:
-            piece.copy_to_host_async()
-        self._saved[key] = pieces
-        self._leaving.append(key)
+        pieces = self._saved[key] = []
+        for number, (piece, count) in enumerate(_pieces(slots)):
+            self._to_host()
+            pieces.append(self._out(pool, *self._put(piece, count)))
+            pieces[-1].copy_to_host_async()
+            self._leaving.append((key, number, count))
 
     def load(self, pool: jax.Array, key: int, slots: np.ndarray) -> jax.Array:
         """The pool with what is kept under `key` in these slots."""
+        self._to_host()
         for kept, (piece, count) in zip(self._saved[key], _pieces(slots), strict=True):
-            pool = self._in(pool, jax.device_put(kept, self._staging), *self._put(piece, count))
+            if self._arriving == ON_THE_WAY:
+                pool.block_until_ready()
+                self._arriving = 0
+            staged = jax.device_put(_whole(kept), self._staging)
+            pool = self._in(pool, staged, *self._put(piece, count))
+            self._arriving += 1
         return pool
 
     def discard(self, keys: tuple[int, ...]) -> None:
@@ -71,11 +86,16 @@ class Mover:
         return self._in(pool, jax.device_put(staged, self._staging), *self._put(slots, 0))
 
     def _to_host(self) -> None:
-        """What was saved before is on the host by now, or nearly: the device need not keep it."""
-        for key in self._leaving:
+        """Keeps what has reached the host there alone, no more of it than was saved, and sees to it
+        that there is room for one more piece on the device."""
+        while self._leaving:
+            key, number, count = self._leaving[0]
             if key in self._saved:
-                self._saved[key] = [np.asarray(piece) for piece in self._saved[key]]
-        self._leaving = []
+                pieces = self._saved[key]
+                if len(self._leaving) < ON_THE_WAY and not pieces[number].is_ready():
+                    return
+                pieces[number] = np.asarray(pieces[number])[:count].copy()
+            self._leaving.popleft()
 
     def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
         return jax.device_put((places, np.int32(count)), self._place)
@@ -99,6 +119,15 @@ def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     for first in range(0, len(places), PIECE):
         piece = places[first : first + PIECE]
         yield _padded(piece), len(piece)
+
+
+def _whole(kept: Any) -> Any:
+    """What is kept of a piece, as long as a piece; the rest may hold anything."""
+    if len(kept) == PIECE:
+        return kept
+    whole = np.empty((PIECE, *kept.shape[1:]), kept.dtype)
+    whole[: len(kept)] = kept
+    return whole
 
 
 def _padded(piece: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.moves import STAGED_SLOTS
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes
 from jaxserve.sched.blocks import blocks_for
@@ -41,14 +42,14 @@ def pool_blocks(
     weights: int,
     pool_heads: int,
     shards: int,
-    hidden_work: int = 0,
+    other_work: int = 0,
     device: tuple[str, int] | None = None,
     platform: str | None = None,
 ) -> int:
     """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
-    hidden_work: bytes that hidden caches take beside the pool, see `hidden_workspace`; device,
-    platform: name and memory of each, and its kind, if not those of this process. ConfigError
-    says what would fit."""
+    other_work: bytes that hidden caches and moves take beside the pool, see `hidden_workspace` and
+    `moving_workspace`; device, platform: name and memory of each, and its kind, if not those of
+    this process. ConfigError says what would fit."""
     block = block_bytes(
         config.num_layers,
         pool_heads // shards,
@@ -58,7 +59,7 @@ def pool_blocks(
         platform or jax.default_backend(),
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
-    work += hidden_work
+    work += other_work
     name, total = device or _device_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
@@ -97,6 +98,12 @@ def hidden_workspace(
     return (widened_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
+def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    """Bytes on each device of what is on its way to or from host memory, where the policy moves
+    caches. heads: KV heads that the device holds."""
+    return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if policy.moves_cache else 0
+
+
 def host_slots(
     gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, pool_heads: int
 ) -> int:
@@ -106,8 +113,11 @@ def host_slots(
         raise ConfigError(f"cache.host_gib must be at least 0, got {gib}")
     if gib and not policy.moves_cache:
         raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
-    slot = config.num_layers * pool_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return int(gib * GIB // slot)
+    return int(gib * GIB // _slot_bytes(config, dtype, pool_heads))
+
+
+def _slot_bytes(config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    return config.num_layers * heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from jaxserve.configs import base
 from jaxserve.engine import build
 from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.model_options import load_shape
+from jaxserve.engine.moves import ON_THE_WAY, PIECE
+from jaxserve.engine.sizing import Demand, moving_workspace, pool_blocks
+from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 from tests.moving_caches import MovingCaches
@@ -61,3 +66,23 @@ def test_host_memory_is_for_policies_that_use_it(shapes: dict[str, Path]) -> Non
         engine(shapes["opt"], cache__host_gib=-1.0),
     ):
         pass
+
+
+def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
+    fields, policy = base.get_config(), MovingCaches()
+    fields.model.path = str(shapes["opt"])
+    _, config, _ = load_shape(fields)
+    slot = config.num_layers * config.num_kv_heads * config.head_dim * 4
+    heads = config.num_kv_heads
+    assert moving_workspace(policy, config, "float32", heads) == 2 * ON_THE_WAY * PIECE * slot
+    assert moving_workspace(make_policy("vllm"), config, "float32", heads) == 0
+    demand = Demand(0, 16, 0, 0.9, 4096, 4096, 64)
+    sizes: dict[str, Any] = {
+        "weights": 0,
+        "pool_heads": heads,
+        "shards": 1,
+        "device": ("it", 1 << 30),
+    }
+    without = pool_blocks(demand, config, "float32", **sizes)
+    fewer = pool_blocks(demand, config, "float32", other_work=160 * slot, **sizes)
+    assert fewer == without - 10
