@@ -12,7 +12,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HiddenProjection:
-    """One layer's map from a hidden vector x [E] at position p to its K and V:
+    """One layer's map from a hidden vector x [E] at position p to its K and V.
 
         K_h = rotate(norm(x @ wk_h + bk_h), p),   V_h = x @ wv_h + bv_h
 

@@ -138,7 +138,6 @@ def project(
     x: np.ndarray, projection: HiddenProjection, head_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """K and V [S, heads, head_dim] of hidden vectors x [S, E] at positions 0 to S - 1."""
-
     # Where a window hides the first positions, nobody looks at what becomes of them.
     with np.errstate(invalid="ignore"):
         return _project(x, projection, head_dim)

@@ -24,13 +24,14 @@ class Softmax(NamedTuple):
 
 
 class Step(Protocol):
-    """Adds one chunk of context: q [N, kv_heads, M, D] (scaled), k, v [N, kv_heads, S, D]; seen,
-    bool, broadcasts to [N, kv_heads, M, S]. v is finite where a row with anything seen does not
-    look."""
+    """Adds one chunk of context to what rows have seen."""
 
     def __call__(
         self, state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
-    ) -> Softmax: ...
+    ) -> Softmax:
+        """q [N, kv_heads, M, D] (scaled), k, v [N, kv_heads, S, D]; seen, bool, broadcasts to [N,
+        kv_heads, M, S]. v is finite where a row with anything seen does not look."""
+        ...
 
 
 def start(shape: tuple[int, int, int], head_dim: int, *, shared: bool = False) -> Softmax:
