@@ -105,7 +105,8 @@ def prompt(shape: Shape, kind: int) -> AttentionBatch:
 def any_order(shape: Shape, kind: int) -> AttentionBatch:
     """Tokens not in the order of the rows: a chunk's last tile may not disturb what follows,
     whoever's it is."""
-    rows = [(9, 1), (60, shape.tokens // 3), (11, 11), (5, 2)]
+    half = shape.tokens // 2
+    rows = [(9, 1), (half + 17, half), (11, 11), (5, 2)]
     return _make(shape, rows, [kind] * 4, 1, placing=[3, 2, 0, 1])
 
 
