@@ -141,6 +141,9 @@ def make_policy(name: str, **params: Any) -> Policy:
     if said.path:
         _load(said.path)
     policy = _known("policy", said.base, policies()).make()
+    if not isinstance(policy, Policy):
+        what = f"{type(policy).__name__} is not derived from jaxserve.sched.policy.Policy"
+        raise ValueError(f"policy {said.base!r}: {what}")
     for suffix in said.suffixes:
         policy = _known("policy variant", suffix, _VARIANTS).of(policy)
     shown = "+".join([said.base, *said.suffixes])

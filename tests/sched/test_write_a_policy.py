@@ -67,6 +67,7 @@ def test_from_a_cell_and_again() -> None:
     ("text", "name", "message"),
     [
         ("", "nobody", "no policy 'nobody'"),
+        (EXAMPLES["one_by_one"].replace("(Policy)", ""), "one_by_one", "is not derived from"),
         ("1 / 0", "mine", r"policy file .*mine\.py: ZeroDivisionError"),
         (EXAMPLES["aged"].replace('"aged"', '"vllm"'), "vllm", "two policies are named 'vllm'"),
         (EXAMPLES["aged"].replace('"aged"', '"a+b"'), "a+b", "without \\+ : , and ="),
