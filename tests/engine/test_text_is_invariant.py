@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.bench.steps import StepRecorder
 from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.sched.plan import BatchPlan, Preempt
@@ -115,6 +116,9 @@ def test_refilled_token_by_token(
     """Of a refill's single tokens only the last is the one that the device sampled last."""
     expected = alone("opt")[:3]
     monkeypatch.setattr(build, "make_policy", lambda name: OneByOne())
+    told = StepRecorder()
     with engine(shapes["opt"]) as running:
+        running.add_observer(told)
         assert generate(running, prompts(3), **SAMPLING) == expected
         assert running.stats().preemptions == 3
+    assert sum(step.preemptions for step in told.steps) == 3, "there was no batch when it preempted"

@@ -33,13 +33,16 @@ class Operations(RuleBasedStateMachine):
     """Random operations in random order: what is refused changes nothing, what is booked keeps the
     accounting whole, and a model of what each cached token holds stays right."""
 
-    @initialize(blocks=st.integers(6, 20), host=st.integers(0, 40))
-    def start(self, blocks: int, host: int) -> None:
+    @initialize(blocks=st.integers(6, 20), host=st.integers(0, 40), running=st.integers(0, 3))
+    def start(self, blocks: int, host: int, running: int) -> None:
         self.made = scheduler(blocks=blocks, host_slots=host)
         self.device: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (row, token)
         self.host: dict[int, list[tuple[int, int]]] = {}
         self.spoiled: set[int] = set()  # whom another owner of a block has written over
         self.numbers = [0, 1, 2, 3]
+        for row in range(running):
+            kind, side = (HIDDEN if row == 1 else KV), Direction(int(row < 2))
+            self.book({row: 7}, kinds={row: kind}, directions={row: side})
 
     def book(self, tokens: dict[int, int], *operations: Operation, **options: Any) -> None:
         made = self.made
@@ -170,39 +173,50 @@ class Operations(RuleBasedStateMachine):
         table.move(array(row), RUNNING)
         self.spoiled.add(int(table.seq[row]))
 
-    @rule(data=st.data(), count=st.integers(2, 5))
+    @rule(data=st.data(), count=st.integers(2, 4))
     def several(self, data: st.DataObject, count: int) -> None:
         """Operations of a plan, one after the other."""
-        operations = [self.any_operation(data.draw) for _ in range(count)]
+        operations = [self.operation(data.draw) for _ in range(count)]
         kinds = {row: int(self.made.pool.kind[row]) for row in range(ROWS)}
+        tokens = data.draw(st.dictionaries(rows, st.integers(1, 3), max_size=2))
         for op in operations:
             if isinstance(op, ToKV):
                 kinds[int(op.rows[0])] = KV
+                tokens[int(op.rows[0])] = 1
             elif isinstance(op, Join):
                 kinds[op.row] = KV if op.blocks.shape[1] == 2 else HIDDEN
-        tokens = data.draw(st.dictionaries(rows, st.integers(1, 6), max_size=3))
-        sides = {row: data.draw(st.sampled_from(Direction)) for row in tokens}
-        self.book(tokens, *operations, kinds=kinds, directions=sides)
+                tokens[op.row] = 1
+        for op in operations:
+            if isinstance(op, Preempt) and not op.keep.any():
+                tokens.pop(int(op.rows[0]), None)
+        self.book(tokens, *operations, kinds=kinds, directions=dict.fromkeys(tokens, 0))
 
-    def any_operation(self, draw: Any) -> Operation:
-        """One that may be allowed, if nothing came before it."""
+    def operation(self, draw: Any) -> Operation:
+        """One that is allowed, as far as that is easily seen, if nothing comes before it."""
         pool, table, host = self.made.pool, self.made.table, self.made.host
-        row, cached = draw(rows), int(table.computed.max())
-        what = draw(st.sampled_from([Preempt, ToKV, Copy, Checkpoint, Restore, Join]))
+        running, waiting = table.in_state(RUNNING).tolist(), table.in_state(WAITING).tolist()
+        kept = [(row, s.first) for row in range(ROWS) for s in host.segments(row)]
+        which = [Preempt, Copy, Checkpoint] if running else [Preempt]
+        which += [Restore] * 2 * bool(kept) + [Join] * 2 * bool(running and waiting)
+        hidden = [row for row in running if pool.kind[row] == HIDDEN]
+        what = draw(st.sampled_from(which + [ToKV] * bool(hidden)))
+        row = draw(st.sampled_from(running or [0]))
+        cached, held = int(table.computed[row]), int(pool.held[row])
         if what is ToKV:
-            return ToKV(array(row))
+            return ToKV(array(draw(st.sampled_from(hidden))))
         if what is Preempt:
-            return Preempt(array(row), array(draw(st.integers(0, cached))))
+            keep = draw(st.integers(0, max(cached - 1, 0)))
+            return Preempt(array(row), array(keep * draw(st.integers(0, 1))))
         if what is Copy:
-            return Copy(array(row), array(draw(st.integers(0, 2))))
+            return Copy(array(row), array(draw(st.integers(0, held - 1))))
         if what is Checkpoint:
-            first = draw(st.integers(0, cached))
-            return Checkpoint(array(row), array(first), array(first + draw(st.integers(1, 6))))
+            first = draw(st.integers(0, cached - 1))
+            return Checkpoint(array(row), array(first), array(draw(st.integers(first + 1, cached))))
         if what is Restore:
-            kept = [s.first for s in host.segments(row)] or [0]
-            return Restore(array(row), array(draw(st.sampled_from(kept))))
-        blocks = pool.blocks_of(draw(rows))
-        return Join(row, blocks[:, -1:].T.astype(np.int64))
+            row, first = draw(st.sampled_from(kept))
+            return Restore(array(row), array(first))
+        ends = pool.blocks_of(row)[:, -1:].T.astype(np.int64)
+        return Join(draw(st.sampled_from(waiting)), ends)
 
     @invariant()
     def every_cached_token_is_where_the_pool_says(self) -> None:
