@@ -27,8 +27,11 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.table import RUNNING, WAITING
 
 
-def check_plan(plan: BatchPlan, view: View) -> None:
-    """InvalidPlan says what the pool, the host memory or the limits do not allow."""
+def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
+    """InvalidPlan says what the pool, the host memory or the limits do not allow. moves_cache: what
+    the policy says of itself; what serves it is not ready for more."""
+    moving = any(isinstance(op, Copy | Checkpoint | Restore) for op in plan.operations)
+    _demand(moves_cache or not moving, "a policy without moves_cache moves caches")
     hidden = plan.kinds == HIDDEN
     _demand((hidden | (plan.kinds == KV)).all(), "a row is planned with no kind of cache")
     after = _After(plan, view)

@@ -81,7 +81,7 @@ class Scheduler:
         """The next step, booked. InvalidPlan if the policy over-commits; nothing is booked then."""
         plan = self.policy.plan(self.view, now)
         if self.checked:
-            check_plan(plan, self.view)
+            check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
         table, rows, counts = self.table, plan.rows, plan.num_tokens
         moves = self._operate(plan)
         self._start(plan)

@@ -215,3 +215,15 @@ def test_refuses(tokens: dict[int, int], operations: list[Operation], problem: s
     assert all(np.array_equal(a, b) for a, b in zip(state, after, strict=True))
     pool.check()
     made.host.check()
+
+
+def test_who_says_that_it_moves_nothing_moves_nothing() -> None:
+    made = prepared()
+    made.policy.moves_cache = False
+    for operation in (
+        Copy(array(0), array(0)),
+        Checkpoint(array(0), array(0), array(1)),
+        Restore(array(0), array(4)),
+    ):
+        with pytest.raises(InvalidPlan, match="without moves_cache"):
+            run(made, {}, operation)
