@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build
+from jaxserve.engine import build, moves
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.model_options import load_shape
 from jaxserve.engine.moves import ON_THE_WAY, PIECE
@@ -34,6 +34,7 @@ def test_text_survives_every_move(
 ) -> None:
     expected = alone("opt")
     policy = MovingCaches()
+    monkeypatch.setattr(moves, "PIECE", 16)  # most of what moves goes in several
     monkeypatch.setattr(build, "make_policy", lambda name: policy)
     fields = {"cache__rho": "0", **fields}
     with engine(shapes["opt"], **HOST, **fields) as running:
