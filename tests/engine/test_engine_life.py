@@ -148,15 +148,15 @@ def test_drain_lets_requests_finish_and_takes_no_more(shapes: dict[str, Path]) -
 
 def test_drain_cancels_what_outlasts_the_grace(shapes: dict[str, Path]) -> None:
     with engine(shapes["opt"]) as running:
-        release, inside = threading.Event(), threading.Event()
+        inside = threading.Event()
 
         def hold(_: Output) -> None:
+            """Until the grace is over and the engine is told to cancel."""
             inside.set()
-            release.wait(TIMEOUT)
+            with running._wake:
+                running._wake.wait_for(lambda: running._inbox, TIMEOUT)
 
         _, stream = send(running, [3, 4], hold, max_tokens=40, ignore_eos=True)
         assert inside.wait(TIMEOUT)
-        timer = threading.Timer(0.2, release.set)
-        timer.start()
         assert not running.drain(0.01)
         assert stream.wait().reason == FinishReason.CANCELLED
