@@ -107,15 +107,24 @@ def test_a_loop_runs_its_calls_in_order() -> None:
     assert int(loop.carry) == 8 * (8 * 1 + 4) + 4
 
 
-def test_more_work_takes_longer() -> None:
-    def step(i: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.tanh(a @ b)
+@pytest.mark.parametrize("cost", [1e-4, 0.25])
+def test_a_call_takes_what_a_longer_loop_takes_more(
+    monkeypatch: pytest.MonkeyPatch, cost: float
+) -> None:
+    """On a clock that only the loops move: 3 s to launch one, and `cost` for each of its calls."""
+    now = [0.0]
 
-    def seconds(side: int) -> float:
-        b = inputs.vectors((side, side), jnp.dtype("float32"), 1)
-        return measure(Loop(step, b + 0, b), budget=0.02).seconds
+    def compiled(self: Loop, calls: int) -> Any:
+        def run() -> None:
+            now[0] += 3.0 + cost * calls
 
-    assert 0 < seconds(16) < seconds(512)
+        return run
+
+    monkeypatch.setattr(Loop, "compiled", compiled)
+    monkeypatch.setattr(device_timing.time, "perf_counter", lambda: now[0])
+    found = measure(Loop(lambda i, c, g: c, None, None))
+    assert found.seconds == found.host_seconds == pytest.approx(cost)
+    assert found.clock == HOST
 
 
 @pytest.mark.parametrize(("share", "clock"), [(0.9, DEVICE), (0.01, HOST), (0.0, HOST)])
