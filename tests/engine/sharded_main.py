@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from jaxserve.engine import build
+from jaxserve.engine import choices
 from tests.engine import mixed_caches
 from tests.engine.harness import SHAPES, engine, send, write_shape
 
@@ -22,7 +22,7 @@ MIXED = ("opt", 4)
 
 def main(folder: Path, family: str) -> None:
     SHAPES[family]["vocab_size"] = 97  # no multiple of the shards
-    build.make_policy = mixed_caches.make
+    choices.make_policy = mixed_caches.make
     path = write_shape(folder, family)
     report = {}
     for shards in SHARDS[family]:

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, model_options
+from jaxserve.engine import build, choices, model_options
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 
@@ -106,7 +106,7 @@ def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
     config.scheduler.policy = "aptserve:adaptive=false"
     config.scheduler.params.slo_decay = "0.4"
     config.scheduler.params.headroom = 0.2
-    policy: Any = build._policy(config)
+    policy: Any = choices._policy(config)
     assert (policy.adaptive, policy.slo_decay, policy.headroom) == (False, 0.4, 0.2)
 
 

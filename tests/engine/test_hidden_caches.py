@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine import buckets, build
+from jaxserve.engine import buckets, choices
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.hidden_options import choose_read
@@ -30,7 +30,7 @@ CASES = [("opt", "absorbed"), ("opt", "projected"), ("qwen3", "projected")]
 
 @pytest.fixture(autouse=True)
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(choices, "make_policy", mixed_caches.make)
 
 
 @pytest.fixture(scope="module")

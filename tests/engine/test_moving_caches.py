@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, moves
+from jaxserve.engine import choices, moves
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.model_options import load_shape
 from jaxserve.engine.moves import ON_THE_WAY, PIECE
@@ -35,7 +35,7 @@ def test_text_survives_every_move(
     expected = alone("opt")
     policy = MovingCaches()
     monkeypatch.setattr(moves, "PIECE", 16)  # most of what moves goes in several
-    monkeypatch.setattr(build, "make_policy", lambda name: policy)
+    monkeypatch.setattr(choices, "make_policy", lambda name: policy)
     fields = {"cache__rho": "0", **fields}
     with engine(shapes["opt"], **HOST, **fields) as running:
         assert generate(running, prompts(), **SAMPLING) == expected
@@ -51,7 +51,7 @@ def test_seeded_text_survives_every_move(
 ) -> None:
     sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
     expected = generate(roomy, prompts(), **sampling)
-    monkeypatch.setattr(build, "make_policy", lambda name: MovingCaches(1))
+    monkeypatch.setattr(choices, "make_policy", lambda name: MovingCaches(1))
     with engine(shapes["opt"], **HOST, cache__rho="0") as running:
         assert generate(running, prompts(), **sampling) == expected
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.engine import build
+from jaxserve.engine import choices
 from jaxserve.engine.rho import FILE_NAME, measure, remembered, shapes
 from jaxserve.engine.step_timer import Shape
 from tests.engine import mixed_caches
@@ -77,7 +77,7 @@ def test_it_is_kept_by_what_it_depends_on(tmp_path: Path) -> None:
 
 
 def test_an_engine_measures_it(shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "make_policy", mixed_caches.make)
+    monkeypatch.setattr(choices, "make_policy", mixed_caches.make)
     with engine(shapes["opt"], scheduler__policy="mixed_chunks", **SCARCE) as running:
         found = running.info().rho
         assert found is not None and abs(found) < 1.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.steps import StepRecorder
-from jaxserve.engine import build
+from jaxserve.engine import choices
 from jaxserve.engine.engine import Engine
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
@@ -115,7 +115,7 @@ def test_refilled_token_by_token(
 ) -> None:
     """Of a refill's single tokens only the last is the one that the device sampled last."""
     expected = alone("opt")[:3]
-    monkeypatch.setattr(build, "make_policy", lambda name: OneByOne())
+    monkeypatch.setattr(choices, "make_policy", lambda name: OneByOne())
     told = StepRecorder()
     with engine(shapes["opt"]) as running:
         running.add_observer(told)

@@ -1,0 +1,205 @@
+"""What is decided before anything is loaded or compiled, from the configuration alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.hidden_options import choose_read, given_rho
+from jaxserve.engine.model_options import choose_dtype, choose_max_len, load_shape
+from jaxserve.engine.sampling_state import MAX_EOS
+from jaxserve.engine.sizing import (
+    GIB,
+    Demand,
+    hidden_workspace,
+    host_slots,
+    moving_workspace,
+    pool_blocks,
+)
+from jaxserve.engine.step_model import StepModel, unrolls
+from jaxserve.models import sharding
+from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import HIDDEN, KV, select_backend
+from jaxserve.sched.blocks import blocks_a_plane
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.registry import make_policy
+from jaxserve.weights import param_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All that is decided before anything is loaded or compiled."""
+
+    model: StepModel
+    dtype: jnp.dtype
+    policy: Policy
+    limits: Limits
+    buckets: Buckets
+    num_blocks: int
+    block_size: int
+    pool_heads: int
+    given_rho: float | None
+    host_slots: int
+
+
+def choose(config: ConfigDict) -> Choices:
+    """Raises ConfigError, or ValueError or OSError, with one clear line."""
+    family, model, hf = load_shape(config)
+    if len(model.eos_token_ids) > MAX_EOS:
+        raise ConfigError(
+            f"the checkpoint has {len(model.eos_token_ids)} end-of-sequence ids; at most {MAX_EOS} "
+            "can be served"
+        )
+    tensor = config.mesh.tensor
+    sharding.check_tensor(model, tensor)
+    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
+    dtype = choose_dtype(config.model.dtype, hf)
+    max_model_len = choose_max_len(config.engine.max_model_len, model)
+    policy = _policy(config)
+    limits = _limits(config, policy, max_model_len)
+    demand = _demand(config, limits, max_model_len)
+    pool_heads = sharding.pool_kv_heads(model, tensor)
+    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
+    given = given_rho(config.cache.rho, read)
+    backend, read = _backend(config, model, dtype, read, pool_heads=pool_heads, shards=tensor)
+    buckets = make_buckets(
+        limits.max_rows,
+        limits.max_batch_tokens,
+        width=blocks_a_plane(max_model_len, demand.block_size),
+        rows=tuple(config.engine.row_buckets),
+        tokens=tuple(config.engine.token_buckets),
+        hidden=read is not None,
+    )
+    moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
+    num_blocks = pool_blocks(
+        demand,
+        model,
+        dtype,
+        weights=param_bytes(model, dtype, mesh),
+        pool_heads=pool_heads,
+        shards=tensor,
+        other_work=_hidden_work(model, dtype, buckets, demand, tensor) + moving,
+    )
+    repeat = pool_heads // model.num_kv_heads
+    unroll = unrolls(jax.default_backend())
+    step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
+    block_size = demand.block_size
+    slots = host_slots(config.cache.host_gib, policy, model, dtype, pool_heads)
+    return Choices(
+        step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given, slots
+    )
+
+
+def _backend(
+    config: ConfigDict,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    read: str | None,
+    *,
+    pool_heads: int,
+    shards: int,
+) -> tuple[str, str | None]:
+    """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
+    own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
+    none, for the others would slow down all."""
+
+    def select(*kinds: int) -> tuple[str, str | None]:
+        return select_backend(
+            config.engine.attention_backend,
+            kinds=kinds,
+            num_heads=model.num_heads // shards,
+            kv_heads=pool_heads // shards,
+            head_dim=model.head_dim,
+            block_size=config.cache.block_size,
+            dtype=dtype,
+        )
+
+    try:
+        name, reason = select(KV)
+        if read is not None and reason is None:
+            _, no_hidden = select(KV, HIDDEN)
+            if no_hidden is not None:
+                log.warning("no hidden caches, all are KV: %s", no_hidden)
+                read = None
+    except ValueError as error:
+        raise ConfigError(f"engine.attention_backend: {error}") from error
+    if reason is not None:
+        log.warning("attention runs in plain XLA operations, slowly: %s", reason)
+    return name, read
+
+
+def _policy(config: ConfigDict) -> Policy:
+    name = config.scheduler.policy
+    try:
+        policy = make_policy(name, **config.scheduler.params)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.policy: {error}") from error
+    if policy.hypothetical:
+        raise ConfigError(
+            f"scheduler.policy: {name} knows how long outputs will get, which no server does; it "
+            "is for simulations only"
+        )
+    return policy
+
+
+def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
+    given = config.scheduler
+    try:
+        # Whole prompts know no P (InferMax Table 1).
+        prefill = given.max_prefill_tokens if policy.chunked else given.max_batch_tokens
+        limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.{error}") from error
+    if not policy.chunked and limits.max_batch_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.policy={given.policy} computes a prompt in one step, so "
+            f"scheduler.max_batch_tokens ({limits.max_batch_tokens}) must be at least the longest "
+            f"request ({max_model_len} tokens); raise it, or lower engine.max_model_len"
+        )
+    if given.max_queue < 0:
+        raise ConfigError(f"scheduler.max_queue must be at least 0, got {given.max_queue}")
+    return limits
+
+
+def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
+    cache = config.cache
+    if cache.block_size < 1:
+        raise ConfigError(f"cache.block_size must be at least 1, got {cache.block_size}")
+    if cache.num_blocks < 0 or cache.num_blocks == 1:
+        raise ConfigError(
+            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
+            f"got {cache.num_blocks}"
+        )
+    if not 0 <= cache.memory_gib < math.inf:
+        raise ConfigError(f"cache.memory_gib must be at least 0, got {cache.memory_gib}")
+    if not 0 < cache.memory_fraction <= 1:
+        raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
+    return Demand(
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        memory_bytes=int(cache.memory_gib * GIB),
+        memory_fraction=cache.memory_fraction,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+
+
+def _hidden_work(
+    model: ModelConfig, dtype: jnp.dtype, buckets: Buckets, demand: Demand, shards: int
+) -> int:
+    if not buckets.hidden:
+        return 0
+    # Chunks of prompts project, however decodes are read.
+    gathered = demand.max_rows * demand.max_model_len if shards > 1 else 0
+    widened = buckets.widening().tokens
+    return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)
