@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
+from scipy.optimize import nnls
 from tqdm import tqdm
 
 from jaxserve.configs import base
@@ -30,7 +31,7 @@ from jaxserve.engine.output import Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.engine.step_timer import Shape, StepTimer
 from jaxserve.machine import machine, versions
-from jaxserve.sched.cost_model import Padding
+from jaxserve.sched.cost_model import HostTerms, Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams, Tier
@@ -40,7 +41,7 @@ from jaxserve.server import launch
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 ROUNDS = 7
 TIME_LIMIT = 60.0  # seconds after which no further round begins
-GAP_STEPS = 60
+HOST_STEPS = 60
 
 
 def shapes(
@@ -83,8 +84,8 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 
 
 def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
-    """Measures an engine that has been built but not started; the gap between steps is not part of
-    it (`measure_gap`)."""
+    """Measures an engine that has been built but not started; the host's part is not in it
+    (`measure_host`)."""
     info, limits = engine.info(), engine._scheduler.view.limits
     timer = StepTimer(engine.executor, info.num_blocks)
     wanted = shapes(
@@ -110,40 +111,37 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     return _system(info, limits, timer.padding, found), found, samples
 
 
-def measure_gap(engine: Any, system: System) -> float:
-    """Seconds that a running engine's decode steps take beyond what the fit says: the host's work
-    that the overlap does not hide. Mean over few, some and all rows of the median of each. Starts
-    the engine if it was not."""
+def measure_host(engine: Any, system: System) -> HostTerms:
+    """What a running engine's thread takes for steps of few, some and all rows, by least squares
+    over the medians of each. Starts the engine if it was not."""
     if engine._thread is None:
         engine.start()
     max_rows = system.max_rows or 1
-    length = max(1, min(engine.info().max_model_len - GAP_STEPS - 1, 32))
-    steps = min(GAP_STEPS, engine.info().max_model_len - length - 1)
+    length = max(1, min(engine.info().max_model_len - HOST_STEPS - 1, 32))
+    steps = min(HOST_STEPS, engine.info().max_model_len - length - 1)
     found = []
     for rows in sorted({1, max(1, max_rows // 2), max_rows}):
-        if rows * (length + steps) > engine.info().pool_tokens:
-            continue
-        ends = _decode_ends(engine, rows, length, steps)
-        over = []
-        for i, period in enumerate(np.diff(ends).tolist()):
-            # The first of these steps fed the first generated token.
-            features = Shape(decodes=(length + 1 + i,) * rows).features(_padding(system))
-            over.append(period - float(system.cost_model.batch_time(features)))
-        if over:
-            found.append(statistics.median(over))
-    return max(0.0, statistics.mean(found)) if found else 0.0
+        if rows * (length + steps) <= engine.info().pool_tokens:
+            times = _host_times(engine, rows, length, steps)
+            if times:
+                found.append((1.0, rows, statistics.median(times)))
+    if not found:
+        return HostTerms()
+    design = np.array(found)
+    (launch, launch_row), _ = nnls(design[:, :2], design[:, 2])
+    return HostTerms(launch=float(launch), launch_row=float(launch_row))
 
 
-class _Ends:
-    """An observer: when each step that only decodes ended."""
+class _Times:
+    """An observer: the host's time in steps in which all rows decode."""
 
     def __init__(self, rows: int) -> None:
-        self.ends: list[float] = []
+        self.taken: list[float] = []
         self._rows = rows
 
     def on_step(self, stats: StepStats) -> None:
         if stats.num_decodes == stats.num_rows == self._rows:
-            self.ends.append(time.perf_counter())
+            self.taken.append(stats.host_time)
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         pass
@@ -155,9 +153,9 @@ class _Ends:
         pass
 
 
-def _decode_ends(engine: Any, rows: int, length: int, steps: int) -> list[float]:
-    """Serves `rows` requests at once; the ends of the steps in which all of them decode."""
-    recorder, done = _Ends(rows), threading.Semaphore(0)
+def _host_times(engine: Any, rows: int, length: int, steps: int) -> list[float]:
+    """Serves `rows` requests at once; the host's seconds for each step in which all decode."""
+    recorder, done = _Times(rows), threading.Semaphore(0)
     engine.add_observer(recorder)
 
     def on_output(output: Output) -> None:
@@ -166,21 +164,10 @@ def _decode_ends(engine: Any, rows: int, length: int, steps: int) -> list[float]
 
     sampling = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
     for i in range(rows):
-        engine.submit(Request(f"gap-{rows}-{i}", (1,) * length, sampling), on_output)
+        engine.submit(Request(f"host-{rows}-{i}", (1,) * length, sampling), on_output)
     for _ in range(rows):
         done.acquire()
-    return recorder.ends
-
-
-def with_gap(system: System, gap: float) -> System:
-    """The system with that gap between steps."""
-    model = dataclasses.replace(system.cost_model, gap=gap)
-    return dataclasses.replace(system, cost_model=model, about={**system.about, "gap_s": gap})
-
-
-def _padding(system: System) -> Padding:
-    assert system.padding is not None
-    return system.padding
+    return recorder.taken
 
 
 def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
@@ -218,7 +205,7 @@ def report(system: System, samples: int) -> str:
         f"  R^2               {r2}",
         f"  relative error    mean {about['mean_error']:.1%}, worst {about['worst_error']:.1%}, "
         f"left out {about['leave_out_error']:.1%}",
-        f"  gap between steps {1e3 * model.gap:.3f} ms",
+        f"  host, ms a step   {host_ms(system.host)}",
         "  seconds a layer",
     ]
     lines += [
@@ -227,6 +214,11 @@ def report(system: System, samples: int) -> str:
         if value
     ]
     return "\n".join(lines)
+
+
+def host_ms(host: HostTerms) -> str:
+    """The terms that are not zero, in milliseconds."""
+    return ", ".join(f"{n} {1e3 * v:.3f}" for n, v in host.as_dict().items() if v) or "nothing"
 
 
 def build(config: ConfigDict, *, progress: bool) -> Any:
@@ -256,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             system, _, samples = profile_engine(
                 engine, lambda work: tqdm(work, desc="measuring", unit="round", disable=not show)
             )
-            system = with_gap(system, measure_gap(engine, system))
+            system = dataclasses.replace(system, host=measure_host(engine, system))
         finally:
             engine.stop()
         system.save(args.out)

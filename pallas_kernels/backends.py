@@ -30,6 +30,8 @@ class Backend:
     stage_in(pool, staging, slots, count) -> pool
     supports(kind, *, num_heads, kv_heads, head_dim, block_size, dtype) -> None, or why the kernels
         of this cache kind cannot run such a shape. Heads are a shard's.
+    decode_group: rows that decodes read together, sorted by length: each costs what the longest
+        does.
     """
 
     write: Callable[..., jax.Array]
@@ -40,6 +42,7 @@ class Backend:
     stage_out: Callable[..., jax.Array]
     stage_in: Callable[..., jax.Array]
     supports: Callable[..., str | None]
+    decode_group: int = 1
 
 
 # Name -> module here and its attribute, imported when it is first chosen: a machine without a GPU

@@ -30,4 +30,5 @@ BACKEND = Backend(
     stage_out=xla_write.stage_out,
     stage_in=xla_write.stage_in,
     supports=_supports,
+    decode_group=xla_attention.DECODE_GROUP,
 )

@@ -7,7 +7,8 @@ the pool operations' beside them. Times are in seconds, lengths in tokens.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import bisect
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,19 +16,50 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The static shapes that an engine rounds its batches up to: a batch of single tokens to the
-    next of `rows`, any other to the next of `tokens`, both ascending."""
+    """How an engine's static shapes round a batch up.
+
+    A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
+    both ascending. decode_group: rows whose caches decodes read together, sorted by length; each of
+    a group costs what its longest does, and the last group counts as full (the XLA backend).
+    ValueError for buckets that are none.
+    """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
+    decode_group: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f"padding.{name} must be positive and ascending, got {sizes}")
+        if self.decode_group < 1:
+            raise ValueError(f"padding.decode_group must be at least 1, got {self.decode_group}")
 
     def of(self, num_tokens: Any, singles: Any) -> Any:
         """Padded size of batches with `num_tokens` tokens; singles: whether each row has one.
         Numbers or arrays. What is over the last bucket counts as the last."""
+        if isinstance(num_tokens, int):
+            return _next(self.rows if singles else self.tokens, num_tokens)
         rows, tokens = np.asarray(self.rows), np.asarray(self.tokens)
         as_rows = rows[np.minimum(np.searchsorted(rows, num_tokens), len(rows) - 1)]
         as_tokens = tokens[np.minimum(np.searchsorted(tokens, num_tokens), len(tokens) - 1)]
         return np.where(singles, as_rows, as_tokens)
+
+    def rows_of(self, padded_tokens: int) -> int:
+        """Rows of a step of that padded size."""
+        return _next(self.rows, padded_tokens)
+
+    def read(self, lengths: np.ndarray, padded_tokens: int) -> int:
+        """Tokens that decodes over so many cached ones, int64 [n], read in such a step."""
+        group = min(self.decode_group, self.rows_of(padded_tokens))
+        if group == 1:
+            return int(np.add.reduce(lengths))
+        return group * int(np.add.reduce(np.sort(lengths)[::-1][::group]))
+
+
+def _next(sizes: tuple[int, ...], size: int) -> int:
+    return sizes[min(bisect.bisect_left(sizes, size), len(sizes) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +68,12 @@ class BatchFeatures:
 
     padded_tokens: what runs, num_tokens rounded up. decode_kv: cached tokens that the decodes read,
     the one being fed included. prefill_quad: sum of c^2 + 2cm over the chunks of c tokens after m
-    cached ones; prefill_m: sum of m. hidden_tokens: cached tokens read from hidden caches, which
-    count neither in decode_kv nor in prefill_m. projected_tokens: those of hidden caches that
-    become KV before the step. copied_slots, swapped_slots: slots, of
-    one plane each, copied to other blocks, and to or from host memory.
+    cached ones; prefill_m: sum of m. hidden_tokens, hidden_prefill: cached tokens that decodes, and
+    chunks, read from hidden caches, which count neither in decode_kv nor in prefill_m.
+    projected_tokens: those of hidden caches that become KV before the step. copied_slots,
+    swapped_slots: slots, of one plane each, copied to other blocks, and to or from host memory.
+    sampled_rows: all rows of the step, padding included, where anybody samples otherwise than
+    greedily, else 0.
     """
 
     num_tokens: Any
@@ -53,6 +87,8 @@ class BatchFeatures:
     projected_tokens: Any = 0
     copied_slots: Any = 0
     swapped_slots: Any = 0
+    hidden_prefill: Any = 0
+    sampled_rows: Any = 0
 
     @classmethod
     def of(
@@ -66,10 +102,12 @@ class BatchFeatures:
         projected_tokens: int = 0,
         copied_slots: int = 0,
         swapped_slots: int = 0,
+        sampling: bool = False,
     ) -> BatchFeatures:
         """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
         [n]: which rows are decodes, the others are prefill chunks; hidden [n]: which rows have
-        hidden caches, none if not given."""
+        hidden caches, none if not given; sampling: whether anybody samples otherwise than
+        greedily."""
         rows = len(counts)
         decodes = int(np.count_nonzero(decoding))
         cached = int(np.add.reduce(contexts))
@@ -81,14 +119,16 @@ class BatchFeatures:
             kv, before = read + decodes, cached - read
             # Over all rows, less the decodes, whose c is 1.
             quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
-        padded = tokens if padding is None else int(padding.of(tokens, tokens == rows))
-        hidden_tokens = 0
+        padded = tokens if padding is None else padding.of(tokens, tokens == rows)
+        hidden_read = hidden_before = 0
+        read_as = _plain if padding is None else padding.read
         if hidden is not None and np.count_nonzero(hidden):
-            decodes_hidden = hidden & decoding
-            of_decodes = int(contexts @ decodes_hidden) + int(np.count_nonzero(decodes_hidden))
-            of_chunks = int(contexts @ (hidden & ~decoding))
-            kv, before = kv - of_decodes, before - of_chunks
-            hidden_tokens = of_decodes + of_chunks
+            lengths = contexts + 1
+            kv = read_as(lengths[decoding & ~hidden], padded)
+            hidden_read = read_as(lengths[decoding & hidden], padded)
+            hidden_before = int(contexts @ (hidden & ~decoding))
+        elif decodes and padding is not None and padding.decode_group > 1:
+            kv = padding.read((contexts + 1)[decoding], padded)
         return cls(
             num_tokens=tokens,
             padded_tokens=padded,
@@ -96,11 +136,13 @@ class BatchFeatures:
             num_decodes=decodes,
             prefill_quad=quad,
             num_prefills=rows - decodes,
-            prefill_m=before,
-            hidden_tokens=hidden_tokens,
+            prefill_m=before - hidden_before,
+            hidden_tokens=hidden_read,
             projected_tokens=projected_tokens,
             copied_slots=copied_slots,
             swapped_slots=swapped_slots,
+            hidden_prefill=hidden_before,
+            sampled_rows=_sampled(rows, padded, padding) if sampling else 0,
         )
 
     @classmethod
@@ -112,13 +154,25 @@ class BatchFeatures:
         padded = num_decodes if padding is None else padding.of(num_decodes, True)
         return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
 
+    def padded(self, padding: Padding) -> BatchFeatures:
+        """The same batches, rounded up."""
+        singles = self.num_tokens == self.num_decodes + self.num_prefills
+        return replace(self, padded_tokens=padding.of(self.num_tokens, singles))
+
+
+def _plain(lengths: np.ndarray, padded_tokens: int) -> int:
+    return int(np.add.reduce(lengths))
+
+
+def _sampled(rows: int, padded: int, padding: Padding | None) -> int:
+    return rows if padding is None else padding.rows_of(padded)
+
 
 class CostModel(Protocol):
     """Predicts the time of a step."""
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """Seconds by which the batch delays what runs after it, the gap between steps included.
-        Arrays in the features give an array."""
+        """Seconds that the batch keeps the device busy. Arrays in the features give an array."""
         ...
 
 
@@ -145,6 +199,8 @@ class Coefficients:
     projected_token: float = 0.0
     copied_slot: float = 0.0
     swapped_slot: float = 0.0
+    hidden_prefill: float = 0.0
+    sampled_row: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -158,22 +214,48 @@ class Coefficients:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCostModel:
-    """batch time = num_layers x (token part + decode part + prefill part) + gap.
+class HostTerms:
+    """Seconds of the host's thread around a step, and how they grow.
 
-    gap: seconds between two steps in which the device waits for the host; the part of the host's
-    work that the overlap does not hide. Raises ValueError for no layers or a negative gap.
+    plan, plan_row: the policy's plan, and for each request there is. launch, launch_row: the batch
+    and its launch, and for each of its rows. admit: for each row that takes a slot for sampling.
+    move: for each operation on the pool that is sent to the device. finish, finish_row: once the
+    tokens are there, and for each row that samples one. idle: what a step takes longer on a device
+    that had nothing to do. ValueError for a negative or infinite one.
     """
+
+    plan: float = 0.0
+    plan_row: float = 0.0
+    launch: float = 0.0
+    launch_row: float = 0.0
+    admit: float = 0.0
+    move: float = 0.0
+    finish: float = 0.0
+    finish_row: float = 0.0
+    idle: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"host.{field.name} must be 0 or more seconds, got {value}")
+
+    def as_dict(self) -> dict[str, float]:
+        """By name, as a profile's file has them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCostModel:
+    """batch time = num_layers x (token part + decode part + prefill part). ValueError for no
+    layers."""
 
     coefficients: Coefficients
     num_layers: int
-    gap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
-        if not (np.isfinite(self.gap) and self.gap >= 0):
-            raise ValueError(f"gap must be 0 or more seconds, got {self.gap}")
 
     def batch_time(self, features: BatchFeatures) -> Any:
         """InferMax section 3.2, with padding, hidden caches and swaps; see `CostModel`."""
@@ -192,11 +274,13 @@ class LinearCostModel:
         )
         layer = layer + (
             k.hidden_token * f.hidden_tokens
+            + k.hidden_prefill * f.hidden_prefill
+            + k.sampled_row * f.sampled_rows
             + k.projected_token * f.projected_tokens
             + k.copied_slot * f.copied_slots
             + k.swapped_slot * f.swapped_slots
         )
-        return self.num_layers * layer + self.gap
+        return self.num_layers * layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +314,4 @@ class InferMaxCostModel:
         a, b, c = self.residual
         eights = (f.num_tokens + 7) // 8 * 8
         tokens = k.token_bias + k.per_token * f.num_tokens + (a + b * eights + c * eights**2)
-        return self.linear.num_layers * (tokens + decode + prefill) + self.linear.gap
+        return self.linear.num_layers * (tokens + decode + prefill)

@@ -19,7 +19,7 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured step: its features and its seconds, the gap between steps not included."""
+    """One measured step: its features, and the seconds that it kept the device busy."""
 
     features: BatchFeatures
     seconds: float
@@ -48,19 +48,18 @@ class Fit:
     leave_out_error: float
 
 
-def fit(samples: Sequence[Sample], num_layers: int, gap: float = 0.0) -> Fit:
+def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
     """The model that minimises the squared relative errors, so that short steps, which are the
     most frequent, count as much as long ones; no coefficient is negative.
 
-    gap: seconds between steps, passed on to the model. Raises FitError for fewer than ten samples,
-    or one that took no time.
+    Raises FitError for fewer than ten samples, or one that took no time.
     """
     if len(samples) < 10:
         raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
     seconds = np.array([s.seconds for s in samples])
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise FitError("every measured step must have taken a positive time")
-    design = np.array([_columns(s.features) for s in samples]) * num_layers
+    design = np.array([columns(s.features) for s in samples]) * num_layers
     weights = _solve(design, seconds)
     predicted = design @ weights
     relative = np.abs(predicted - seconds) / seconds
@@ -71,14 +70,14 @@ def fit(samples: Sequence[Sample], num_layers: int, gap: float = 0.0) -> Fit:
         if np.count_nonzero(parts == name) >= 3
     }
     r2["all"] = _r2(seconds, predicted)
-    model = LinearCostModel(Coefficients(*weights.tolist()), num_layers, gap)
+    model = LinearCostModel(Coefficients(*weights.tolist()), num_layers)
     return Fit(
         model, r2, float(relative.mean()), float(relative.max()), _leave_out(design, seconds)
     )
 
 
-def _columns(f: BatchFeatures) -> list[float]:
-    """In the order of `Coefficients`."""
+def columns(f: BatchFeatures) -> list[float]:
+    """One batch's, in the order of `Coefficients`: their product is seconds a layer."""
     return [
         f.padded_tokens,
         1.0,
@@ -93,6 +92,8 @@ def _columns(f: BatchFeatures) -> list[float]:
         f.projected_tokens,
         f.copied_slots,
         f.swapped_slots,
+        f.hidden_prefill,
+        f.sampled_rows,
     ]
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
 from jaxserve.sched.host import HostMemory
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.table import RequestTable
-
-if TYPE_CHECKING:
-    from jaxserve.sched.cost_model import CostModel
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,29 @@ class Oracle:
 class View:
     """All that a policy sees. It changes none of it.
 
-    cost_model: predicts the time of a batch; None where nobody has profiled the device. seed: for
-    policies that draw lots. rho: seconds that a step takes longer for every token that it reads
-    from a hidden cache instead of from K and V (Apt-Serve Eq. 6); negative if that is faster, None
-    where hidden caches cannot be had. host: what it holds of checkpoints. oracle: for hypothetical
-    policies; None for all others.
+    cost_model, padding: what `step_time` predicts with. seed: for policies that draw lots. rho:
+    seconds that a step takes longer for every token that it reads from a hidden cache instead of
+    from K and V (Apt-Serve Eq. 6); negative if that is faster, None where hidden caches cannot be
+    had. host: what it holds of checkpoints. oracle: for hypothetical policies; None for all others.
     """
 
     table: RequestTable
     pool: BlockPool
     limits: Limits
-    cost_model: CostModel | None = None
+    cost_model: CostModel
+    padding: Padding | None = None
     seed: int = 0
     rho: float | None = None
     host: HostMemory = field(default_factory=HostMemory)
     oracle: Oracle | None = None
+
+    def step_time(self, batch: BatchFeatures) -> Any:
+        """Seconds that the device takes for a batch, planned or imagined, as it will be padded; an
+        array where the features are arrays. Live it is learned from the steps so far
+        (`sched/online_cost.py`), so it may change from step to step."""
+        if self.padding is not None:
+            batch = batch.padded(self.padding)
+        return self.cost_model.batch_time(batch)
 
     def most_output(self, rows: np.ndarray) -> np.ndarray:
         """Tokens that each may write at most, int64 [n]: its limit, or for those who know it its

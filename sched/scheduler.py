@@ -8,12 +8,13 @@ still be at work. What arrives late is told with `receive`, what ends early with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool, blocks_a_plane
 from jaxserve.sched.checks import check_plan
+from jaxserve.sched.cost_model import CostModel, Padding
 from jaxserve.sched.host import HostMemory
 from jaxserve.sched.kinds import CacheKind, Direction
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
@@ -22,9 +23,6 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
 
-if TYPE_CHECKING:
-    from jaxserve.sched.cost_model import CostModel
-
 _NOBODY = np.zeros(0, np.int64)
 
 
@@ -32,8 +30,8 @@ class Scheduler:
     """Rows of the table name the requests. Not thread-safe: one thread plans.
 
     num_blocks, block_size: of the pool; host_slots: capacity of the host memory for checkpoints;
-    capacity: requests at a time; cost_model, seed, rho: what the policy sees of them, see `View`;
-    checked: whether every plan is checked before it is booked.
+    capacity: requests at a time; cost_model, padding, seed, rho: what the policy sees of them, see
+    `View`; checked: whether every plan is checked before it is booked.
     """
 
     def __init__(
@@ -45,8 +43,9 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         capacity: int,
+        cost_model: CostModel,
+        padding: Padding | None = None,
         host_slots: int = 0,
-        cost_model: CostModel | None = None,
         seed: int = 0,
         rho: float | None = None,
         checked: bool = True,
@@ -59,7 +58,15 @@ class Scheduler:
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None
         self.view = View(
-            self.table, self.pool, limits, cost_model, seed, rho, host=self.host, oracle=oracle
+            self.table,
+            self.pool,
+            limits,
+            cost_model,
+            padding,
+            seed,
+            rho,
+            host=self.host,
+            oracle=oracle,
         )
         self.checked = checked
         self.preemptions = 0
@@ -95,6 +102,7 @@ class Scheduler:
         table.computed[rows], table.generated[rows] = end, generated
         self._note_batch(rows, counts)
         newest = int(np.count_nonzero(feeds_back))
+        sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
         again = 0
         if self.preemptions:
             again = int(np.maximum(np.minimum(end, table.lost_from[rows]) - start, 0).sum())
@@ -111,6 +119,7 @@ class Scheduler:
             num_decode_tokens=newest,
             num_prefill_tokens=int(np.add.reduce(counts)) - newest - again,
             num_recomputed_tokens=again,
+            sampling=sampling,
         )
 
     def _note_batch(self, rows: np.ndarray, counts: np.ndarray) -> None:

@@ -69,6 +69,7 @@ class Step:
     and nothing else. feeds_back: bool, whose last token is the newest generated one, which may be
     on the device alone. generated: int64, tokens generated, those that the step samples included.
     moves: what to do on the device before it, in order. preempted: rows that lost all their cache.
+    sampling: whether anybody who samples does so otherwise than greedily.
 
     num_decode_tokens + num_prefill_tokens + num_recomputed_tokens is the tokens of the batch: the
     newest generated ones, be it at the end of a refill; prompts computed for the first time; and
@@ -87,6 +88,7 @@ class Step:
     num_decode_tokens: int
     num_prefill_tokens: int
     num_recomputed_tokens: int
+    sampling: bool = False
 
     def __len__(self) -> int:
         return len(self.plan.rows)
@@ -123,6 +125,7 @@ class Step:
             projected_tokens=moved[0],
             copied_slots=moved[1],
             swapped_slots=moved[2],
+            sampling=self.sampling,
         )
 
 

@@ -89,12 +89,14 @@ class RequestTable:
         self.preemptions = np.zeros(capacity, np.int64)
         self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
         self.tier = np.zeros(capacity, np.int8)
+        self.greedy = np.ones(capacity, bool)  # takes the most likely token, as it is
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
         self.output_lengths = LengthHistogram()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
+        self.num_sampling = 0  # requests that are not greedy
         self._order = {state: np.zeros(0, np.int64) for state in _LISTED}
         self._stale = dict.fromkeys(_LISTED, False)
         self._joined: dict[State, list[np.ndarray]] = {state: [] for state in _LISTED}
@@ -117,6 +119,8 @@ class RequestTable:
         self.preemptions[row] = self.lost_from[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
+        self.greedy[row] = request.sampling.is_plain_greedy
+        self.num_sampling += not self.greedy[row]
         for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):
             column[row] = np.inf if target is None else target
         self.move(np.array([row]), WAITING)
@@ -127,6 +131,7 @@ class RequestTable:
         is free already."""
         if self.state[row] == FREE:
             raise ValueError(f"row {row} is free already")
+        self.num_sampling -= not self.greedy[row]
         self.move(np.array([row]), FREE)
         self._free.append(row)
 

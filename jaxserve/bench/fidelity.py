@@ -7,6 +7,7 @@ section 4.7).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from jaxserve.bench.runs import warm_up
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
 from jaxserve.machine import machine, versions
-from jaxserve.profile import build, measure_gap, profile_engine, with_gap
+from jaxserve.profile import build, host_ms, measure_host, profile_engine
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.workloads.workload import (
@@ -86,7 +87,7 @@ def run(
         system, _, samples = profile_engine(
             engine, lambda work: tqdm(work, desc="measuring", unit="round", disable=not show)
         )
-        system = with_gap(system, measure_gap(engine, system))
+        system = dataclasses.replace(system, host=measure_host(engine, system))
         target = EngineTarget(engine)
         info = target.info()
         longest = min(info["max_model_len"], info["pool_tokens"])
@@ -107,7 +108,7 @@ def run(
         "loads": rows,
         "mean_error_of_total": float(np.mean(totals)),
         "worst_error_of_total": float(np.max(totals)),
-        "profile": {**system.about, "shapes": len(samples)},
+        "profile": {**system.about, "host_ms": host_ms(system.host), "shapes": len(samples)},
         "model": info,
         "config": config.to_dict(),
         "machine": where,
@@ -174,7 +175,7 @@ def text(result: dict[str, Any]) -> str:
         f"fidelity: {info['model']} ({info['dtype']}, {info['device']}), policy {info['policy']}",
         f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
         f"  cost model from {profile['shapes']} shapes: R^2 {r2}; left-out error "
-        f"{profile['leave_out_error']:.1%}; gap {1e3 * profile['gap_s']:.2f} ms",
+        f"{profile['leave_out_error']:.1%}; host {profile['host_ms']} ms",
         f"  {'predicted / measured (error)':<28} {'total, s':>24} {'TTFT, ms':>26} {'TBT, ms':>24}",
     ]
     for row in result["loads"]:

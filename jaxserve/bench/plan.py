@@ -141,7 +141,7 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
         block_size=BLOCK_SIZE,
         max_model_len=PROMPT + OUTPUT,
         capacity=capacity or count,
-        cost_model=system("opt-13b@a100-40g").cost_model if hidden else None,
+        cost_model=system("opt-13b@a100-40g").cost_model,
         rho=RHO if hidden else None,
     )
     for number in range(count):

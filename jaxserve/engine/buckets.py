@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.layout import Layout
+from jaxserve.sched.cost_model import Padding
 
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
@@ -25,13 +26,19 @@ WIDEN_TOKENS = 128
 @dataclass(frozen=True)
 class Buckets:
     """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
-    are steps for rows with hidden caches, too."""
+    are steps for rows with hidden caches, too. decode_group: as the `Backend` has it."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     width: int
     slots: int
     hidden: bool = False
+    decode_group: int = 1
+
+    @property
+    def padding(self) -> Padding:
+        """How batches are rounded up, as the cost models see it."""
+        return Padding(self.rows, self.tokens, self.decode_group)
 
     def decode(self, rows: int, *, hidden: bool = False) -> Layout:
         """The smallest decode step for that many rows. Raises IndexError beyond the last bucket."""
@@ -73,6 +80,7 @@ def make_buckets(
     rows: tuple[int, ...] = (),
     tokens: tuple[int, ...] = (),
     hidden: bool = False,
+    decode_group: int = 1,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
 
@@ -89,7 +97,7 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    return Buckets(row_sizes, token_sizes, width, max_rows, hidden)
+    return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

@@ -25,9 +25,13 @@ from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.step_timer import StepTimer
 from jaxserve.models import sharding
 from jaxserve.pallas_kernels import make_pool
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import load_params
+
+_NOMINAL = LinearCostModel(Coefficients(1e-4, 1e-2, 0, 0, 0, 0, 0, 0, 0), 1)
 
 
 def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
@@ -78,6 +82,8 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         block_size=chosen.block_size,
         max_model_len=chosen.model.max_len,
         capacity=config.scheduler.max_queue + chosen.limits.max_rows,
+        cost_model=OnlineCostModel(_NOMINAL),
+        padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
         rho=_rho(config, chosen, executor),
     )

@@ -26,7 +26,7 @@ from jaxserve.engine.sizing import (
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import HIDDEN, KV, select_backend
+from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
 from jaxserve.sched.blocks import blocks_a_plane
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
@@ -78,6 +78,7 @@ def choose(config: ConfigDict) -> Choices:
         rows=tuple(config.engine.row_buckets),
         tokens=tuple(config.engine.token_buckets),
         hidden=read is not None,
+        decode_group=get_backend(backend).decode_group,
     )
     moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
     num_blocks = pool_blocks(

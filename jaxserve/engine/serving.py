@@ -113,8 +113,7 @@ class Serving:
         )
         emits = step.emits[batch.order]
         emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
-        full = any(not member.request.sampling.is_plain_greedy for _, member in emitting)
-        handle = self._executor.submit(layout, batch.buffer, full=full)
+        handle = self._executor.submit(layout, batch.buffer, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         preemptions, self._preemptions = self._preemptions, 0

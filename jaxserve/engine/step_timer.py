@@ -63,7 +63,7 @@ class StepTimer:
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
         self._num_blocks = num_blocks
-        self.padding = Padding(executor.buckets.rows, executor.buckets.tokens)
+        self.padding = executor.buckets.padding
 
     def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
         """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as

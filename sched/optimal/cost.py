@@ -26,9 +26,9 @@ LINEAR = (
 class ScaledCost:
     """Times of a batch as whole numbers of `unit` seconds.
 
-    coefficients: by the names of `cost_model.Coefficients`, times the layers; `token_bias` has the
-    gap between steps in it. residual, rounds_kv, extra: what `InferMaxCostModel` adds. error: the
-    largest relative error of a coefficient, hence of any total, since none is negative.
+    coefficients: by the names of `cost_model.Coefficients`, times the layers. residual, rounds_kv,
+    extra: what `InferMaxCostModel` adds. error: the largest relative error of a coefficient, hence
+    of any total, since none is negative.
     """
 
     unit: float
@@ -46,7 +46,6 @@ class ScaledCost:
         linear = cost_model.linear if isinstance(cost_model, InferMaxCostModel) else cost_model
         layers = linear.num_layers
         exact = {name: layers * getattr(linear.coefficients, name) for name in LINEAR}
-        exact["token_bias"] += linear.gap
         smallest = min((value for value in exact.values() if value > 0), default=1.0)
         unit = 10.0 ** math.floor(math.log10(smallest / DIGITS) + 1e-9)
         unit = min(max(unit, FINEST), COARSEST)

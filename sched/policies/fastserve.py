@@ -53,7 +53,7 @@ class _Memory:
 class FastServe(UnifiedPolicy):
     """queues: how many. quantum: service in the top queue, in decodes. ratio: from one quantum to
     the next. patience: seconds without a token after which a request returns to the top.
-    prompt_tokens: tokens of a prompt that cost as much as a decode, without a cost model."""
+    """
 
     groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, preempts=True),))
     mixed_batches: bool = True
@@ -63,7 +63,6 @@ class FastServe(UnifiedPolicy):
     quantum: float = 4.0
     ratio: float = 2.0
     patience: float = 10.0
-    prompt_tokens: int = 256
     _memory: _Memory = field(default_factory=_Memory, init=False, repr=False, compare=False)
 
     def ranking(self, view: View, now: float) -> Ranking:
@@ -93,13 +92,9 @@ class FastServe(UnifiedPolicy):
         return np.minimum(memory.joined[rows] + fallen, self.queues - 1)
 
     def _prompt_cost(self, view: View, length: np.ndarray) -> np.ndarray:
-        if view.cost_model is None:
-            return np.maximum(length / self.prompt_tokens, 1.0)
         prompt = BatchFeatures(length, length, 0, 0, length**2, 1, 0)
         decode = BatchFeatures(1, 1, 1, 1, 0, 0, 0)
-        return np.asarray(
-            view.cost_model.batch_time(prompt) / view.cost_model.batch_time(decode), np.float64
-        )
+        return np.asarray(view.step_time(prompt) / view.step_time(decode), np.float64)
 
     def _first_covering(self, cost: np.ndarray) -> np.ndarray:
         quanta = self.quantum * self.ratio ** np.arange(self.queues - 1)

@@ -11,12 +11,13 @@ from typing import Any
 from jaxserve.sched.cost_model import (
     Coefficients,
     CostModel,
+    HostTerms,
     InferMaxCostModel,
     LinearCostModel,
     Padding,
 )
 
-FORMAT = 2
+FORMAT = 3
 
 
 class UnknownSystem(ValueError):
@@ -30,9 +31,9 @@ class System:
     kv_tokens: M, tokens of KV cache. max_batch_tokens: C; max_prefill_tokens: P, max_rows and
     block_size: None where it does not say. paper: the cost model under the rules `infermax_paper`,
     where the authors published one. padding: the shapes that an engine rounds its batches up to.
-    about: where it comes from. rho: seconds that a step takes longer for every token that it reads
-    from a hidden cache instead of from K and V (Apt-Serve Eq. 6), which may be negative; None where
-    hidden caches cannot be had.
+    host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
+    takes longer for every token that it reads from a hidden cache instead of from K and V
+    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had.
     """
 
     name: str
@@ -44,6 +45,7 @@ class System:
     block_size: int | None = None
     paper: InferMaxCostModel | None = None
     padding: Padding | None = None
+    host: HostTerms = field(default_factory=HostTerms)
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
 
@@ -61,8 +63,8 @@ class System:
             "format": FORMAT,
             "name": self.name,
             "num_layers": self.cost_model.num_layers,
-            "gap_s": self.cost_model.gap,
             "seconds_per_layer": self.cost_model.coefficients.as_dict(),
+            "host_s": self.host.as_dict(),
             "kv_tokens": self.kv_tokens,
             "max_batch_tokens": self.max_batch_tokens,
             "max_prefill_tokens": self.max_prefill_tokens,
@@ -88,14 +90,14 @@ def load(path: str | Path) -> System:
             LinearCostModel(
                 Coefficients(**content["seconds_per_layer"]),
                 content["num_layers"],
-                content["gap_s"],
             ),
             content["kv_tokens"],
             content["max_batch_tokens"],
             content["max_prefill_tokens"],
             content["max_rows"],
             content["block_size"],
-            padding=padding and Padding(tuple(padding["rows"]), tuple(padding["tokens"])),
+            padding=padding and _padding(**padding),
+            host=HostTerms(**content["host_s"]),
             about=content["about"],
             rho=_rho(content.get("rho")),
         )
@@ -107,6 +109,10 @@ def load(path: str | Path) -> System:
         if isinstance(error, UnknownSystem):
             raise
         raise UnknownSystem(f"{path}: not a system profile ({error})") from error
+
+
+def _padding(rows: list[int], tokens: list[int], decode_group: int) -> Padding:
+    return Padding(tuple(rows), tuple(tokens), decode_group)
 
 
 def _rho(value: Any) -> float | None:

@@ -111,6 +111,7 @@ def simulate(
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
     room["host_slots"] = int(slots_for(host_tokens))
     room |= {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked, "cost_model": cost}
+    room["padding"] = system.padding if isinstance(system, System) else None
     machines = [
         books.replica(
             SimulatedScheduler(shortened(one) if coast else one, limits, **room),

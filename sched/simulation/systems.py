@@ -51,7 +51,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     base = LLAMA_2_7B.coefficients
     kv = model.kv_bytes / bandwidth
     read = hidden_read_of(model, hidden_read)
-    hidden, projected = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0)
+    terms = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0, 0.0)
+    hidden, hidden_chunk, projected = terms
     coefficients = Coefficients(
         per_token=2 * model.layer_params / (_MATMUL_EFFICIENCY * flops),
         token_bias=2 * model.layer_params / bandwidth,
@@ -63,6 +64,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         per_prefill=base.per_prefill,
         prefill_m=kv,
         hidden_token=hidden,
+        hidden_prefill=hidden_chunk,
         projected_token=projected,
         # One of two planes, read and written; to the host over each device's own link.
         copied_slot=model.kv_bytes / bandwidth,
@@ -76,9 +78,12 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     return System(name, cost_model, kv_tokens, about=about, rho=rho)
 
 
-def _hidden_terms(model: Model, read: str, flops: float, bandwidth: float) -> tuple[float, float]:
-    """Seconds a layer for one cached token of a hidden cache that is read, and of one that becomes
-    K and V. flops: peak, bandwidth: bytes/s that a kernel reads.
+def _hidden_terms(
+    model: Model, read: str, flops: float, bandwidth: float
+) -> tuple[float, float, float]:
+    """Seconds a layer for one cached token of a hidden cache that a decode reads, one that a chunk
+    reads, which is projected, and one that becomes K and V. flops: peak, bandwidth: bytes/s that a
+    kernel reads.
 
     Projected (Apt-Serve section 3.1: K and V are restored for every step): 2 x d_model x the width
     of K and V FLOPs at the matrix products' 68% of peak, and the vector's bytes. Fused into the
@@ -95,9 +100,9 @@ def _hidden_terms(model: Model, read: str, flops: float, bandwidth: float) -> tu
     project += model.hidden_bytes / bandwidth
     becomes_kv = project + model.kv_bytes / bandwidth
     if read == "projected":
-        return project, becomes_kv
+        return project, project, becomes_kv
     arithmetic = 4 * model.heads * model.d_model / (_ATTENTION_EFFICIENCY * flops)
-    return max(arithmetic, 2 * model.hidden_bytes / bandwidth), becomes_kv
+    return max(arithmetic, 2 * model.hidden_bytes / bandwidth), project, becomes_kv
 
 
 def system(name: str, hidden_read: str = "auto") -> System:

@@ -14,6 +14,7 @@ from jaxserve.engine.executor import StepHandle
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
+from tests.cost_models import FLAT
 from tests.engine.harness import TIMEOUT, engine, send
 
 
@@ -129,6 +130,7 @@ def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path
                     block_size=4,
                     max_model_len=8,
                     capacity=4,
+                    cost_model=FLAT,
                 ),
                 running.tokenizer,
                 running.info(),

@@ -14,6 +14,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
+from tests.cost_models import FLAT
 
 MAX_STEPS = 5000  # of one test: more means that it does not end
 
@@ -34,7 +35,7 @@ class Drive:
         max_model_len: int = 64,
         seed: int = 0,
         rho: float | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
         self.policy = make_policy(policy, **overrides)

@@ -10,6 +10,7 @@ from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import Step
+from tests.cost_models import FLAT
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 LEFT, RIGHT = Direction.LEFT, Direction.RIGHT
@@ -39,6 +40,7 @@ def scheduler(*, blocks: int = 16, host_slots: int = 64, rows: int = 3) -> Sched
         block_size=BLOCK,
         max_model_len=32,
         capacity=4,
+        cost_model=FLAT,
         host_slots=host_slots,
         rho=0.0,
     )

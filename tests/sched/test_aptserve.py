@@ -14,6 +14,7 @@ from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
+from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 from tests.sched.test_policy_properties import Case, cases, quick, serve
 
@@ -116,6 +117,7 @@ def test_who_has_a_token_on_its_way_waits_for_nothing() -> None:
         block_size=4,
         max_model_len=32,
         capacity=8,
+        cost_model=FLAT,
     )
     rows = np.array([scheduler.add(Request("r", (1,) * 8, SamplingParams(max_tokens=9)))])
 

@@ -11,6 +11,7 @@ from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
+from tests.cost_models import FLAT
 
 
 def make(policy: str, *, c: int = 64, p: int = 64, rows: int = 8, blocks: int = 64) -> Scheduler:
@@ -21,6 +22,7 @@ def make(policy: str, *, c: int = 64, p: int = 64, rows: int = 8, blocks: int = 
         block_size=4,
         max_model_len=48,
         capacity=64,
+        cost_model=FLAT,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policies.fastserve import FastServe
 from jaxserve.sched.registry import make_policy
@@ -220,9 +221,13 @@ def test_infermax_starts_somebody_even_if_the_expected_does_not_fit() -> None:
     assert run.step() == {a: 10}
 
 
+# Four tokens of a prompt cost as much as a decode.
+FOUR_A_DECODE = LinearCostModel(Coefficients(0.25, 0, 0, 0, 0.75, 0, 0, 0, 0), 1)
+
+
 def test_fastserve_joins_below_the_top_falls_and_returns() -> None:
-    policy = FastServe(quantum=2.0, prompt_tokens=4, patience=5.0)
-    run = drive("sarathi", c=100)
+    policy = FastServe(quantum=2.0, patience=5.0)
+    run = drive("sarathi", c=100, cost_model=FOUR_A_DECODE)
     run.policy = run.scheduler.policy = policy
     short, long = run.add(4, 30), run.add(30, 30)  # cost 1 and 7.5 decodes
     rows = np.array([short, long])
@@ -245,8 +250,8 @@ def test_fastserve_joins_below_the_top_falls_and_returns() -> None:
 
 
 def test_fastserve_starts_anew_with_whoever_gets_the_row() -> None:
-    policy = FastServe(quantum=2.0, prompt_tokens=4, patience=5.0)
-    run = drive("sarathi")
+    policy = FastServe(quantum=2.0, patience=5.0)
+    run = drive("sarathi", cost_model=FOUR_A_DECODE)
     run.policy = run.scheduler.policy = policy
     first = run.add(4, 30)
     for _ in range(3):

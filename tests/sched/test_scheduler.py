@@ -13,6 +13,7 @@ from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import RequestTable, State
+from tests.cost_models import FLAT
 
 
 class Scripted(Policy):
@@ -42,7 +43,13 @@ def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
 @pytest.fixture
 def scheduler() -> Scheduler:
     made = Scheduler(
-        Scripted(), Limits(16, 16, 2), num_blocks=8, block_size=4, max_model_len=32, capacity=4
+        Scripted(),
+        Limits(16, 16, 2),
+        num_blocks=8,
+        block_size=4,
+        max_model_len=32,
+        capacity=4,
+        cost_model=FLAT,
     )
     for i in range(3):
         made.add(Request(str(i), (1,) * 6, SamplingParams(max_tokens=4)))
@@ -155,6 +162,7 @@ def hybrid(num_blocks: int = 8, rho: float | None = 0.0) -> Scheduler:
         block_size=4,
         max_model_len=32,
         capacity=4,
+        cost_model=FLAT,
         rho=rho,
     )
     for i in range(2):

@@ -28,6 +28,8 @@ UNIT = Coefficients(
     projected_token=12.0,
     copied_slot=13.0,
     swapped_slot=11.0,
+    hidden_prefill=14.0,
+    sampled_row=15.0,
 )
 
 
@@ -55,7 +57,8 @@ def test_hidden_caches_are_read_in_place_of_kv() -> None:
     plain = BatchFeatures.of(counts, contexts, decoding, hidden=np.zeros(4, bool))
     assert plain == BatchFeatures.of(counts, contexts, decoding)
     assert (plain.decode_kv, plain.prefill_m, plain.hidden_tokens) == (11 + 21, 5 + 6, 0)
-    assert (found.decode_kv, found.prefill_m, found.hidden_tokens) == (11, 5, 21 + 6)
+    assert (found.decode_kv, found.prefill_m) == (11, 5)
+    assert (found.hidden_tokens, found.hidden_prefill) == (21, 6)
     # The arithmetic of attention is that of any cache.
     assert (found.prefill_quad, found.projected_tokens) == (plain.prefill_quad, 3)
 
@@ -63,20 +66,21 @@ def test_hidden_caches_are_read_in_place_of_kv() -> None:
 def test_several_batches_of_decodes_at_once() -> None:
     many = BatchFeatures.of_decodes(np.array([2, 1]), np.array([10, 4]))
     one_by_one = [features([1, 1], [3, 5], [True, True]), features([1], [3], [True])]
-    model = LinearCostModel(UNIT, 3, gap=0.5)
+    model = LinearCostModel(UNIT, 3)
     expected = [model.batch_time(f) for f in one_by_one]
     assert model.batch_time(many).tolist() == expected
 
 
 def test_the_linear_model_is_the_formula() -> None:
-    model = LinearCostModel(UNIT, num_layers=2, gap=0.25)
+    model = LinearCostModel(UNIT, num_layers=2)
     moved = {"projected_tokens": 2, "copied_slots": 3, "swapped_slots": 1}
-    mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, **moved)
+    mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, **moved, hidden_prefill=5, sampled_rows=4)
     layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 39 + 11
-    assert model.batch_time(mixed) == 2 * layer + 0.25
+    layer += 5 * 14 + 4 * 15
+    assert model.batch_time(mixed) == 2 * layer
     # The biases of a part that is absent are left out.
-    assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10) + 0.25
-    assert model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 0)) == 2 * (5 + 54 + 7 + 8) + 0.25
+    assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10)
+    assert model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 0)) == 2 * (5 + 54 + 7 + 8)
 
 
 def test_the_papers_model_floors_the_mean_and_adds_the_residual() -> None:
@@ -122,10 +126,9 @@ def samples(noise: float, seed: int = 0) -> tuple[LinearCostModel, list[Sample]]
 
 def test_the_fit_finds_the_coefficients_back() -> None:
     true, found = samples(noise=0.0)
-    result = fit(found, 4, gap=0.001)
+    result = fit(found, 4)
     for name, value in true.coefficients.as_dict().items():
         assert result.model.coefficients.as_dict()[name] == pytest.approx(value, rel=1e-4), name
-    assert result.model.gap == 0.001
     assert set(result.r2) == {"decode", "prefill", "mixed", "all"}
     assert all(value > 0.999999 for value in result.r2.values())
     assert result.leave_out_error < 1e-6

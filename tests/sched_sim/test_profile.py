@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -50,12 +51,12 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
         system, found, samples = profile.profile_engine(engine)
         assert len(samples) >= 10
         assert all(np.isfinite(s.seconds) and s.seconds > 0 for s in samples)
-        assert system.padding == Padding((4,), (32,))
+        assert system.padding == Padding((4,), (32,), decode_group=8)
         assert (system.max_rows, system.max_prefill_tokens, system.block_size) == (4, 32, 4)
         assert system.about["r2"] == found.r2
-        gap = profile.measure_gap(engine, system)
-        assert 0 <= gap < 1
-        measured = profile.with_gap(system, gap)
+        host = profile.measure_host(engine, system)
+        assert 0 < host.launch + 4 * host.launch_row < 1
+        measured = dataclasses.replace(system, host=host)
         measured.save(tmp_path / "tiny.json")
         assert load(tmp_path / "tiny.json") == measured
         assert "R^2" in profile.report(measured, len(samples))

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import (
+    BatchFeatures,
+    Coefficients,
+    HostTerms,
+    LinearCostModel,
+    Padding,
+)
 from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, hidden_read_of
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 from jaxserve.sched.simulation.systems import scale, system
@@ -77,9 +83,11 @@ def test_unknown_systems_are_refused_with_the_known_ones(name: str) -> None:
 
 
 def measured() -> System:
-    model = LinearCostModel(Coefficients(1e-6, 2e-5, 3e-9, 0, 0, 1e-10, 0, 0, 0), 4, gap=1e-3)
-    padding = Padding((1, 8), (16, 64))
-    return System("tiny@cpu", model, 4096, 64, 32, 8, 16, padding=padding, about={"device": "cpu"})
+    model = LinearCostModel(Coefficients(1e-6, 2e-5, 3e-9, 0, 0, 1e-10, 0, 0, 0), 4)
+    padding = Padding((1, 8), (16, 64), decode_group=8)
+    host = HostTerms(plan=1e-4, finish_row=2e-6)
+    about = {"device": "cpu"}
+    return System("tiny@cpu", model, 4096, 64, 32, 8, 16, padding=padding, host=host, about=about)
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     [
         ({"format": 99}, "format 99"),
         ({"seconds_per_layer": {"per_token": 1.0}}, "not a system profile"),
-        ({"gap_s": -1.0}, "gap must be"),
+        ({"host_s": {"plan": -1.0}}, "host.plan must be"),
     ],
 )
 def test_broken_profiles_are_refused(

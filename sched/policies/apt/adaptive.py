@@ -82,10 +82,8 @@ def to_kv(view: View, rows: np.ndarray, ran: Value, waiting: Value, left: int) -
 def _pays(view: View, rows: np.ndarray, rho: float) -> np.ndarray:
     """Which of them have, as far as the lengths of outputs tell, enough steps ahead to make good
     what the projection of a token costs, bool [n]."""
-    if view.cost_model is None:
-        return np.ones(len(rows), bool)
     batch = BatchFeatures(0, 0, 0, 0, 0, 0, 0, projected_tokens=np.array([0, PROJECTED]))
-    before, after = view.cost_model.batch_time(batch)
+    before, after = view.step_time(batch)
     lengths, generated = view.table.output_lengths, view.table.generated[rows]
     ahead = np.full(len(rows), float(STEPS_AHEAD))
     if lengths.count >= ENOUGH:

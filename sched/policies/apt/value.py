@@ -9,7 +9,6 @@ import numpy as np
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
 
-STEP = 0.02  # seconds of a step, where nothing predicts them
 NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
 
 
@@ -66,25 +65,25 @@ def weigh(
 
 
 def decode_time(view: View, running: np.ndarray) -> float:
-    """Seconds of a step in which all of these decode. Who has just had a token will have been
-    without one for as long at the end of the next, so no value is less."""
-    if view.cost_model is None or not len(running):
-        return STEP
-    count = np.array(len(running))
-    features = BatchFeatures.of_decodes(count, view.table.computed[running].sum() + count)
-    return float(view.cost_model.batch_time(features))
+    """Seconds of a step in which all of these decode, or one whose cache is empty where nobody
+    runs. Who has just had a token will have been without one for as long at the end of the next,
+    so no value is less."""
+    contexts = view.table.computed[running] if len(running) else np.zeros(1, np.int64)
+    ones = np.ones_like(contexts)
+    batch = BatchFeatures.of(ones, contexts, ones > 0, padding=view.padding)
+    return float(view.step_time(batch))
 
 
 def in_flight(view: View, running: np.ndarray) -> float:
     """Seconds that the step on the device takes if it is one of prefills, and others wait for it;
-    0 where nobody can say. Times at which tokens arrived do not show it yet."""
+    else 0. Times at which tokens arrived do not show it yet."""
     table = view.table
     flying = running[table.generated[running] > table.received[running]]
-    if view.cost_model is None or len(flying) == len(running):
+    if len(flying) == len(running):
         return 0.0
     if not np.count_nonzero(table.generated[flying] == 1):
         return 0.0
     counts = table.computed[flying]
     nothing = np.zeros_like(counts)
     features = BatchFeatures.of(counts, nothing, nothing > 0)
-    return float(view.cost_model.batch_time(features))
+    return float(view.step_time(features))
