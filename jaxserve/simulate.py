@@ -33,26 +33,14 @@ from jaxserve import workload_flags
 from jaxserve.group_table import aligned, group_lines
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import InvalidRequest
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.hardware import HIDDEN_READS
-from jaxserve.sched.simulation.profiles import UnknownSystem
 from jaxserve.sched.simulation.results import SimulationResult, write_table
-from jaxserve.sched.simulation.simulator import SimulationError
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import ARRIVALS, WorkloadSpec
-from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int
 
-REFUSED = (
-    SimulationError,
-    UnknownSystem,
-    WorkloadError,
-    InvalidRequest,
-    InvalidPlan,
-    ValueError,
-    OSError,
-)
+REFUSED = (ValueError, InvalidPlan, OSError)
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,7 @@ class Run:
     seed: int
     record_rows: bool
     hidden_read: str = "auto"
+    max_queue: int | None = None
 
     def result(self, bar: tqdm | None = None) -> SimulationResult:
         """Raises one of REFUSED."""
@@ -99,6 +88,7 @@ class Run:
             rules=self.rules,
             replicas=self.replicas,
             routing=self.routing,
+            max_queue=self.max_queue,
             seed=self.seed,
             record_rows=self.record_rows,
             progress=None if bar is None else bar.update,
@@ -177,6 +167,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             args.seed,
             record_rows="schedule" in (args.views or ()),
             hidden_read=args.hidden_read,
+            max_queue=args.max_queue,
         )
         for policy in args.policy
         for spec in specs
@@ -261,6 +252,7 @@ _COLUMNS = {
     "mean_tpot_s": ("TPOT, s", "{:.5f}"),
     "num_batches": ("batches", "{}"),
     "num_preemptions": ("preemptions", "{}"),
+    "num_refused": ("refused", "{}"),
     "slo_attainment": ("SLO", "{:.1%}"),
 }
 
@@ -313,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_batch_tokens", type=positive_int, help="C (the system's)")
     add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
     add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
+    add("--max_queue", type=int, help="unfinished requests beside max_rows; refuse more (no limit)")
     add("--replicas", type=positive_int, default=1, help="(1)")
     add("--routing", choices=tuple(simulator.ROUTERS), default="round_robin")
     workload_flags.add_flags(

@@ -57,14 +57,24 @@ class Times:
         return np.asarray(np.cumsum(self.tokens) - self.tokens)
 
     @property
+    def first_token(self) -> np.ndarray:
+        """When it came, float64 [n]; nan without a token."""
+        return self._time_of(self.offsets)
+
+    @property
+    def last_token(self) -> np.ndarray:
+        """When it came, float64 [n]; nan without a token."""
+        return self._time_of(self.offsets + self.tokens - 1)
+
+    @property
     def ttft(self) -> np.ndarray:
         """float64 [n]; nan without a token."""
-        return self._since_due(self.offsets)
+        return self.first_token - self.due
 
     @property
     def e2e(self) -> np.ndarray:
         """float64 [n]; nan without a token."""
-        return self._since_due(self.offsets + self.tokens - 1)
+        return self.last_token - self.due
 
     @property
     def normalised_latency(self) -> np.ndarray:
@@ -87,10 +97,10 @@ class Times:
             self.due[which], self.token_times[theirs], self.tokens[which], self.finished[which]
         )
 
-    def _since_due(self, at: np.ndarray) -> np.ndarray:
+    def _time_of(self, token: np.ndarray) -> np.ndarray:
         found = np.full(len(self), np.nan)
         some = self.tokens > 0
-        found[some] = self.token_times[at[some]] - self.due[some]
+        found[some] = self.token_times[token[some]]
         return found
 
 

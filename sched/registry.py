@@ -49,6 +49,7 @@ class Variant:
 
 _Make = TypeVar("_Make", bound=Callable[[], Policy])
 _Change = TypeVar("_Change", bound=Callable[[Policy], Policy])
+_OWN = "jaxserve.sched."
 _REGISTRY: dict[str, PolicyEntry] = {}
 _VARIANTS: dict[str, Variant] = {}
 
@@ -150,6 +151,17 @@ def make_policy(name: str, **params: Any) -> Policy:
     return with_parameters(shown, policy, {**said.params, **params})
 
 
+def is_built_in(name: str) -> bool:
+    """Whether the policy of that name, and every variant in it, is the product's own: defined in
+    this package, so that its tests have held it to the limits. ValueError as `make_policy`."""
+    said = PolicyName.parse(name)
+    if said.path:
+        return False
+    makers: list[Callable[..., Policy]] = [_known("policy", said.base, policies()).make]
+    makers += [_known("policy variant", suffix, _VARIANTS).of for suffix in said.suffixes]
+    return all((_origin(make)[0] or "").startswith(_OWN) for make in makers)
+
+
 def full_name(name: str, params: Mapping[str, Any]) -> str:
     """The name with more parameters, as text that `make_policy` takes."""
     return "".join([name, *(f":{key}={text_of(value)}" for key, value in params.items())])
@@ -166,7 +178,7 @@ def _known(what: str, name: str, known: dict[str, _Entry]) -> _Entry:
     return known[name]
 
 
-def _origin(make: Callable[[], Policy]) -> tuple[str | None, str | None]:
+def _origin(make: Callable[..., Policy]) -> tuple[str | None, str | None]:
     return getattr(make, "__module__", None), getattr(make, "__qualname__", None)
 
 

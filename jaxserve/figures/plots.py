@@ -94,7 +94,8 @@ def cdfs(results: Results) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     for name, result in results:
         color, dash = _style(name, results)
-        _cdf(left, result.requests.ttft, name, color, dash)
+        ttft = result.requests.ttft
+        _cdf(left, ttft[np.isfinite(ttft)], name, color, dash)
         _cdf(right, result.requests.tbt[0], name, color, dash)
     left.set(xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1.01))
     right.set(xlabel="time between tokens, s", ylabel="share of tokens")

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.sched.metrics import Times, attained, group_metrics, split_metrics
 from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.bounded_queue import REFUSED
 from jaxserve.sched.simulation.replica import BATCH_COLUMNS, BatchRows
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
@@ -22,9 +23,9 @@ from jaxserve.sched.workloads.workload import Workload
 class RequestRecords:
     """Arrays over the n requests, in order of arrival. Times in seconds from the workload's start.
 
-    workload: what they asked for. token_times: float64 [sum of output_len], when each token reached
-    the host; request i's are token_times[offsets[i] : offsets[i] + output_len[i]]. preemptions:
-    int64 [n], how often its cache was taken away. replica: int64 [n], who served it.
+    workload: what they asked for. token_times: float64 [sum of tokens], when each token reached
+    the host; request i's are token_times[offsets[i] : offsets[i] + tokens[i]]. preemptions: int64
+    [n], how often its cache was taken away. replica: int64 [n], who served it, or REFUSED.
     """
 
     workload: Workload
@@ -51,10 +52,19 @@ class RequestRecords:
         return self.workload.output_len
 
     @property
+    def refused(self) -> np.ndarray:
+        """bool [n]."""
+        return np.asarray(self.replica == REFUSED)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """What each has written, int64 [n]: output_len, or nothing if it was refused."""
+        return np.where(self.refused, 0, self.output_len)
+
+    @property
     def times(self) -> Times:
         """As load tests have them."""
-        ended = np.ones(len(self), bool)
-        return Times(self.arrival, self.token_times, self.output_len, ended)
+        return Times(self.arrival, self.token_times, self.tokens, ~self.refused)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -63,31 +73,31 @@ class RequestRecords:
 
     @property
     def first_token(self) -> np.ndarray:
-        """float64 [n]."""
-        return np.asarray(self.token_times[self.offsets])
+        """float64 [n]; nan if it was refused."""
+        return self.times.first_token
 
     @property
     def finish(self) -> np.ndarray:
-        """When the last token came, float64 [n]."""
-        return np.asarray(self.token_times[self.offsets + self.output_len - 1])
+        """When the last token came, float64 [n]; nan if it was refused."""
+        return self.times.last_token
 
     @property
     def ttft(self) -> np.ndarray:
-        """Arrival to first token, float64 [n]."""
+        """Arrival to first token, float64 [n]; nan if it was refused."""
         return self.times.ttft
 
     @property
     def latency(self) -> np.ndarray:
-        """Arrival to last token, float64 [n]."""
+        """Arrival to last token, float64 [n]; nan if it was refused."""
         return self.times.e2e
 
     @property
     def tpot(self) -> np.ndarray:
         """Mean time between tokens of each request that has more than one, preempted time
         included, float64."""
-        several = self.output_len > 1
+        several = self.tokens > 1
         span = (self.finish - self.first_token)[several]
-        return np.asarray(span / (self.output_len[several] - 1))
+        return np.asarray(span / (self.tokens[several] - 1))
 
     @property
     def tbt(self) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +153,8 @@ class SimulationResult:
         makespan_s: first arrival to last token. tps: generated tokens over latency_s. mean_tpot_s:
         over requests with more than one token, preempted time included. slo_attainment: share of
         the requests within all of their own targets, ttft_, tbt_ and jct_attainment within one of
-        them; 1 if there are none (`sched/metrics.py`). tiers, classes: the same by name, as
+        them; 1 if there are none (`sched/metrics.py`). num_refused: requests that found the queue
+        full; they attain nothing and count in no latency. tiers, classes: the same by name, as
         `metrics.group_metrics` has it.
         """
         requests, batches = self.requests, self.batches
@@ -154,12 +165,12 @@ class SimulationResult:
         total = group_metrics(times, terms, met)
         tokens = len(requests.token_times)
         tpot = requests.tpot
-        makespan = float(requests.finish.max() - requests.arrival[0])
+        makespan = float(requests.token_times.max() - requests.arrival[0])
         return {
             "latency_s": latency,
             "makespan_s": makespan,
             "tps": tokens / latency,
-            "mean_ttft_s": float(requests.ttft.mean()),
+            "mean_ttft_s": float(np.nanmean(requests.ttft)),
             "mean_tpot_s": float(tpot.mean()) if len(tpot) else 0.0,
             "num_batches": len(batches),
             "num_preemptions": int(batches.preemptions.sum()),
@@ -169,6 +180,7 @@ class SimulationResult:
             "jct_attainment": float(met.jct.mean()),
             "goodput_per_s": float(met.slo.sum()) / makespan,
             "num_requests": len(requests),
+            "num_refused": int(requests.refused.sum()),
             "output_tokens": tokens,
             **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms")},
             "mean_batch_requests": float((batches.num_decodes + batches.num_prefills).mean()),
@@ -181,7 +193,8 @@ class SimulationResult:
 
     def request_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-request table, [n] each. limit: max_tokens, as asked for. slo_ttft,
-        slo_tbt, slo_jct: its targets, seconds, inf for none. attained: whether it is within all of
+        slo_tbt, slo_jct: its targets, seconds, inf for none. replica: REFUSED,
+        and its times nan, where the queue was full. attained: whether it is within all of
         them."""
         r, asked = self.requests, self.requests.workload
         names = ("arrival", "prompt_len", "output_len", "first_token", "finish", "preemptions")

@@ -15,16 +15,18 @@ import numpy as np
 
 from jaxserve.sched.blocks import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.free_blocks import OutOfBlocks
 from jaxserve.sched.parameters import parameters
+from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import PolicyName, make_policy
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
+from jaxserve.sched.simulation.bounded_queue import REFUSED, BoundedQueue
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.replica import Replica
+from jaxserve.sched.simulation.requests import Requests
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.shortcut import shortened
 from jaxserve.sched.simulation.state import SimulatedScheduler
-from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
@@ -79,9 +81,10 @@ def simulate(
     overlap: bool | None = None,
     replicas: int = 1,
     routing: str = "round_robin",
+    max_queue: int | None = None,
     rho: float | Literal["system"] | None = "system",
     seed: int = 0,
-    checked: bool = False,
+    checked: bool | None = None,
     coast: bool = True,
     record_rows: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -92,12 +95,13 @@ def simulate(
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
-    memory holds of checkpoints. overlap: instead of the rules'.
-    rho: what a token read from a hidden cache costs a step, see `View`; by default the system's,
-    None for no hidden caches. checked: check every plan as the engine does. coast: take steps that
-    are certain several at once; the outcome is the same. record_rows: keep who was in each batch.
-    progress(n): n more requests have arrived.
-    SimulationError if a request can never be served.
+    memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
+    beside max_rows; who comes then is refused, as by a server. None refuses nobody. rho: what a
+    token read from a hidden cache costs a step, see `View`; by default the system's, None for no
+    hidden caches. checked: whether plans are checked as the engine does it; by default all but
+    those of `registry.is_built_in` policies. coast: take steps that are certain several at once;
+    the outcome is the same. record_rows: keep who was in each batch. progress(n): n more have come.
+    SimulationError if a request can never be served, InvalidPlan for a plan that cannot be booked.
     """
     chosen = rules_named(rules)
     cost = system.cost_under(rules) if isinstance(system, System) else system
@@ -105,12 +109,11 @@ def simulate(
     limits = limits or default_limits(policies[0], system)
     size = block_size or _block_size(system, chosen)
     blocks = _num_blocks(system, kv_tokens, num_blocks, size)
-    tokens = tokens_in(blocks, size)
-    longest = _check_fits(workload, policies[0], limits, tokens)
-    books = _Books(workload)
+    longest = _check_fits(workload, policies[0], limits, tokens_in(blocks, size))
+    books = _Books(workload, _capacity(max_queue, limits), replicas)
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
-    room["host_slots"] = int(slots_for(host_tokens))
-    room |= {"seed": seed, "rho": _rho(rho, system, cost), "checked": checked, "cost_model": cost}
+    room |= {"host_slots": int(slots_for(host_tokens)), "rho": _rho(rho, system, cost)}
+    room |= {"seed": seed, "checked": _checked(checked, policy), "cost_model": cost}
     room["padding"] = system.padding if isinstance(system, System) else None
     machines = [
         books.replica(
@@ -123,18 +126,21 @@ def simulate(
         )
         for one in policies
     ]
-    _serve(machines, _Requests(workload), router(routing), books.served_by, progress)
-    return books.result(machines, tokens, record_rows)
+    _serve(machines, Requests(workload), router(routing), books, progress)
+    return books.result(machines, record_rows)
 
 
 class _Books:
-    """What becomes of each request, written by the replicas."""
+    """What becomes of each request, written by the replicas. capacity: of each, see
+    `BoundedQueue`."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, capacity: float, replicas: int) -> None:
         self.offsets = np.cumsum(workload.output_len) - workload.output_len
         self.token_times = np.full(int(workload.output_len.sum()), np.nan)
         self.preemptions = np.zeros(len(workload), np.int64)
-        self.served_by = np.zeros(len(workload), np.int64)
+        self.served_by = np.full(len(workload), REFUSED)
+        last = self.offsets + workload.output_len - 1
+        self.queue = BoundedQueue(capacity, replicas, last, self.token_times)
         self._workload = workload
 
     def replica(
@@ -151,22 +157,26 @@ class _Books:
             **options,
         )
 
-    def result(
-        self, machines: Sequence[Replica], kv_tokens: int, with_rows: bool
-    ) -> SimulationResult:
+    def result(self, machines: Sequence[Replica], with_rows: bool) -> SimulationResult:
         """When all requests have ended."""
+        served = np.repeat(self.served_by != REFUSED, self._workload.output_len)
         requests = RequestRecords(
-            self._workload, self.preemptions, self.served_by, self.token_times
+            self._workload, self.preemptions, self.served_by, self.token_times[served]
         )
         batches = BatchRecords.of([machine.batches() for machine in machines])
         rows = [machine.rows_log for machine in machines] if with_rows else None
-        return SimulationResult(requests, batches, rows, kv_tokens)
+        pool = machines[0].scheduler.pool
+        return SimulationResult(requests, batches, rows, pool.pool_tokens)
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
     if replicas < 1 or (replicas > 1 and not isinstance(policy, str)):
         raise SimulationError("replicas must be at least 1, and each needs a policy of its own")
     return [policy_under(policy, rules) for _ in range(replicas)]
+
+
+def _checked(wanted: bool | None, policy: str | Policy) -> bool:
+    return wanted if wanted is not None else not (isinstance(policy, str) and is_built_in(policy))
 
 
 def _block_size(system: System | CostModel, rules: Rules) -> int:
@@ -234,67 +244,44 @@ ROUTERS: dict[str, Router] = {
 }
 
 
-class _Requests:
-    """The workload's requests, made when they arrive."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.arrival = [*workload.arrival.tolist(), math.inf]
-        self._prompts = workload.prompt_len.tolist()
-        self._limits = workload.limit.tolist()
-        self._tiers = workload.tier.tolist()
-        targets = zip(*(getattr(workload, name).tolist() for name in TARGETS), strict=True)
-        self._targets = list(targets)
-        self._sampling: dict[int, SamplingParams] = {}
-        self._slo: dict[tuple[float, ...], SLO] = {}
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def make(self, number: int) -> Request:
-        """Request `number`, from 0 in order of arrival."""
-        limit = self._limits[number]
-        if limit not in self._sampling:
-            self._sampling[limit] = SamplingParams(max_tokens=limit)
-        return Request(
-            str(number),
-            (0,) * self._prompts[number],
-            self._sampling[limit],
-            self._slo_of(number),
-            Tier(self._tiers[number]),
-            self.arrival[number],
-        )
-
-    def _slo_of(self, number: int) -> SLO:
-        targets = self._targets[number]
-        if targets not in self._slo:
-            named = zip(TARGETS, targets, strict=True)
-            self._slo[targets] = SLO(**{name: t for name, t in named if t < math.inf})
-        return self._slo[targets]
-
-
 def _serve(
     machines: list[Replica],
-    requests: _Requests,
+    requests: Requests,
     route: Router,
-    served_by: np.ndarray,
+    books: _Books,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """The event loop."""
+    """The event loop. InvalidPlan if a plan that is not checked wants more than the pool has."""
     number, count = 0, len(requests)
     while True:
         machine = min(machines, key=lambda m: m.next_time)
         arrival = requests.arrival[number]
         if number < count and arrival <= machine.next_time:
             chosen = route(number, machines)
-            machines[chosen].receive(number, requests.make(number))
-            served_by[number] = chosen
+            if books.queue.admits(chosen, number, arrival):
+                machines[chosen].receive(number, requests.make(number))
+                books.served_by[number] = chosen
             number += 1
             if progress is not None:
                 progress(1)
         elif machine.next_time < math.inf:
-            machine.run(arrival)
+            try:
+                machine.run(arrival)
+            except OutOfBlocks as error:
+                raise InvalidPlan(f"more blocks than are free ({error})") from error
         else:
             return
+
+
+def _capacity(max_queue: int | None, limits: Limits) -> float:
+    """Requests that a replica has at most, queued and running, as the engine counts them."""
+    if max_queue is None:
+        return math.inf
+    if max_queue < 0:
+        raise SimulationError(f"max_queue must be at least 0, got {max_queue}")
+    if limits.max_rows >= MAX_ROWS:
+        raise SimulationError("max_queue needs a limit of max_rows; there is none here")
+    return max_queue + limits.max_rows
 
 
 def _num_blocks(
