@@ -159,7 +159,8 @@ class _Books:
         )
         batches = BatchRecords.of([machine.batches() for machine in machines])
         rows = [machine.rows_log for machine in machines] if with_rows else None
-        return SimulationResult(requests, batches, rows, kv_tokens)
+        seed_read = any(machine.scheduler.view.seed_read for machine in machines)
+        return SimulationResult(requests, batches, rows, kv_tokens, seed_read)
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
