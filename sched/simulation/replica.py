@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
@@ -77,7 +77,6 @@ class Replica:
         token_times: np.ndarray,
         preemptions: np.ndarray,
         overlap: bool,
-        padding: Padding | None = None,
         coasts: bool = False,
         record_rows: bool = False,
     ) -> None:
@@ -89,7 +88,7 @@ class Replica:
         self._lengths, self._offsets, self._token_times = output_len, offsets, token_times
         self._over = np.zeros(len(output_len), bool)
         self._preemptions = preemptions
-        self._overlap, self._padding = overlap, padding
+        self._overlap, self._padding = overlap, scheduler.view.padding
         self._coasts, self._record_rows = coasts, record_rows
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)
         self._pending: _Step | None = None  # launched, its tokens not yet on the host

@@ -139,12 +139,14 @@ class BatchRecords:
 @dataclass(frozen=True)
 class SimulationResult:
     """requests, batches: see there. rows: per replica and batch who was in it, if that was asked
-    for. kv_tokens: the size of the cache, in tokens."""
+    for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
+    seed; if none did, it changes nothing but the workload."""
 
     requests: RequestRecords
     batches: BatchRecords
     rows: list[list[BatchRows]] | None
     kv_tokens: int
+    seed_read: bool
 
     def summary(self) -> dict[str, Any]:
         """The numbers of one run; seconds, or milliseconds where the name says so.

@@ -96,12 +96,12 @@ def simulate(
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
     memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
-    beside max_rows; who comes then is refused, as by a server. None refuses nobody. rho: what a
-    token read from a hidden cache costs a step, see `View`; by default the system's, None for no
-    hidden caches. checked: whether plans are checked as the engine does it; by default all but
-    those of `registry.is_built_in` policies. coast: take steps that are certain several at once;
-    the outcome is the same. record_rows: keep who was in each batch. progress(n): n more have come.
-    SimulationError if a request can never be served, InvalidPlan for a plan that cannot be booked.
+    beside max_rows; who comes then is refused. rho: what a token read from a hidden cache costs a
+    step, see `View`; by default the system's, None for no hidden caches. checked: check plans as
+    the engine does; by default all but those of `registry.is_built_in` policies. coast: take steps
+    that are certain several at once; the outcome is the same. record_rows: keep who was in each
+    batch. progress(n): n more have come.
+    SimulationError if a request can never be served, InvalidPlan for what cannot be booked.
     """
     chosen = rules_named(rules)
     cost = system.cost_under(rules) if isinstance(system, System) else system
@@ -120,7 +120,6 @@ def simulate(
             SimulatedScheduler(shortened(one) if coast else one, limits, **room),
             cost,
             overlap=chosen.overlap if overlap is None else overlap,
-            padding=system.padding if isinstance(system, System) else None,
             coasts=coast and one.steady,
             record_rows=record_rows,
         )
@@ -165,8 +164,9 @@ class _Books:
         )
         batches = BatchRecords.of([machine.batches() for machine in machines])
         rows = [machine.rows_log for machine in machines] if with_rows else None
-        pool = machines[0].scheduler.pool
-        return SimulationResult(requests, batches, rows, pool.pool_tokens)
+        kv_tokens = machines[0].scheduler.pool.pool_tokens
+        seed_read = any(machine.scheduler.view.seed_read for machine in machines)
+        return SimulationResult(requests, batches, rows, kv_tokens, seed_read)
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:

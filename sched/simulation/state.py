@@ -9,6 +9,7 @@ import numpy as np
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.simulation.seed_watch import SeedWatch
 from jaxserve.sched.table import RequestTable
 
 FIRST_ROWS = 64
@@ -48,6 +49,7 @@ class SimulatedScheduler(Scheduler):
 
     def __init__(self, policy: Policy, limits: Limits, **options: Any) -> None:
         super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
+        self.view: SeedWatch = SeedWatch.of(self.view)
 
     def _make_table(self, capacity: int) -> RequestTable:
         return GrowingTable(capacity)

@@ -78,11 +78,25 @@ class WorkloadSpec:
     def make(self, seed: int = 0) -> Workload:
         """The workload; the same for the same seed. Arrivals and lengths are the same with and
         without classes. WorkloadError says what is wrong with it."""
-        rng = np.random.default_rng((seed, 2))
+        return self._make(*self._generators(seed))
+
+    def drawn(self) -> bool:
+        """Whether the seed matters: whether making it takes a random number. WorkloadError as
+        `make`."""
+        generators = self._generators(0)
+        before = [rng.bit_generator.state for rng in generators]
+        self._make(*generators)
+        return [rng.bit_generator.state for rng in generators] != before
+
+    def _generators(self, seed: int) -> tuple[np.random.Generator, np.random.Generator]:
+        """For arrivals and lengths, and for classes."""
+        return np.random.default_rng((seed, 2)), np.random.default_rng((seed, 5))
+
+    def _make(self, rng: np.random.Generator, class_rng: np.random.Generator) -> Workload:
         found = self._find(rng)
         if self.num_requests is not None and len(found.lengths) != self.num_requests:
             found = found.first(self.num_requests)
-        terms = self._terms(found.terms, np.random.default_rng((seed, 5)))
+        terms = self._terms(found.terms, class_rng)
         limit = self._limit(found)
         kind = self.arrivals
         if kind == "replay" and found.arrival is None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import simulate as command
 from jaxserve.figures import plots
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Limits
@@ -21,6 +20,7 @@ from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
+from jaxserve.simulate import cli as command
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import simulate as command
 from jaxserve.sched.parameters import parameters, text_of
 from jaxserve.sched.plan import BatchPlan, InvalidPlan
 from jaxserve.sched.policy import Limits, Policy, View
@@ -30,6 +29,7 @@ from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import State
 from jaxserve.sched.unified import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.simulate import cli as command
 
 OPT = system("opt-13b@a100-40g")
 OWN = [name for name in policies() if is_built_in(name)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.figures import plots
-from jaxserve.simulate import main
+from jaxserve.simulate.cli import main
 
 SMALL = ["--workload=fixed:64x16x12", "--kv_tokens=512", "--max_batch_tokens=256"]
 KEYS = {

@@ -8,10 +8,10 @@ from pathlib import Path
 from jaxserve.experiments.aptserve.robust import MODEL
 from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Lines, Part, percent, table
 from jaxserve.experiments.common.claims import Row, Section
-from jaxserve.experiments.common.crossing import crossing
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import OnlineCase, OnlineResults, place_of, workload_of
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.simulation.capacity import crossing
 from jaxserve.sched.simulation.hardware import MODELS
 
 CHUNKED = "aptserve_s"

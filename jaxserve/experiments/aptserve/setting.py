@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.experiments.common.claims import Section
-from jaxserve.experiments.common.crossing import rate_at, tried
 from jaxserve.experiments.common.figures import Panel
 from jaxserve.experiments.common.online import OnlineCase, OnlineNumbers, OnlineResults
+from jaxserve.sched.simulation.capacity import COARSE
 
 MODELS = {"13B": "opt-13b@a100-40g", "30B": "opt-30b@2xa100-40g", "66B": "opt-66b@4xa100-40g"}
 LABELS = {"sharegpt": "ShareGPT", "humaneval": "HumanEval", "longbench": "LongBench"}
@@ -26,7 +26,7 @@ SLOS = {
     ("66B", "humaneval"): (1.5, 0.5),
     ("66B", "longbench"): (5.0, 1.0),
 }
-# Where searches begin, steps of `rate_at`: of the baselines with 13B, less for a larger model, more
+# Where searches begin, steps of `COARSE`: of the baselines with 13B, less for a larger model, more
 # for Apt-Serve. They decide how many rates are tried, not what is found.
 START = {"sharegpt": 3, "humaneval": 12, "longbench": 1}
 LARGER = {"13B": 0, "30B": 1, "66B": 3}
@@ -104,14 +104,14 @@ class Lines(Part):
             for name in self.systems:
                 _, missing = self._search(results, name, model, data)
                 for index in missing:
-                    yield self.case(name, model, data, rate_at(index))
+                    yield self.case(name, model, data, COARSE.rate(index))
 
     def line(
         self, results: OnlineResults, system: str, model: str, data: str
     ) -> dict[float, OnlineNumbers]:
         """Numbers by rate, ascending."""
         found, _ = self._search(results, system, model, data)
-        rates = [rate_at(index) for index in sorted(found)]
+        rates = [COARSE.rate(index) for index in sorted(found)]
         return {rate: results[self.case(system, model, data, rate)] for rate in rates}
 
     def attainments(
@@ -124,11 +124,11 @@ class Lines(Part):
         self, results: OnlineResults, system: str, model: str, data: str
     ) -> tuple[dict[int, float], list[int]]:
         def attain(index: int) -> float | None:
-            found = results.get(self.case(system, model, data, rate_at(index)))
+            found = results.get(self.case(system, model, data, COARSE.rate(index)))
             return None if found is None else found.attainment
 
         ahead = 0 if system in BASELINES else AHEAD[data]
-        return tried(attain, START[data] - LARGER[model] + ahead, self.scale.levels)
+        return COARSE.tried(attain, START[data] - LARGER[model] + ahead, self.scale.levels)
 
     def panel(
         self, results: OnlineResults, model: str, data: str, names: Mapping[str, str]

@@ -1,1 +1,1 @@
-"""What the pages of several experiments share: runs, claims, crossings, charts."""
+"""What the pages of several experiments share: runs, claims, charts."""
