@@ -14,7 +14,15 @@ from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import RUNNING, WAITING
 
-Expected = Callable[[np.ndarray], np.ndarray]
+
+@dataclass(frozen=True)
+class Expected:
+    """What requests will take. peak: rows -> cache tokens that each is expected to end with, int64
+    [n]. of_running: whether a start leaves free, besides its own peak, what those that run are
+    expected to take yet."""
+
+    peak: Callable[[np.ndarray], np.ndarray]
+    of_running: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,7 @@ class BatchBudget:
     and the number of rows.
 
     max_rows, prefill_tokens: the policy's own limits where they differ from the view's (never more
-    than its max_rows and C). expected: rows -> cache tokens that each is expected to end with; an
-    admission then leaves free what those that run are expected to take.
+    than its max_rows and C). expected: a start then needs room for its peak.
     """
 
     def __init__(
@@ -78,8 +85,11 @@ class BatchBudget:
         self._refs = view.pool.refs.copy() if view.pool.shares else None
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
-        self._growth = np.zeros(view.table.capacity if expected else 0, np.int64)
-        self._promised = self._expect(running)
+        self._promises = expected is not None and expected.of_running
+        self._growth = np.zeros(view.table.capacity if self._promises else 0, np.int64)
+        if self._promises:
+            self._growth[running] = self._growth_of(running)
+        self._promised = int(self._growth.sum())
 
     def __len__(self) -> int:
         return sum(map(len, self.chosen))
@@ -115,16 +125,17 @@ class BatchBudget:
         if self._expected is None:
             if starting <= self.slots_left and total + keep_free <= self.free:
                 return len(cands)
-            limit = self.free - keep_free
-            ok = (np.cumsum(new) <= np.where(starts, limit, self.free)) & (
-                np.cumsum(starts) <= self.slots_left
-            )
+            peak = new
         else:
-            self._expect(cands.rows[starts])
-            growth = np.where(starts, self._growth[cands.rows], new)
-            limit = self.free - keep_free - self._promised
-            ok = (np.cumsum(new) <= self.free) & (np.cumsum(starts) <= self.slots_left)
-            ok &= ~starts | (np.cumsum(growth) <= limit)
+            peak = np.maximum(self._growth_of(cands.rows), new)
+        ok = np.cumsum(starts) <= self.slots_left
+        taken, limit = np.cumsum(new), self.free - keep_free
+        if self._promises:
+            self._growth[cands.rows[starts]] = peak[starts]
+            promised = np.cumsum(np.where(starts, peak, new)) + self._promised
+            ok &= (taken <= self.free) & (~starts | (promised <= limit))
+        else:
+            ok &= np.where(starts, taken - new + peak <= limit, taken <= self.free)
         if self.alone and new[0] <= self.free and self.slots_left:
             ok[0] = True
         return _prefix(ok)
@@ -143,7 +154,7 @@ class BatchBudget:
         self.slots_left -= starting
         self._holders += starting
         self.free -= int(new.sum())
-        if self._expected is not None:
+        if self._promises:
             growth = self._growth[cands.rows]
             before = growth[~starts].sum() if starting else growth.sum()
             self._promised += int(np.maximum(growth - new, 0).sum()) - int(before)
@@ -155,7 +166,7 @@ class BatchBudget:
         self.free += int(self.view.pool.returned_by(np.array([row]), self._refs)[0])
         self.slots_left += 1
         self._holders -= 1
-        if self._expected is not None:
+        if self._promises:
             self._promised -= int(self._growth[row])
         self.decided[row] = True
         self.preempted.append(row)
@@ -174,13 +185,10 @@ class BatchBudget:
         )
         return BatchPlan(rows, tokens, reserve, kinds, operations)
 
-    def _expect(self, rows: np.ndarray) -> int:
-        """Notes what these are expected to take; the sum."""
-        if self._expected is None:
-            return 0
-        kinds = self.view.pool.kind[rows]
-        self._growth[rows] = self.view.pool.needed(rows, self._expected(rows), kinds)
-        return int(self._growth[rows].sum())
+    def _growth_of(self, rows: np.ndarray) -> np.ndarray:
+        """Free blocks that each is expected to take yet, [n]."""
+        assert self._expected is not None
+        return self.view.pool.needed(rows, self._expected.peak(rows), self.view.pool.kind[rows])
 
 
 def _prefix(ok: np.ndarray) -> int:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxserve.sched.batch_budget import BatchBudget, Candidates
+from jaxserve.sched.batch_budget import BatchBudget, Candidates, Expected
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register_variant
@@ -23,6 +23,7 @@ from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
+NOBODY = np.zeros(0, np.int64)
 
 Key = Callable[[View, np.ndarray, float], Sequence[np.ndarray]]
 
@@ -52,7 +53,7 @@ class Group:
 
     preempts: on a lack of memory (or of a slot to hold cache in), preempt running requests of lower
     priority, a running candidate itself last. Otherwise, and if that is not enough, no further
-    request starts in this step: head-of-line blocking.
+    request starts in this step, head-of-line blocking, but for policies that probe.
     """
 
     phases: Phase
@@ -84,6 +85,9 @@ class UnifiedPolicy(Policy):
     chosen, in this one order. requeue: instead of by arrival alone, as InferMax's own simulator
     does: a preempted request goes to the head of the waiting, and those running that arrived at the
     same time are in the order of their last batches.
+
+    probing: a request that finds no room is passed over, and those behind it may start, also those
+    behind a preempted one; otherwise they wait behind it (section 3.1: "can be probed or skipped").
     """
 
     groups: tuple[Group, ...]
@@ -95,6 +99,7 @@ class UnifiedPolicy(Policy):
     max_rows: int | None = None
     key: Key | None = None
     requeue: bool = False
+    probing: bool = False
     hypothetical: bool = False
     steady = True
 
@@ -123,9 +128,8 @@ class UnifiedPolicy(Policy):
         keys = None if key is None else (lambda rows: key(view, rows, now))
         return rank(view, keys, self.requeue)
 
-    def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Rows -> cache tokens that each will end with, if the policy has an idea, as in
-        `BatchBudget`."""
+    def expected(self, view: View) -> Expected | None:
+        """What requests will take, if the policy has an idea."""
         return None
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
@@ -189,7 +193,7 @@ class _Filling:
 
     def _may_join(self, rows: np.ndarray) -> np.ndarray | slice:
         """Mask of those that are not ruled out by what has happened in this plan."""
-        if self._prefills and self._last_start == NEVER:
+        if self._prefills and self._last_start == NEVER and not self.budget.preempted:
             return slice(None)
         ok = ~self.budget.decided[rows]
         if not self._prefills:
@@ -212,12 +216,14 @@ class _Filling:
                 if not head.prefill[0]:
                     return  # not a token is left
                 cut = self.policy.cut(budget, head)
-                if cut is None or self._joins(cut, preempts):
+                if cut is None:
+                    cands = self._without_long(cands)
+                elif self._joins(cut, preempts):
                     self._prefills = False
                 else:
-                    cands = self._without_head(cands)
+                    cands = self._without_head(cands, preempts)
             elif not (preempts and self._make_room(head)):
-                cands = self._without_head(cands)
+                cands = self._without_head(cands, preempts)
             cands = cands[self._may_join(cands.rows)]
 
     def _joins(self, cut: Candidates, preempts: bool) -> bool:
@@ -228,36 +234,51 @@ class _Filling:
         self.budget.add(cut)
         return True
 
-    def _without_head(self, cands: Candidates) -> Candidates:
-        """What is left when the head found no room."""
-        if self._table.state[cands.rows[0]] == WAITING:
+    def _without_long(self, cands: Candidates) -> Candidates:
+        """What is left when C and P have no room for the head, which cannot be cut."""
+        room = min(self.budget.batch_left, self.budget.prefill_left)
+        if not self.policy.probing or room <= 0:
+            self._prefills = False
+            return cands
+        return cands[~cands.prefill | (cands.tokens <= room)]
+
+    def _without_head(self, cands: Candidates, preempts: bool) -> Candidates:
+        """What is left when the head found no memory, or no slot."""
+        budget, rest = self.budget, cands[1:]
+        if self._table.state[cands.rows[0]] != WAITING:
+            return rest[budget.new_blocks(rest) <= budget.free]
+        if not self.policy.probing:
             self._last_start = -1
-            return cands[1:]
-        rest = cands[1:]
-        return rest[self.budget.new_blocks(rest) <= self.budget.free]
+            return rest
+        victims = self._victims(cands.rows[0]) if preempts else NOBODY
+        return rest[(self._table.state[rest.rows] == RUNNING) | self._would_fit(rest, victims)]
 
     def _make_room(self, head: Candidates) -> bool:
         """Preempts running requests of lower priority that are not in the batch, the lowest first,
         until the head fits; a running head may be the last of them. Whether any was preempted."""
-        budget, place = self.budget, self.ranking.place
-        row = head.rows[0]
-        victims = self.ranking.running
-        victims = victims[~budget.decided[victims] & (place[victims] >= place[row])]
-        if self._table.state[row] == WAITING and not self._would_fit(head, victims):
+        budget, row = self.budget, head.rows[0]
+        victims = self._victims(row)
+        if self._table.state[row] == WAITING and not self._would_fit(head, victims)[0]:
             return False
         for victim in victims[::-1].tolist():
             budget.preempt(victim)
-            self._last_start = min(self._last_start, int(place[victim]))
+            if not self.policy.probing:
+                self._last_start = min(self._last_start, int(self.ranking.place[victim]))
             if victim == row or budget.fits_memory(head, self._watermark):
                 return True
         return len(victims) > 0
 
-    def _would_fit(self, head: Candidates, victims: np.ndarray) -> bool:
-        """Whether a request that waits could start if all of them went."""
+    def _victims(self, row: int) -> np.ndarray:
+        """Running requests, the row itself or behind it, that may be preempted for it."""
+        victims, place = self.ranking.running, self.ranking.place
+        return victims[~self.budget.decided[victims] & (place[victims] >= place[row])]
+
+    def _would_fit(self, cands: Candidates, victims: np.ndarray) -> np.ndarray:
+        """Which of these, who wait, could start if all the victims went, bool [n]."""
         budget = self.budget
         free = budget.free + int(budget.view.pool.returned_by(victims).sum())
         slots = budget.slots_left + len(victims)
-        return bool(slots > 0 and budget.new_blocks(head)[0] + self._watermark <= free)
+        return (slots > 0) & (budget.new_blocks(cands) + self._watermark <= free)
 
 
 def rank(

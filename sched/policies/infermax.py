@@ -1,21 +1,30 @@
 """InferMax's own scheduler: Sarathi that preempts short requests (InferMax section 6).
 
 A long request costs most to refill, so of those that run the longest come first and the shortest is
-preempted. And a request starts only if the memory that it and those that run are expected to end
-with is there; how long outputs get is learned from those that have ended.
+preempted. And a request starts only if the memory that it is expected to end with is free; how long
+outputs get is learned from those that have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.sched.batch_budget import Expected
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
+
+
+class Expect(enum.Enum):
+    """What must be free for a request to start, once the lengths of outputs are known."""
+
+    NOTHING = "its prompt"
+    CANDIDATE = "all that it is expected to end with (section 3.1, M, with section 6's reserve)"
+    RUNNING = "as well what those that run are expected to take yet"
 
 
 @register(
@@ -27,16 +36,16 @@ from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
 class InferMax(UnifiedPolicy):
     """P = C, since the paper gives no other P and 512 costs it all of its gain (docs/infermax.md).
 
-    longest_first: running requests in order of the tokens they have cached, most first.
-    expect_outputs: starts keep to the expected peak of memory. enough: outputs that must have
-    ended before their lengths say anything."""
+    longest_first: running requests in order of the tokens they have cached, most first. expect:
+    the memory that must be free for a start, at least that of the prompt; only that is taken.
+    enough: outputs that must have ended before their lengths say anything."""
 
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
     mixed_batches: bool = True
     chunked: bool = True
     full_prefill: bool = True
     longest_first: bool = True
-    expect_outputs: bool = True
+    expect: Expect = Expect.CANDIDATE
     enough: int = 32
 
     def ranking(self, view: View, now: float) -> Ranking:
@@ -51,12 +60,11 @@ class InferMax(UnifiedPolicy):
         place[plain.waiting] = np.arange(len(running), len(running) + len(plain.waiting))
         return Ranking(plain.waiting, running, place)
 
-    def expected(self, view: View) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Rows -> the cache tokens that each is expected to end with, int64 [n]: its prompt and the
-        mean output of those that got as long, at most max_tokens. None until `enough` outputs have
-        ended."""
+    def expected(self, view: View) -> Expected | None:
+        """Of each, its prompt and the mean output of those that got as long, at most max_tokens.
+        None until `enough` outputs have ended."""
         table, lengths = view.table, view.table.output_lengths
-        if not self.expect_outputs or lengths.count < self.enough:
+        if self.expect is Expect.NOTHING or lengths.count < self.enough:
             return None
 
         def peak(rows: np.ndarray) -> np.ndarray:
@@ -64,4 +72,4 @@ class InferMax(UnifiedPolicy):
             output = np.minimum(output, table.max_tokens[rows])
             return np.maximum(table.prompt_len[rows] + output - 1, table.computed[rows])
 
-        return peak
+        return Expected(peak, of_running=self.expect is Expect.RUNNING)

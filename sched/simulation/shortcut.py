@@ -24,7 +24,7 @@ def shortened(policy: Policy) -> Policy:
     if type(policy) is not UnifiedPolicy:
         return policy  # what is derived from it may have changed anything
     assert isinstance(policy, UnifiedPolicy)
-    if policy.key is not None or policy.requeue:
+    if policy.key is not None or policy.requeue or policy.probing:
         return policy
     if policy.groups == DECODE_FIRST and policy.mixed_batches:
         return DecodeFirst(policy)

@@ -43,12 +43,24 @@ def test_whoever_is_alone_may_fill_the_pool(policy: str) -> None:
 
 def test_infermax_leaves_those_that_run_what_they_are_expected_to_take() -> None:
     """a is to end with 10 + 11 - 1 of 40 tokens, and so is b: nothing is left for c."""
-    run = infermax(11)
+    run = infermax(11, expect="running")
     a = run.add(10, 30)
     assert run.step() == {a: 10}
     b = run.add(10, 30)
     run.add(3, 5)
     assert run.step() == {a: 1, b: 10}
+
+
+def test_infermax_leaves_free_what_a_start_itself_is_expected_to_take() -> None:
+    """b, to end with 20, finds 29 of 40 free; c, to end with 19, the 19 that b leaves of them;
+    d, to end with 12, no more than 9."""
+    run = infermax(11)
+    a = run.add(10, 30)
+    assert run.step() == {a: 10}
+    b, c = run.add(10, 30), run.add(10, 10)
+    d = run.add(2, 30)
+    assert run.step() == {a: 1, b: 10, c: 10}
+    assert d not in run.plans[-1]
 
 
 def test_infermax_expects_no_more_than_max_tokens() -> None:

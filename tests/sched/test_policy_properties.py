@@ -15,6 +15,10 @@ from tests.sched.driver import Drive
 
 UNIFIED = [name for name in policies() if isinstance(make_policy(name), UnifiedPolicy)]
 NAMES = [*policies(), *(f"{name}+{suffix}" for name in UNIFIED for suffix in variants())]
+PROBING = [
+    *("rank_i:full_prefill=true:probing=true", "rank_o:probing=true", "sarathi_nocp:probing=true"),
+    *("vllm:probing=true", "fastserve:probing=true", "infermax:probing=true"),
+]
 HYBRID = [name for name in policies() if make_policy(name).hybrid_cache]
 MAX_PROMPT, MAX_OUTPUT = 20, 12
 BLOCK_SIZE = 4
@@ -96,7 +100,7 @@ def serve(policy: str, case: Case, rho: float | None = None) -> Drive:
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", [*NAMES, *PROBING])
 @quick
 @given(case=cases)
 def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:

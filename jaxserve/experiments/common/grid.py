@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.sched.parameters import with_parameters
 from jaxserve.sched.simulation.simulator import RULES, default_limits, policy_under, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -24,14 +25,14 @@ UNLIMITED = 10**9  # tokens of cache
 class Case:
     """One simulation under the rules `infermax_paper`. workload: as `WorkloadSpec.lengths`;
     num_requests: of a mix. kv_tokens: M; C is the system's, P as in InferMax's Table 1. switches:
-    parameters of the policy that are set to True or False."""
+    parameters of the policy."""
 
     policy: str
     workload: str
     kv_tokens: int
     num_requests: int | None = None
     system: str = "llama-2-7b@a100"
-    switches: tuple[tuple[str, bool], ...] = ()
+    switches: tuple[tuple[str, bool | str], ...] = ()
 
     @property
     def cost(self) -> int:
@@ -71,11 +72,10 @@ Results = dict[Case, Numbers]
 
 def run(case: Case) -> Numbers:
     """Simulates it, from the same requests each time. ValueError if its policy, workload or system
-    is unknown, or does not suit the others; TypeError if the policy has no such switch."""
+    is unknown, or does not suit the others, or the policy has no such parameter."""
     place = system(case.system)
     policy = policy_under(case.policy, RULES["infermax_paper"])
-    if case.switches:
-        policy = replace(policy, **dict(case.switches))  # type: ignore[type-var]
+    policy = with_parameters(case.policy, policy, dict(case.switches))
     spec = WorkloadSpec(case.workload, num_requests=case.num_requests)
     result = simulate(
         policy,

@@ -12,15 +12,16 @@ from jaxserve.experiments.common.grid import UNLIMITED, Case, Results
 SYSTEM = "llama-3-70b@4xa100"
 M = 100_000
 BOUND = "vllm, M unlimited"
-Switches = tuple[tuple[str, bool], ...]
+Switches = tuple[tuple[str, bool | str], ...]
 PC: Switches = (("full_prefill", True),)
 P512: Switches = (("full_prefill", False),)
 PLAIN = ("vllm", "sarathi", "sarathi_pc")
 FREE = ("vllm+ef", "sarathi+ef", "sarathi_pc+ef")
 INFERMAX: dict[str, Switches] = {
     "infermax": PC,
-    "infermax, sorting only": (*PC, ("expect_outputs", False)),
+    "infermax, sorting only": (*PC, ("expect", "nothing")),
     "infermax, histogram only": (*PC, ("longest_first", False)),
+    "infermax, running ones too": (*PC, ("expect", "running")),
     "infermax, P = 512": P512,
 }
 TITLE = "7. `infermax` on the Azure conversation hour, 70B (section 6, Figure 16)"
