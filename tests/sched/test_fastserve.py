@@ -13,6 +13,7 @@ from tests.sched.driver import Drive
 # Four tokens of a prompt cost as much as a decode.
 FOUR_A_DECODE = LinearCostModel(Coefficients(0.25, 0, 0, 0, 0.75, 0, 0, 0, 0), 1)
 
+
 def drive(policy: str, *, m: int = 1000, **options: Any) -> Drive:
     return Drive(policy, blocks=2 * m, block_size=1, **options)
 
