@@ -21,9 +21,10 @@ def vllm() -> UnifiedPolicy:
 
 @register(
     "vllm_hy",
-    summary="vllm, but decodes join a batch of prefills",
+    summary="vllm, but decodes fill what the prefills, which come first, leave of a batch",
     source="InferMax Table 1",
 )
 def vllm_hy() -> UnifiedPolicy:
-    """Hybrid batching: decodes fill what the prompts leave of C."""
+    """Hybrid batching: decodes fill what the prompts leave of C. Prefills come first, as Table 1
+    has it ("priority: prefill"); decodes first and whole prompts are `sarathi_nocp`."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=True, chunked=False, full_prefill=True)

@@ -14,15 +14,14 @@ M = 100_000
 BOUND = "vllm, M unlimited"
 Switches = tuple[tuple[str, bool | str], ...]
 PC: Switches = (("full_prefill", True),)
-P512: Switches = (("full_prefill", False),)
 PLAIN = ("vllm", "sarathi", "sarathi_pc")
 FREE = ("vllm+ef", "sarathi+ef", "sarathi_pc+ef")
 INFERMAX: dict[str, Switches] = {
-    "infermax": PC,
+    "infermax": (*PC, ("expect", "candidate")),
     "infermax, sorting only": (*PC, ("expect", "nothing")),
-    "infermax, histogram only": (*PC, ("longest_first", False)),
-    "infermax, running ones too": (*PC, ("expect", "running")),
-    "infermax, P = 512": P512,
+    "infermax, histogram only": (*PC, ("expect", "candidate"), ("longest_first", False)),
+    "infermax, reserve for all": (*PC, ("expect", "running")),
+    "infermax, P = 512": (("full_prefill", False), ("expect", "candidate")),
 }
 TITLE = "7. `infermax` on the Azure conversation hour, 70B (section 6, Figure 16)"
 
@@ -88,8 +87,10 @@ def section(trace: str, requests: int | None, results: Results, figures: Path) -
         TITLE,
         f"{Path(trace).name}: {bound.requests:,} requests, {bound.output_tokens:,} tokens out; "
         f"Llama-3-70B on four A100s, C = 16,384, M = {M:,}, arrivals as in the trace. *sorting*: "
-        "long requests run first and short ones are preempted; *histogram*: starts keep to the "
-        "memory that requests are expected to end with. `infermax` is both.",
+        "long requests run first and short ones are preempted; *histogram*: a request starts if "
+        "the memory that it is expected to end with is free. `infermax` is both. *Reserve for "
+        "all*: a start also leaves free what those that run are expected to take yet "
+        "(`expect=running`).",
         rows,
         [(name, "Sum of batch times, in seconds")],
         ["\n".join(lines)],
@@ -111,13 +112,15 @@ def skipped() -> Section:
 WHY = {
     "infermax": (
         "The paper does not give P here. With P = 512 prefills trickle into batches of up to C = "
-        "16,384 tokens, and `sarathi` loses as much to `sarathi_pc`; so `infermax` has P = C. The "
-        "histogram's reserve leaves next to nothing to preempt, and then the sorting adds nothing "
-        "to it; by itself it is worth nearly as much."
+        "16,384 tokens, and `sarathi` loses as much to `sarathi_pc`; so `infermax` has P = C. Its "
+        "reserve is that of section 3.1: only what the candidate itself is expected to end with "
+        "has to be free. With a reserve for all, next to nothing is preempted, so that the "
+        "sorting has nothing to do, and memory stays idle."
     ),
     "free": (
-        "They know every output's length to the token; `infermax` guesses, and is behind the best "
-        "of them by a hair. It was ahead of it (6,456 s) as long as a limit of the true length "
-        "gave each guess an upper bound that nobody has: limits are now what a server would give."
+        "They know every output's length to the token, and keep memory free for all of it from "
+        "the start; `infermax` guesses, lets more requests run in the memory that others will "
+        "need only later, and refills the short ones where that was too many. Its guesses are "
+        "bounded by the limit that a server would give, not by the true length."
     ),
 }
