@@ -60,7 +60,7 @@ def _cache() -> dict[str, Any]:
         # not rotated, else projected) | absorbed | projected.
         "hidden_read": "auto",
         # Seconds that a step takes longer for a token of a hidden cache than for one of K
-        # and V: a number, or auto to measure it at the start.
+        # and V: a number, or auto for what scheduler.profile, or the timing at the start, says.
         "rho": "auto",
     }
 
@@ -83,6 +83,12 @@ def _scheduler() -> dict[str, Any]:
         "max_rows": 32,
         # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED.
         "max_queue": 256,
+        # What steps take is learned while serving. This is what is believed before: a profile
+        # that python -m jaxserve.profile wrote; empty: what a few steps take that are timed at
+        # the first start, in at most 20 s, and kept beside the compiled ones.
+        "profile": "",
+        # For policies that draw lots.
+        "seed": 0,
     }
 
 

@@ -76,6 +76,13 @@ def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
     )
 
 
+def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel:
+    """The model that `fit` finds, from any number of samples: fewer than it takes say little."""
+    design = np.array([columns(s.features) for s in samples]) * num_layers
+    weights = _solve(design, np.array([s.seconds for s in samples]))
+    return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
+
+
 def columns(f: BatchFeatures) -> list[float]:
     """One batch's, in the order of `Coefficients`: their product is seconds a layer."""
     return [

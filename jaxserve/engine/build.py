@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+import time
+from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve import __version__
-from jaxserve.engine import rho
 from jaxserve.engine.choices import Choices, choose
-from jaxserve.engine.detokenize import load_tokenizer
+from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
-from jaxserve.engine.executor import JaxExecutor
-from jaxserve.engine.model_options import (
-    tokenizer_path,
-)
+from jaxserve.engine.executor import Executor, JaxExecutor
+from jaxserve.engine.model_options import tokenizer_path
+from jaxserve.engine.prior import Prior, find_prior
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.engine.step_timer import StepTimer
+from jaxserve.engine.timing import Progress
 from jaxserve.models import sharding
 from jaxserve.pallas_kernels import make_pool
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.weights import load_params
-
-_NOMINAL = LinearCostModel(Coefficients(1e-4, 1e-2, 0, 0, 0, 0, 0, 0, 0), 1)
 
 
 def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
@@ -74,7 +67,24 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
     executor = JaxExecutor(
         chosen.model, params, pool, chosen.buckets, moves_cache=chosen.policy.moves_cache
     )
-    executor.warmup(_bar(progress))
+    executor.warmup(_bar("compiling", progress))
+    return assemble(config, chosen, executor, tokenizer, pool_bytes=pool.nbytes, progress=progress)
+
+
+def assemble(
+    config: ConfigDict,
+    chosen: Choices,
+    executor: Executor,
+    tokenizer: Tokenizer,
+    *,
+    pool_bytes: int,
+    progress: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """The engine over an executor that is warm, as `build_engine` makes it. pool_bytes: of all
+    devices. clock: seconds, of all that it serves."""
+    prior = find_prior(config, chosen, executor, _bar("timing", progress))
+    cost_model = OnlineCostModel(prior.model)
     scheduler = Scheduler(
         chosen.policy,
         chosen.limits,
@@ -82,15 +92,21 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         block_size=chosen.block_size,
         max_model_len=chosen.model.max_len,
         capacity=config.scheduler.max_queue + chosen.limits.max_rows,
-        cost_model=OnlineCostModel(_NOMINAL),
+        cost_model=cost_model,
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
-        rho=_rho(config, chosen, executor),
+        seed=config.scheduler.seed,
+        rho=prior.rho,
     )
-    info = _info(config, chosen, scheduler, pool.nbytes)
-    options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)
     return Engine(
-        executor, scheduler, tokenizer, info, eos_ids=model.eos_token_ids, options=options
+        executor,
+        scheduler,
+        tokenizer,
+        _info(config, chosen, scheduler, prior, pool_bytes),
+        cost_model=cost_model,
+        eos_ids=chosen.model.config.eos_token_ids,
+        options=EngineOptions(config.engine.overlap, config.engine.forbid_compile),
+        clock=clock,
     )
 
 
@@ -104,40 +120,13 @@ def use_compilation_cache(directory: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _rho(config: ConfigDict, chosen: Choices, executor: JaxExecutor) -> float | None:
-    """See `View.rho`: as given, or measured on the warm executor; None without hidden caches."""
-    model, limits = chosen.model, chosen.limits
-    if model.hidden_read is None:
-        return None
-    if chosen.given_rho is not None:
-        return chosen.given_rho
-    device = jax.devices()[0]
-    key = {
-        "model": dataclasses.asdict(model.config),
-        "device": device.device_kind,
-        "processors": os.cpu_count() if device.platform == "cpu" else None,
-        "tensor": config.mesh.tensor,
-        "backend": model.backend,
-        "hidden_read": model.hidden_read,
-        "dtype": chosen.dtype.name,
-        "block_size": chosen.block_size,
-        "max_model_len": model.max_len,
-        "rows": chosen.buckets.rows,
-        "versions": [__version__, jax.__version__],
-    }
-
-    def measure() -> float:
-        wanted = rho.shapes(chosen.buckets.rows, limits.max_rows, model.max_len - 1)
-        return rho.measure(StepTimer(executor, chosen.num_blocks).seconds, wanted)
-
-    return rho.remembered(config.engine.compilation_cache_dir, key, measure)
+def _bar(name: str, progress: bool) -> Progress:
+    return lambda work: tqdm(work, desc=name, unit="step", disable=not progress)
 
 
-def _bar(progress: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    return lambda work: tqdm(work, desc="compiling", unit="step", disable=not progress)
-
-
-def _info(config: ConfigDict, chosen: Choices, scheduler: Scheduler, pool_bytes: int) -> EngineInfo:
+def _info(
+    config: ConfigDict, chosen: Choices, scheduler: Scheduler, prior: Prior, pool_bytes: int
+) -> EngineInfo:
     path = str(config.model.path).rstrip("/")
     step_model = chosen.model
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
@@ -157,6 +146,7 @@ def _info(config: ConfigDict, chosen: Choices, scheduler: Scheduler, pool_bytes:
         device=jax.devices()[0].device_kind,
         mesh_tensor=mesh.size if mesh else 1,
         attention_backend=step_model.backend,
+        cost_model=prior.source,
         hidden_read=step_model.hidden_read,
         rho=scheduler.view.rho,
     )

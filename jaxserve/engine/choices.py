@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import dataclass
 
 import jax
@@ -30,9 +31,12 @@ from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
 from jaxserve.sched.blocks import blocks_a_plane
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 from jaxserve.weights import param_bytes
 
 log = logging.getLogger(__name__)
+
+MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Choices:
     pool_heads: int
     given_rho: float | None
     host_slots: int
+    profile: System | None
 
 
 def choose(config: ConfigDict) -> Choices:
@@ -93,10 +98,18 @@ def choose(config: ConfigDict) -> Choices:
     repeat = pool_heads // model.num_kv_heads
     unroll = unrolls(jax.default_backend())
     step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
-    block_size = demand.block_size
-    slots = host_slots(config.cache.host_gib, policy, model, dtype, pool_heads)
     return Choices(
-        step_model, dtype, policy, limits, buckets, num_blocks, block_size, pool_heads, given, slots
+        step_model,
+        dtype,
+        policy,
+        limits,
+        buckets,
+        num_blocks,
+        demand.block_size,
+        pool_heads,
+        given,
+        host_slots(config.cache.host_gib, policy, model, dtype, pool_heads),
+        _profile(config, model, hidden=read is not None and given is None),
     )
 
 
@@ -152,6 +165,30 @@ def _policy(config: ConfigDict) -> Policy:
     return policy
 
 
+def _profile(config: ConfigDict, model: ModelConfig, *, hidden: bool) -> System | None:
+    """None if none is named. hidden: it has to know what reading hidden caches costs."""
+    path = config.scheduler.profile
+    if not path:
+        return None
+    try:
+        profile = load(os.path.expanduser(path))
+    except UnknownSystem as error:
+        raise ConfigError(f"scheduler.profile: {error}") from error
+    layers = profile.cost_model.num_layers
+    if layers != model.num_layers:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it is of a model with {layers} layers, this one has "
+            f"{model.num_layers}"
+        )
+    if hidden and profile.rho is None:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it was measured without hidden caches, which "
+            f"scheduler.policy={config.scheduler.policy} plans; give cache.rho, or measure it with "
+            "that policy"
+        )
+    return profile
+
+
 def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
     given = config.scheduler
     try:
@@ -168,6 +205,8 @@ def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
         )
     if given.max_queue < 0:
         raise ConfigError(f"scheduler.max_queue must be at least 0, got {given.max_queue}")
+    if not 0 <= given.seed <= MAX_SEED:
+        raise ConfigError(f"scheduler.seed must be 0 to {MAX_SEED}, got {given.seed}")
     return limits
 
 

@@ -26,9 +26,11 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.serving import InFlight, Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.request import InvalidRequest, Request, Tier, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
+from jaxserve.sched.watch import StepWatch
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class _Cancel:
 class Engine:
     """Serves requests on one model. `submit`, `cancel`, `stats` and `drain` are thread-safe.
 
-    executor: what its steps run on; nobody else uses it once the engine has started.
+    executor: what its steps run on; nobody else uses it once the engine has started. cost_model:
+    what the scheduler's policy predicts steps with; it learns from those that are served.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Engine:
         tokenizer: Tokenizer,
         info: EngineInfo,
         *,
+        cost_model: OnlineCostModel,
         eos_ids: tuple[int, ...],
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,12 +80,14 @@ class Engine:
         self._info = info
         self._options = options or EngineOptions()
         self._clock = clock
+        self._cost_model = cost_model
         self._compiles = CompileCounter()
         self._serving = Serving(
             executor,
             scheduler,
             tokenizer,
             info,
+            watch=StepWatch(cost_model, executor.buckets.padding),
             eos_ids=eos_ids,
             compiles=self._compiles if self._options.forbid_compile else None,
             clock=clock,
@@ -168,6 +174,7 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             compiles_after_warmup=self._compiles.count,
             steps=self._serving.steps,
+            step_time_error=self._cost_model.error,
         )
 
     def add_observer(self, observer: Observer) -> None:

@@ -20,27 +20,33 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.watch import StepWatch, Watched
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step and whom its results belong to; rows i of the batch that sample. preemptions:
-    since the step before it."""
+    """A launched step and whom its results belong to; rows i of the batch that sample. begin: when
+    it was planned, in seconds; the others are as `StepStats` has them."""
 
     handle: Handle
     emitting: list[tuple[int, Continuation]]
     step: Step
+    watched: Watched
     padded_tokens: int
     preemptions: int
-    launched: float
-    host_time: float
+    num_live: int
+    num_admitted: int
+    after_idle: bool
+    begin: float
+    plan_time: float
+    launch_time: float
 
 
 class Serving:
     """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
 
-    compiles: an error after the warm-up, if given. on_over(request id) is told of each continuation
-    that is over.
+    watch: predicts and measures the steps. compiles: an error after the warm-up, if given.
+    on_over(request id) is told of each continuation that is over.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class Serving:
         tokenizer: Tokenizer,
         info: EngineInfo,
         *,
+        watch: StepWatch,
         eos_ids: tuple[int, ...],
         compiles: CompileCounter | None,
         clock: Callable[[], float],
@@ -60,7 +67,7 @@ class Serving:
         self.steps = 0
         self._executor, self._scheduler, self._tokenizer = executor, scheduler, tokenizer
         self._info, self._eos_ids, self._compiles = info, eos_ids, compiles
-        self._clock, self._on_over = clock, on_over
+        self._watch, self._clock, self._on_over = watch, clock, on_over
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._preemptions = 0  # not told in any step yet
@@ -93,7 +100,8 @@ class Serving:
             return None
         begin = self._clock()
         scheduler = self._scheduler
-        step = scheduler.schedule(begin)
+        num_live, step = len(self.live), scheduler.schedule(begin)
+        planned = self._clock()
         for row in step.preempted.tolist():
             self._release_slot(self.live[row])
         self._preemptions += len(step.preempted)
@@ -101,12 +109,13 @@ class Serving:
             self._carry_out(move)
         if not len(step):
             if idle and not step.plan.operations:
-                raise InvalidPlan(f"the policy plans nothing for {len(self.live)} requests")
+                raise InvalidPlan(f"the policy plans nothing for {num_live} requests")
+            self._watch.moved(step)
             return None
         members = [self.live[row] for row in step.rows.tolist()]
-        for member in members:
-            if member.slot == NO_SLOT:
-                self._take_slot(member, begin)
+        admitted = [member for member in members if member.slot == NO_SLOT]
+        for member in admitted:
+            self._take_slot(member, begin)
         slots = np.array([member.slot for member in members], np.int32)
         layout, batch = build_batch(
             self._executor.buckets, step, scheduler.pool, slots, self._tokens_of
@@ -117,14 +126,20 @@ class Serving:
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         preemptions, self._preemptions = self._preemptions, 0
+        launched = self._clock()
         return InFlight(
             handle,
             emitting,
             step,
+            self._watch.launched(step, launched),
             layout.tokens,
             preemptions,
-            launched=begin,
-            host_time=self._clock() - begin,
+            num_live=num_live,
+            num_admitted=len(admitted),
+            after_idle=idle,
+            begin=begin,
+            plan_time=planned - begin,
+            launch_time=self._clock() - planned,
         )
 
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
@@ -147,8 +162,9 @@ class Serving:
 
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens; late ones of requests that are over are dropped."""
-        result, booked = step.handle.result(), step.step
+        result = step.handle.result()
         now = self._clock()
+        device_time = self._watch.finished(step.watched, now)
         mine = [(i, c) for i, c in step.emitting if not c.finished]
         table = self._scheduler.table
         self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
@@ -164,12 +180,16 @@ class Serving:
             if reason is not None:
                 self.forget(continuation, reason, now)
         self.steps += 1
-        host_time = step.host_time + self._clock() - now
         if self._compiles is not None and self._compiles.count:
             raise CompiledAfterWarmup(
                 f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
-                f"{len(booked)} rows and {step.padded_tokens} padded tokens"
+                f"{len(step.step)} rows and {step.padded_tokens} padded tokens"
             )
+        self._report(step, now, device_time)
+
+    def _report(self, step: InFlight, now: float, device_time: float) -> None:
+        """Tells the observers of a step whose tokens came now."""
+        booked = step.step
         stats = StepStats(
             num_rows=len(booked),
             num_decodes=booked.num_decodes,
@@ -177,9 +197,18 @@ class Serving:
             num_prefill_tokens=booked.num_prefill_tokens,
             num_recomputed_tokens=booked.num_recomputed_tokens,
             padded_tokens=step.padded_tokens,
-            step_time=now - step.launched,
-            host_time=host_time,
             preemptions=step.preemptions,
+            num_live=step.num_live,
+            num_admitted=step.num_admitted,
+            num_moves=sum(not isinstance(move, Discard) for move in booked.moves),
+            num_emitting=len(step.emitting),
+            after_idle=step.after_idle,
+            step_time=now - step.begin,
+            device_time=device_time,
+            predicted_time=step.watched.predicted,
+            plan_time=step.plan_time,
+            launch_time=step.launch_time,
+            finish_time=self._clock() - now,
         )
         for observer in self.observers:
             observer.on_step(stats)

@@ -19,8 +19,13 @@ class StepStats:
     num_decodes: rows that decode. padded_tokens: the size of its bucket, of which num_tokens are
     real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache
     since the step before.
-    step_time: launch to tokens on the host. host_time: scheduling, batch building,
-    detokenising and streaming of this step, whether or not the device hid it.
+    num_live: requests when it was planned. num_admitted: rows that took a slot for sampling.
+    num_moves: operations on the pool that were sent to the device. num_emitting: rows that sample.
+    after_idle: whether the device had nothing to do when it came.
+    step_time: launch to tokens on the host. device_time: what it took the device, see
+    `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch.
+    plan_time: the policy's plan and its booking; launch_time: moves, building the batch and handing
+    it over; finish_time: detokenising and streaming. All three whether or not the device hid them.
     """
 
     num_rows: int
@@ -29,14 +34,28 @@ class StepStats:
     num_prefill_tokens: int
     num_recomputed_tokens: int
     padded_tokens: int
-    step_time: float
-    host_time: float
     preemptions: int
+    num_live: int
+    num_admitted: int
+    num_moves: int
+    num_emitting: int
+    after_idle: bool
+    step_time: float
+    device_time: float
+    predicted_time: float
+    plan_time: float
+    launch_time: float
+    finish_time: float
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed, padding not counted."""
         return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
+
+    @property
+    def host_time(self) -> float:
+        """All that the engine's thread did for it."""
+        return self.plan_time + self.launch_time + self.finish_time
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,7 @@ class EngineStats:
 
     waiting, running: continuations. blocks: how many blocks hold what, `{("kv", "realtime"): 12,
     ...}`. preemptions, steps: since the start. compiles_after_warmup: compilations while serving.
+    step_time_error: of the predicted step times lately, the mean of |predicted / measured - 1|.
     """
 
     waiting: int
@@ -73,6 +93,7 @@ class EngineStats:
     preemptions: int
     compiles_after_warmup: int
     steps: int
+    step_time_error: float
 
 
 @dataclass(frozen=True)
@@ -83,7 +104,8 @@ class EngineInfo:
     pool_tokens: that K and V in all blocks hold; pool_bytes: over all devices. mesh_tensor: devices
     that share each layer. hidden_read: how hidden caches are read, absorbed or projected, None
     without such caches; rho: seconds a step takes longer for a token of theirs than for one of K
-    and V, None likewise.
+    and V, None likewise. cost_model: where the model came from that predicts steps, and that they
+    have corrected since.
     """
 
     model: str
@@ -101,6 +123,7 @@ class EngineInfo:
     device: str
     mesh_tensor: int
     attention_backend: str
+    cost_model: str
     hidden_read: str | None = None
     rho: float | None = None
 

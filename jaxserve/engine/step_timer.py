@@ -11,23 +11,35 @@ import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, Padding
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.step import Widen
 
 if TYPE_CHECKING:  # jax takes seconds to import; shapes alone do without
     from jaxserve.engine.executor import Executor
     from jaxserve.engine.layout import Layout
 
 CHAIN = 4  # steps launched one after the other before anything waits
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
+"""How the rows of a step sample that does not sample greedily."""
+
+_VOCABULARY = 2**31 - 1  # more than any, so that it stands for no token
+_KEY = 0  # of what goes to the host and back
 
 
 @dataclass(frozen=True)
 class Shape:
     """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
     counted; chunks: (tokens, cached tokens before) of each prefill; hidden: whether all rows have
-    hidden caches, or all KV."""
+    hidden caches, or all KV; sampling: whether all sample as `SAMPLING` says, or greedily. Before
+    it, widened: tokens of one request's hidden cache become KV; swapped: slots go to the host and
+    come back."""
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     hidden: bool = False
+    sampling: bool = False
+    widened: int = 0
+    swapped: int = 0
 
     @property
     def tokens(self) -> int:
@@ -53,12 +65,15 @@ class Shape:
             rows < len(self.decodes),
             padding=padding,
             hidden=np.full(len(rows), self.hidden),
+            projected_tokens=self.widened,
+            swapped_slots=2 * self.swapped,
+            sampling=self.sampling,
         )
 
 
 class StepTimer:
     """Runs steps on an executor and times them. What is in the cache meanwhile is noise, so nothing
-    may be running."""
+    may be running; what its slots know of sampling is lost."""
 
     def __init__(self, executor: Executor, num_blocks: int) -> None:
         self._executor = executor
@@ -69,10 +84,20 @@ class StepTimer:
         """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
         the device hides it."""
         layout, packed = self._pack(shape)
+        widening = self._widening(shape.widened)
+        slots = self._swapped(shape.swapped)
+        if shape.sampling:
+            self._admit(len(shape.counts))
         submit = self._executor.submit
         begin = time.perf_counter()
         for _ in range(chain):
-            last = submit(layout, packed, full=False)
+            for widened in widening:
+                self._executor.widen(*widened)
+            if len(slots):
+                self._executor.save(_KEY, slots)
+                self._executor.load(_KEY, slots)
+                self._executor.discard((_KEY,))
+            last = submit(layout, packed, full=shape.sampling)
         last.result()
         return (time.perf_counter() - begin) / chain
 
@@ -81,14 +106,39 @@ class StepTimer:
 
         buckets, counts = self._executor.buckets, shape.counts
         layout, n = buckets.fitting(counts, hidden=shape.hidden), len(counts)
-        size = (n, 2, buckets.width)  # of block tables
-        blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
         rows = Rows(
             counts=counts,
             contexts=shape.contexts,
-            tables=blocks.reshape(size),
+            tables=self._tables(n),
             kind=int(CacheKind.HIDDEN if shape.hidden else CacheKind.KV),
             slots=np.arange(n),
             emits=1,
         )
         return layout, layout.pack(rows).buffer
+
+    def _tables(self, rows: int) -> np.ndarray:
+        size = (rows, 2, self._executor.buckets.width)
+        blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
+        return blocks.reshape(size)
+
+    def _widening(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
+        """What `Executor.widen` takes to make K and V of so many hidden vectors of one request."""
+        from jaxserve.engine.batching import widening
+
+        if not tokens:
+            return []
+        one = np.zeros(1, np.int64)
+        move = Widen(one, one + tokens, self._tables(1), one.astype(np.int8))
+        return list(widening(self._executor.buckets, move))
+
+    def _swapped(self, count: int) -> np.ndarray:
+        """So many slots, int32 [count, 2], all of them different where the pool is large enough."""
+        block = np.arange(count, dtype=np.int32) % self._num_blocks
+        return np.stack([block, np.zeros_like(block)], axis=1)
+
+    def _admit(self, slots: int) -> None:
+        from jaxserve.engine.sampling_state import slot_params
+
+        for slot in range(slots):
+            request = Request(f"timed-{slot}", (0,), SAMPLING)
+            self._executor.admit(slot, slot_params(request, 0, (), _VOCABULARY, ()))

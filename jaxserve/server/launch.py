@@ -159,6 +159,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
         f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
         f"  policy   {info.policy}{_hidden_caches(info)}",
+        f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
         "Try it in a second terminal:",

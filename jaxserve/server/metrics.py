@@ -82,6 +82,8 @@ class EngineMetrics(Collector):
         self._e2e = {tier: Histogram(_LATENCY) for tier in Tier}
         self._queue = {tier: Histogram(_LATENCY) for tier in Tier}
         self._step_time = Histogram(_SHORT)
+        self._device_time = Histogram(_SHORT)
+        self._predicted_time = Histogram(_SHORT)
         self._host_time = Histogram(_SHORT)
         self._step_tokens = Histogram(_TOKENS)
         self._prompt_lengths = Histogram(_TOKENS)
@@ -94,6 +96,8 @@ class EngineMetrics(Collector):
     def on_step(self, stats: StepStats) -> None:
         """Its times, its tokens and its padding."""
         self._step_time.observe(stats.step_time)
+        self._device_time.observe(stats.device_time)
+        self._predicted_time.observe(stats.predicted_time)
         self._host_time.observe(stats.host_time)
         self._step_tokens.observe(stats.num_tokens)
         self._prefill_tokens += stats.num_prefill_tokens
@@ -139,6 +143,8 @@ class EngineMetrics(Collector):
         for (kind, tier), count in sorted(stats.blocks.items()):
             blocks.add_metric((self._model, kind, tier), count)
         yield blocks
+        text = "Mean relative error of the predicted batch times lately."
+        yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."
         yield self._counter("num_preemptions", text, stats.preemptions)
         text = "Compilations after warm-up; each one stalled every request."
@@ -175,6 +181,8 @@ class EngineMetrics(Collector):
             yield family
         plain = (
             ("step_time_seconds", "A batch, launch to tokens on the host.", self._step_time),
+            ("device_time_seconds", "A batch, on the device.", self._device_time),
+            ("predicted_time_seconds", "The same, as predicted.", self._predicted_time),
             ("host_time_seconds", "Host work of a batch, hidden or not.", self._host_time),
             ("iteration_tokens_total", "Tokens of a batch, without padding.", self._step_tokens),
             ("request_prompt_tokens", "Prompt length of a finished one.", self._prompt_lengths),

@@ -15,11 +15,13 @@ import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.kinds import HIDDEN
+from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.step import Step
 from jaxserve.sched.table import State
+from jaxserve.sched.watch import StepWatch, Watched
 
 COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
 BATCH_COLUMNS = (
@@ -57,6 +59,7 @@ class _Step:
     requests: np.ndarray
     end: float
     steady: bool
+    watched: Watched | None = None
 
 
 class Replica:
@@ -89,6 +92,8 @@ class Replica:
         self._over = np.zeros(len(output_len), bool)
         self._preemptions = preemptions
         self._overlap, self._padding = overlap, scheduler.view.padding
+        seen = scheduler.view.cost_model
+        self._watch = StepWatch(seen, self._padding) if isinstance(seen, OnlineCostModel) else None
         self._coasts, self._record_rows = coasts, record_rows
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)
         self._pending: _Step | None = None  # launched, its tokens not yet on the host
@@ -185,7 +190,8 @@ class Replica:
         done = scheduler.release_finished(step)
         steady = features.num_decodes == self.live and not len(done)
         steady = steady and bool((generated < lengths).all())
-        return _Step(step.rows, emitting, requests, end, steady)
+        watched = None if self._watch is None else self._watch.launched(step, self._clock)
+        return _Step(step.rows, emitting, requests, end, steady, watched)
 
     def _move(self, step: Step) -> None:
         """Operations without a batch: the device is at work on them, and the host goes on."""
@@ -193,11 +199,15 @@ class Replica:
         took = cost.batch_time(step.features(self._padding))
         took -= cost.batch_time(nothing.features(self._padding))
         self._device_free = max(self._clock, self._device_free) + float(took)
+        if self._watch is not None:
+            self._watch.moved(step)
 
     def _finish(self, step: _Step) -> None:
         """The step's tokens reach the host; requests that have all of theirs are over."""
         table = self.scheduler.table
         self._clock = max(self._clock, step.end)
+        if self._watch is not None and step.watched is not None:
+            self._watch.finished(step.watched, self._clock)
         mine = ~self._over[step.requests]
         rows, requests = step.emitting, step.requests
         if np.count_nonzero(mine) < len(rows):  # late tokens belong to nobody

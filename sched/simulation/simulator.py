@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxserve.sched.blocks import blocks_for, slots_for, tokens_in
-from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.free_blocks import OutOfBlocks
+from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, Policy
@@ -86,6 +87,7 @@ def simulate(
     seed: int = 0,
     checked: bool | None = None,
     coast: bool = True,
+    online: LinearCostModel | None = None,
     record_rows: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SimulationResult:
@@ -99,8 +101,9 @@ def simulate(
     beside max_rows; who comes then is refused. rho: what a token read from a hidden cache costs a
     step, see `View`; by default the system's, None for no hidden caches. checked: check plans as
     the engine does; by default all but those of `registry.is_built_in` policies. coast: take steps
-    that are certain several at once; the outcome is the same. record_rows: keep who was in each
-    batch. progress(n): n more have come.
+    that are certain several at once; the outcome is the same. online: policies see a model that
+    begins as this one and learns from the steps, as a server's do, not the true one. record_rows:
+    keep who was in each batch. progress(n): n more have come.
     SimulationError if a request can never be served, InvalidPlan for what cannot be booked.
     """
     chosen = rules_named(rules)
@@ -113,18 +116,11 @@ def simulate(
     books = _Books(workload, _capacity(max_queue, limits), replicas)
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
     room |= {"host_slots": int(slots_for(host_tokens)), "rho": _rho(rho, system, cost)}
-    room |= {"seed": seed, "checked": _checked(checked, policy), "cost_model": cost}
+    room |= {"limits": limits, "seed": seed, "checked": _checked(checked, policy)}
     room["padding"] = system.padding if isinstance(system, System) else None
-    machines = [
-        books.replica(
-            SimulatedScheduler(shortened(one) if coast else one, limits, **room),
-            cost,
-            overlap=chosen.overlap if overlap is None else overlap,
-            coasts=coast and one.steady,
-            record_rows=record_rows,
-        )
-        for one in policies
-    ]
+    how: dict[str, Any] = {"record_rows": record_rows, "coast": coast, "online": online}
+    how["overlap"] = chosen.overlap if overlap is None else overlap
+    machines = [books.replica(one, cost, room, **how) for one in policies]
     _serve(machines, Requests(workload), router(routing), books, progress)
     return books.result(machines, record_rows)
 
@@ -143,12 +139,26 @@ class _Books:
         self._workload = workload
 
     def replica(
-        self, scheduler: SimulatedScheduler, cost_model: CostModel, **options: Any
+        self,
+        policy: Policy,
+        cost_model: CostModel,
+        room: dict[str, Any],
+        *,
+        coast: bool,
+        online: LinearCostModel | None,
+        **options: Any,
     ) -> Replica:
-        """A replica that writes here; options as it has them."""
+        """A replica that writes here. coast, online: see `simulate`; room: options of its
+        scheduler; the rest are its own."""
+        coast = coast and online is None  # what is learned may change any plan
         return Replica(
-            scheduler,
+            SimulatedScheduler(
+                shortened(policy) if coast else policy,
+                cost_model=cost_model if online is None else OnlineCostModel(online),
+                **room,
+            ),
             cost_model,
+            coasts=coast and policy.steady,
             output_len=self._workload.output_len,
             offsets=self.offsets,
             token_times=self.token_times,

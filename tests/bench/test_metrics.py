@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from jaxserve.sched.metrics import Times, attained, load_metrics, request_p99_tb
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import parse_classes, with_targets
+from tests.server.fake_engine import step_stats
 
 
 def load(*requests: tuple[float, list[float]], refused: tuple[int, ...] = ()) -> Times:
@@ -208,7 +211,18 @@ def test_the_99th_percentile_is_each_requests_own() -> None:
 
 def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: float) -> StepStats:
     prefill = tokens - decodes
-    return StepStats(rows, decodes, decodes, prefill, 0, 16, step_time, host_time, preemptions=1)
+    return dataclasses.replace(
+        step_stats(rows),
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefill_tokens=prefill,
+        padded_tokens=16,
+        preemptions=1,
+        step_time=step_time,
+        plan_time=host_time,
+        launch_time=0.0,
+        finish_time=0.0,
+    )
 
 
 def test_steps_are_grouped_by_what_they_compute() -> None:

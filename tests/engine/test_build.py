@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from jaxserve.configs import base
 from jaxserve.engine import build, choices, model_options
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.sched.simulation.profiles import System
+from tests.cost_models import FLAT
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,9 @@ from jaxserve.engine.executor import JaxExecutor
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
         ({"scheduler.max_queue": -1}, "scheduler.max_queue"),
+        ({"scheduler.seed": -1}, "scheduler.seed must be 0 to 2147483647, got -1"),
+        ({"scheduler.seed": 2**31}, "scheduler.seed must be 0 to 2147483647"),
+        ({"scheduler.profile": "/no/such.json"}, "scheduler.profile: /no/such.json: No such file"),
         (
             {"scheduler.policy": "vllm", "scheduler.max_batch_tokens": 32},
             r"scheduler.max_batch_tokens \(32\) must be at least the longest request \(64",
@@ -99,6 +105,34 @@ def test_config_errors(
         build.build_engine(config, progress=False)
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "policy", "rho", "message"),
+    [
+        (3, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
+        (2, "aptserve_s", "auto", "it was measured without .* scheduler.policy=aptserve_s plans"),
+        (2, "aptserve_s", "0", None),
+        (2, "sarathi", "auto", None),
+    ],
+)
+def test_a_profile_is_of_such_an_engine(
+    shapes: dict[str, Path], tmp_path: Path, layers: int, policy: str, rho: str, message: str | None
+) -> None:
+    path = tmp_path / "mine.json"
+    model = dataclasses.replace(FLAT, num_layers=layers)
+    System("mine", model, kv_tokens=100).save(path)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.cache.num_blocks = 100
+    config.cache.rho, config.scheduler.policy = rho, policy
+    config.scheduler.profile = str(path)
+    if message is None:
+        found = choices.choose(config).profile
+        assert found is not None and found.cost_model == model
+        return
+    with pytest.raises(ConfigError, match=f"scheduler.profile: {path}: {message}"):
+        choices.choose(config)
 
 
 def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:

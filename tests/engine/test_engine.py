@@ -214,7 +214,22 @@ def test_observers_see_everything(shapes: dict[str, Path]) -> None:
     assert len(recorder.firsts) == 3 and len(recorder.gaps) == 18
     assert sum(s.num_tokens for s in recorder.steps) == 31 + 3 * 6
     assert all(s.padded_tokens >= s.num_tokens for s in recorder.steps)
+    check_the_times(recorder.steps, running)
     assert [e.output_tokens for e in recorder.ends] == [7, 7, 7]
+
+
+def check_the_times(steps: list[StepStats], running: Engine) -> None:
+    """Of three requests that were served without a preemption."""
+    assert sum(s.num_admitted for s in steps) == 3
+    assert sum(s.num_emitting for s in steps) == 21
+    assert steps[0].after_idle and not steps[-1].after_idle
+    for s in steps:
+        assert s.num_admitted <= s.num_rows <= s.num_live <= 3 and s.num_moves == 0
+        assert min(s.predicted_time, s.plan_time, s.launch_time, s.finish_time) > 0
+        assert s.host_time == s.plan_time + s.launch_time + s.finish_time
+        assert 0 < s.device_time < s.step_time < 60
+    assert running._cost_model.steps == len(steps) == running.stats().steps
+    assert running.stats().step_time_error == running._cost_model.error > 0
 
 
 def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:

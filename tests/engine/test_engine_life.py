@@ -113,6 +113,7 @@ def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path
             running._scheduler,
             running.tokenizer,
             running.info(),
+            cost_model=running._cost_model,
             eos_ids=(),
         )
         _, stream = send(idle, [3], max_tokens=3)
@@ -134,6 +135,7 @@ def test_an_engine_that_never_started_lets_its_callers_go(shapes: dict[str, Path
                 ),
                 running.tokenizer,
                 running.info(),
+                cost_model=running._cost_model,
                 eos_ids=(),
             )
             send(small, [3], max_tokens=3, n=16)

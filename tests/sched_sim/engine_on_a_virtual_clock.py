@@ -1,30 +1,63 @@
-"""The real engine's loop over a device that is a cost model, on a clock that only it moves."""
+"""The real engine, put together as `build_engine` does it, over a device that is a cost model, on a
+clock that only it moves."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
-from jaxserve.engine.buckets import Buckets, make_buckets
+from jaxserve.configs import base
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.build import assemble
+from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import load_tokenizer
-from jaxserve.engine.engine import Engine, EngineOptions
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
-from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.blocks import slots_for
-from jaxserve.sched.cost_model import CostModel
+from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.sched.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
-from jaxserve.sched.policy import Limits, Policy
-from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.profiles import System
+from jaxserve.sched.simulation.requests import Requests
 from jaxserve.sched.step import Step
 from jaxserve.sched.workloads.workload import Workload
 
 VOCAB, WORD, END = 100, 7, 9
+LAYERS = 2
+MODEL = {
+    "model_type": "opt",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "activation_function": "relu",
+    "word_embed_proj_dim": 32,
+    "eos_token_id": END,
+}
+
+
+def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any) -> ConfigDict:
+    """A configuration as serve.py reads it, with a model whose requests have at most `longest`
+    tokens, and a profile with the prior. fields override it, `scheduler__policy="vllm"`."""
+    shape = {**MODEL, "max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(shape))
+    System("prior", prior, kv_tokens=1, rho=0.0).save(folder / "prior.json")
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(folder), "random"
+    config.engine.compilation_cache_dir = ""
+    config.scheduler.profile = str(folder / "prior.json")
+    for name, value in fields.items():
+        section, key = name.split("__")
+        config[section][key] = value
+    return config
 
 
 class Clock:
@@ -47,13 +80,16 @@ class Handle:
 
 
 class Device:
-    """An executor that computes nothing and takes the time that the cost model says."""
+    """An executor that computes nothing and takes the time that the cost model says. Its requests
+    write END when they have as many tokens as the workload says, request i in row `numbers[i]`."""
 
     def __init__(
-        self, clock: Clock, cost_model: CostModel, buckets: Buckets, scheduler: Recording
+        self, clock: Clock, cost_model: CostModel, buckets: Buckets, lengths: np.ndarray
     ) -> None:
-        self.buckets = buckets
-        self._clock, self._cost_model, self._scheduler = clock, cost_model, scheduler
+        self.buckets, self.lengths = buckets, lengths
+        self.numbers: dict[int, int] = {}
+        self.step: Step  # the last that was planned
+        self._clock, self._cost_model = clock, cost_model
         self._free = 0.0
 
     def admit(self, slot: int, params: Any) -> None:
@@ -75,155 +111,118 @@ class Device:
         pass
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
-        features = self._scheduler.last.features()
-        self._free = max(self._clock.now, self._free) + float(self._cost_model.batch_time(features))
+        self._free = max(self._clock.now, self._free) + self._time(self.step)
         return Handle(self._clock, self._free, self._sampled(layout.rows))
 
     def move(self, step: Step) -> None:
         """Operations without a batch: what they add to one that is empty."""
-        took, nothing = (
-            float(self._cost_model.batch_time(one.features()))
-            for one in (step, dataclasses.replace(step, moves=()))
-        )
-        self._free = max(self._clock.now, self._free) + took - nothing
+        nothing = dataclasses.replace(step, moves=())
+        took = self._time(step) - self._time(nothing)
+        self._free = max(self._clock.now, self._free) + took
+
+    def _time(self, step: Step) -> float:
+        return float(self._cost_model.batch_time(step.features(self.buckets.padding)))
 
     def _sampled(self, rows: int) -> np.ndarray:
         """END from those that have written enough."""
-        step, length = self._scheduler.last, self._scheduler.lengths
+        step = self.step
         order = np.argsort(step.plan.num_tokens != 1, kind="stable")  # as batches are packed
-        wanted = [length[self._scheduler.numbers[row]] for row in step.rows[order].tolist()]
+        wanted = self.lengths[[self.numbers[row] for row in step.rows[order].tolist()]]
         tokens = np.full(rows, WORD, np.int32)
-        tokens[: len(order)][step.generated[order] >= np.array(wanted)] = END
+        tokens[: len(order)][step.generated[order] >= wanted] = END
         return tokens
 
 
-class Recording(Scheduler):
-    """Keeps the plans."""
+class Served:
+    """An engine that has served a workload on its virtual clock.
 
-    plans: list[tuple[float, BatchPlan]]
-    numbers: dict[int, int]
-    lengths: list[int]
-    last: Step
-    device: Device
-    gone: tuple[int, ...] = ()
+    plans: with the requests' numbers instead of rows, and of the operations only who lost all since
+    the last batch. token_times: of each request. steps: what observers were told. errors: the
+    running error of the cost model after each of them.
+    """
 
-    def schedule(self, now: float) -> Step:
-        self.last = step = super().schedule(now)
-        self.gone += tuple(self.numbers[row] for row in step.preempted.tolist())
-        if len(step):
-            self.plans.append((now, self._named(step)))
-            self.gone = ()
-        else:
-            self.device.move(step)
+    def __init__(self, config: ConfigDict, workload: Workload, cost_model: CostModel) -> None:
+        self.chosen: Choices = choose(config)
+        self.plans: list[BatchPlan] = []
+        self.token_times: dict[int, list[float]] = {}
+        self.steps: list[StepStats] = []
+        self.errors: list[float] = []
+        self._workload, self._requests, self._sent = workload, Requests(workload), 0
+        self._clock = Clock()
+        buckets = self.chosen.buckets
+        self._device = Device(self._clock, cost_model, buckets, workload.output_len)
+        self.engine = assemble(
+            config,
+            self.chosen,
+            self._device,
+            load_tokenizer(None),
+            pool_bytes=0,
+            progress=False,
+            clock=self._clock,
+        )
+        self._gone: list[int] = []
+        self._watch(self.engine)
+        self.engine._loop()
+        self.engine._scheduler.pool.check()
+
+    def _watch(self, engine: Engine) -> None:
+        scheduler = engine._scheduler
+        self._schedule, self._add = scheduler.schedule, scheduler.add
+        self._receive = engine._receive
+        scheduler.schedule = self._scheduled  # type: ignore[method-assign]
+        scheduler.add = self._added  # type: ignore[method-assign]
+        engine._receive = self._arrived  # type: ignore[method-assign]
+        engine.add_observer(self)
+
+    def _scheduled(self, now: float) -> Step:
+        step = self._device.step = self._schedule(now)
+        numbers = self._device.numbers
+        self._gone += [numbers[row] for row in step.preempted.tolist()]
+        if not len(step):
+            self._device.move(step)
+            return step
+        plan, gone = step.plan, Preempt.whole(np.array(self._gone, np.int64))
+        rows = np.array([numbers[row] for row in plan.rows.tolist()])
+        self.plans.append(BatchPlan(rows, plan.num_tokens, plan.reserve, plan.kinds, (gone,)))
+        self._gone = []
         return step
 
-    def add(self, request: Request, output_len: int | None = None) -> int:
-        row = super().add(request, output_len)
-        self.numbers[row] = int(request.id)
+    def _added(self, request: Any, output_len: int | None = None) -> int:
+        row = self._add(request, output_len)
+        self._device.numbers[row] = int(request.id)
         return row
 
-    def _named(self, step: Step) -> BatchPlan:
-        """Its plan with the requests' numbers instead of rows; of the operations, who lost all
-        since the last batch."""
-        name = np.vectorize(self.numbers.__getitem__, otypes=[np.int64])
-        plan, gone = step.plan, Preempt.whole(np.array(self.gone, np.int64))
-        return BatchPlan(name(plan.rows), plan.num_tokens, plan.reserve, plan.kinds, (gone,))
-
-
-class VirtualEngine(Engine):
-    """Its requests arrive when the clock has passed their time."""
-
-    clock: Clock
-    workload: Workload
-    token_times: dict[int, list[float]]
-    sent = 0
-
-    def _receive(self, *, wait: bool) -> bool:
-        arrival = self.workload.arrival
+    def _arrived(self, *, wait: bool) -> bool:
+        """Requests arrive when the clock has passed their time."""
+        arrival, clock = self._workload.arrival, self._clock
         if wait:
-            if self.sent == len(arrival):
+            if self._sent == len(arrival):
                 return False
-            self.clock.now = max(self.clock.now, float(arrival[self.sent]))
-        now = self.clock.now
-        while self.sent < len(arrival) and arrival[self.sent] <= now:
-            self.clock.now = float(arrival[self.sent])  # what it will have arrived at
-            self._submit(self.sent)
-            self.sent += 1
-        self.clock.now = now
-        return super()._receive(wait=False)
+            clock.now = max(clock.now, float(arrival[self._sent]))
+        now = clock.now
+        while self._sent < len(arrival) and arrival[self._sent] <= now:
+            clock.now = float(arrival[self._sent])  # what it will have arrived at
+            self._submit(self._sent)
+            self._sent += 1
+        clock.now = now
+        return self._receive(wait=False)
 
     def _submit(self, number: int) -> None:
-        prompt = (5,) * int(self.workload.prompt_len[number])
-        sampling = SamplingParams(max_tokens=int(self.workload.limit[number]))
         times = self.token_times[number] = []
-        request = Request(str(number), prompt, sampling)
-        self.submit(request, lambda output: times.extend(output.token_times))
+        request = self._requests.make(number)
+        self.engine.submit(request, lambda output: times.extend(output.token_times))
 
+    # As an observer.
 
-def serve(
-    policy: str | Policy,
-    workload: Workload,
-    cost_model: CostModel,
-    limits: Limits,
-    *,
-    num_blocks: int,
-    block_size: int,
-    overlap: bool,
-    host_tokens: int = 0,
-    rho: float | None = None,
-) -> tuple[list[tuple[float, BatchPlan]], dict[int, list[float]]]:
-    """The engine's plans, with the times at which they were made, and every request's tokens."""
-    clock = Clock()
-    longest = int((workload.prompt_len + workload.limit).max())
-    width = -(-longest // block_size)
-    buckets = make_buckets(
-        limits.max_rows, limits.max_batch_tokens, width=width, hidden=rho is not None
-    )
-    scheduler = Recording(
-        make_policy(policy) if isinstance(policy, str) else policy,
-        limits,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=longest,
-        capacity=len(workload) + limits.max_rows,
-        cost_model=cost_model,
-        host_slots=int(slots_for(host_tokens)),
-        rho=rho,
-    )
-    scheduler.plans, scheduler.numbers = [], {}
-    scheduler.lengths = workload.output_len.tolist()
-    scheduler.device = Device(clock, cost_model, buckets, scheduler)
-    engine = VirtualEngine(
-        scheduler.device,
-        scheduler,
-        load_tokenizer(None),
-        _info(str(policy), scheduler, longest),
-        eos_ids=(END,),
-        options=EngineOptions(overlap=overlap),
-        clock=clock,
-    )
-    engine.clock, engine.workload, engine.token_times = clock, workload, {}
-    engine._loop()
-    scheduler.pool.check()
-    return scheduler.plans, engine.token_times
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+        self.errors.append(self.engine.stats().step_time_error)
 
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        pass
 
-def _info(policy: str, scheduler: Scheduler, longest: int) -> EngineInfo:
-    pool = scheduler.pool
-    return EngineInfo(
-        model="none",
-        family="none",
-        num_params=0,
-        num_layers=1,
-        dtype="float32",
-        vocab_size=VOCAB,
-        max_model_len=longest,
-        policy=policy,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
-        pool_tokens=pool.pool_tokens,
-        pool_bytes=0,
-        device="virtual",
-        mesh_tensor=1,
-        attention_backend="none",
-    )
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        pass
+
+    def on_finish(self, stats: RequestStats) -> None:
+        pass

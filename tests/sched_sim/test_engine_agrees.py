@@ -1,69 +1,212 @@
-"""The engine and the simulator, given the same trace and the same clock, make the same plans."""
+"""The engine, put together as it is for serving, and the simulator, given the same trace and the
+same clock, make the same plans and learn the same from the steps."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxserve.sched.cost_model import LinearCostModel
+from jaxserve.engine import choices
+from jaxserve.engine.sizing import GIB
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
-from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.moving_caches import MovingCaches
-from tests.sched_sim.engine_on_a_virtual_clock import serve
+from tests.sched_sim.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
+
+DEPLOYABLE = [name for name in policies() if not make_policy(name).hypothetical]
+HYBRID = [name for name in DEPLOYABLE if make_policy(name).hybrid_cache]
 
 # Each kind of operation costs something of its own, so that one forgotten would show.
-COST = LinearCostModel(
+_OF_ALL = LinearCostModel(
     dataclasses.replace(
         system("llama-2-7b@a100").cost_model.coefficients,
         projected_token=3e-6,
         hidden_token=2e-6,
+        hidden_prefill=1e-6,
         copied_slot=5e-6,
         swapped_slot=7e-6,
     ),
     num_layers=32,
 )
-LIMITS = Limits(256, 64, 12)
+
+
+def scaled(model: LinearCostModel, factor: Callable[[], float]) -> LinearCostModel:
+    """In LAYERS layers, each coefficient times a factor of its own."""
+    change = model.num_layers / LAYERS
+    values = {name: v * change * factor() for name, v in model.coefficients.as_dict().items()}
+    return LinearCostModel(Coefficients(**values), LAYERS)
+
+
+_RNG = np.random.default_rng(4)
+TRUE = scaled(_OF_ALL, lambda: 1.0)
+PRIOR = scaled(_OF_ALL, lambda: float(_RNG.uniform(0.3, 3.0)))
+PROBE = BatchFeatures.of(np.array([1, 1, 30]), np.array([40, 90, 0]), np.array([True, True, False]))
+SMALL, LARGE = 80, 800  # blocks
 
 
 def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
-    """early: outputs end before their limits, but for every third."""
+    """early: outputs end before their limits, but for every third. Every second request has
+    targets, every fourth is best effort."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
     lengths = Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count))
     limit = lengths.output_len
     if early:
         limit = limit + rng.integers(1, 30, count) * (np.arange(count) % 3 > 0)
-    return Workload.of(arrival, lengths, limit=limit)
+    some = np.arange(count) % 2 == 0
+    terms = Terms(
+        tier=np.where(np.arange(count) % 4 == 3, Tier.BEST_EFFORT, Tier.REALTIME).astype(np.int8),
+        ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf),
+        tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
+        jct=np.where(np.arange(count) % 4 == 2, 2.0, np.inf),
+        slo_class=np.zeros(count, np.int64),
+    )
+    return Workload.of(arrival, lengths, limit=limit, terms=terms)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "infermax"])
-@pytest.mark.parametrize(("rate", "num_blocks"), [(4.0, 800), (100.0, 80)])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.fixture
+def agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimulationResult]:
+    """agree(make, workload, **fields of the configuration): the simulation, once everything in it
+    has been found to be as the engine did it; make() makes the policy."""
+
+    def run(make: Callable[[], Policy], workload: Workload, **fields: Any) -> SimulationResult:
+        live, simulated = listening(make()), listening(make())
+        monkeypatch.setattr(choices, "make_policy", lambda name: live[0])
+        longest = int((workload.prompt_len + workload.limit).max())
+        config = configured(tmp_path, longest, PRIOR, **(FIELDS | fields))
+        served = Served(config, workload, TRUE)
+        result = simulated_as(served, simulated[0], workload, config)
+        assert live[1] == simulated[1]
+        assert len(set(live[1])) > 3, "nothing was learned"
+        same(served, result)
+        return result
+
+    return run
+
+
+FIELDS: dict[str, Any] = {
+    "cache__block_size": 8,
+    "cache__num_blocks": LARGE,
+    "scheduler__max_batch_tokens": 256,
+    "scheduler__max_prefill_tokens": 64,
+    "scheduler__max_rows": 12,
+    "scheduler__seed": 5,
+}
+
+
+def listening(policy: Policy) -> tuple[Policy, list[float]]:
+    """The policy, and what it was told that `PROBE` takes, whenever it planned."""
+    plan, heard = policy.plan, list[float]()
+
+    def listen(view: View, now: float) -> BatchPlan:
+        heard.append(float(view.step_time(PROBE)))
+        return plan(view, now)
+
+    object.__setattr__(policy, "plan", listen)
+    return policy, heard
+
+
+def simulated_as(
+    served: Served, policy: Policy, workload: Workload, config: Any
+) -> SimulationResult:
+    """The simulation of what the engine has served."""
+    chosen = served.chosen
+    place = System("true", TRUE, kv_tokens=1, padding=chosen.buckets.padding)
+    return simulate(
+        policy,
+        workload,
+        place,
+        limits=chosen.limits,
+        num_blocks=chosen.num_blocks,
+        block_size=chosen.block_size,
+        host_tokens=chosen.host_slots // 2,
+        overlap=config.engine.overlap,
+        rho=served.engine.info().rho,
+        seed=config.scheduler.seed,
+        online=PRIOR,
+        checked=True,
+        record_rows=True,
+    )
+
+
+def same(served: Served, result: SimulationResult) -> None:
+    assert result.rows is not None
+    assert len(served.plans) == len(result.rows[0])
+    for i, (plan, batch) in enumerate(zip(served.plans, result.rows[0], strict=True)):
+        assert plan.rows.tolist() == batch.requests.tolist(), i
+        assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
+        assert plan.preempted.tolist() == batch.preempted.tolist(), i
+    records, batches = result.requests, result.batches
+    for number, engines in served.token_times.items():
+        first = int(records.offsets[number])
+        ours = records.token_times[first : first + len(engines)]
+        assert len(engines) == records.workload.output_len[number]
+        np.testing.assert_allclose(ours, engines, rtol=1e-9)
+    hidden = [int(np.count_nonzero(plan.kinds)) for plan in served.plans]
+    assert hidden == batches.num_hidden.tolist()
+    if not served.chosen.policy.moves_cache:  # else there are operations without a batch, too
+        measured = [stats.device_time for stats in served.steps]
+        np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)
+
+
+@pytest.mark.parametrize("policy", DEPLOYABLE)
+@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, True), (6.0, LARGE, False)])
 def test_the_plans_are_the_same_one_by_one(
-    policy: str, overlap: bool, rate: float, num_blocks: int, early: bool
+    policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
 ) -> None:
-    options = {"num_blocks": num_blocks, "block_size": 8, "overlap": overlap}
-    result = agree(policy, policy, trace(3, rate, early), **options)
-    if num_blocks == 80:
+    workload = trace(3, rate, early)
+    result = agree(lambda: make_policy(policy), workload, cache__num_blocks=blocks)
+    if blocks == SMALL and policy not in ("orca", *HYBRID):
         assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
+    if blocks == SMALL and policy in HYBRID:
+        assert result.batches.num_hidden.sum() > 0
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "infermax", "aptserve"])
+@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, False), (6.0, LARGE, True)])
+def test_so_they_are_without_overlap(
+    policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    workload = trace(3, rate, early)
+    agree(lambda: make_policy(policy), workload, cache__num_blocks=blocks, engine__overlap=False)
+
+
+HOST_TOKENS = 10_000
+SLOT_BYTES = LAYERS * MODEL["hidden_size"] * 4
+MOVING: dict[str, Any] = {
+    "cache__num_blocks": 4000,
+    "cache__host_gib": 2 * HOST_TOKENS * SLOT_BYTES / GIB,
+}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_operations_are_the_same_and_cost_the_same(overlap: bool) -> None:
-    policies = MovingCaches(), MovingCaches()
-    options: dict[str, Any] = {"num_blocks": 4000, "block_size": 8, "overlap": overlap}
-    agree(*policies, trace(3, 50.0, True), host_tokens=2000, rho=1e-6, **options)
-    assert policies[0].did == policies[1].did
-    assert min(policies[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
+def test_the_operations_are_the_same_and_cost_the_same(
+    overlap: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    made = list[MovingCaches]()
+
+    def make() -> Policy:
+        made.append(MovingCaches())
+        return made[-1]
+
+    agree(make, trace(3, 50.0, True), engine__overlap=overlap, **MOVING)
+    assert made[0].did == made[1].did
+    assert min(made[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
 
 
 class ThereAndBack(Policy):
@@ -94,39 +237,9 @@ class ThereAndBack(Policy):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_operations_without_a_batch_take_their_time(overlap: bool) -> None:
-    options: dict[str, Any] = {"num_blocks": 4000, "block_size": 8, "overlap": overlap}
-    policies = ThereAndBack(), ThereAndBack()
-    result = agree(*policies, trace(3, 50.0, True), host_tokens=10_000, **options)
+def test_operations_without_a_batch_take_their_time(
+    overlap: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    result = agree(ThereAndBack, trace(3, 50.0, True), engine__overlap=overlap, **MOVING)
     told, all_there_were = result.batches.preemptions.sum(), result.requests.preemptions.sum()
     assert 50 < all_there_were - 1 <= told <= all_there_were  # one may come behind the last batch
-
-
-def agree(
-    live: str | Policy, simulated: str | Policy, workload: Workload, **options: Any
-) -> SimulationResult:
-    """The simulation, once everything in it has been found to be as the engine did it."""
-    plans, token_times = serve(live, workload, COST, LIMITS, **options)
-    result = simulate(
-        simulated,
-        workload,
-        COST,
-        limits=LIMITS,
-        checked=True,
-        record_rows=True,
-        coast=False,
-        **options,
-    )
-    assert result.rows is not None
-    assert len(plans) == len(result.rows[0])
-    for i, ((_, plan), batch) in enumerate(zip(plans, result.rows[0], strict=True)):
-        assert plan.rows.tolist() == batch.requests.tolist(), i
-        assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
-        assert plan.preempted.tolist() == batch.preempted.tolist(), i
-    offsets, times = result.requests.offsets, result.requests.token_times
-    for number, engines in token_times.items():
-        first = int(offsets[number])
-        ours = times[first : first + len(engines)]
-        assert len(engines) == workload.output_len[number]
-        np.testing.assert_allclose(ours, engines, rtol=1e-9)
-    return result

@@ -35,9 +35,34 @@ INFO = EngineInfo(
     device="cpu",
     mesh_tensor=1,
     attention_backend="xla",
+    cost_model="timed at the start",
     hidden_read="projected",
     rho=2.5e-6,
 )
+
+
+def step_stats(rows: int) -> StepStats:
+    """A step of so many decodes, in a bucket twice as large."""
+    return StepStats(
+        num_rows=rows,
+        num_decodes=rows,
+        num_decode_tokens=rows,
+        num_prefill_tokens=0,
+        num_recomputed_tokens=0,
+        padded_tokens=2 * rows,
+        preemptions=0,
+        num_live=rows,
+        num_admitted=0,
+        num_moves=0,
+        num_emitting=rows,
+        after_idle=False,
+        step_time=0.01,
+        device_time=0.008,
+        predicted_time=0.009,
+        plan_time=0.00025,
+        launch_time=0.00025,
+        finish_time=0.0005,
+    )
 
 
 @dataclass
@@ -83,6 +108,7 @@ class FakeEngine:
             preemptions=3,
             compiles_after_warmup=0,
             steps=self.steps,
+            step_time_error=0.125,
         )
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -153,7 +179,7 @@ class FakeEngine:
                     del self.live[running.request.id]
             rows = len(self.live)
             for observer in self.observers:
-                observer.on_step(StepStats(rows, rows, rows, 0, 0, 2 * rows, 0.01, 0.001, 0))
+                observer.on_step(step_stats(rows))
             self.changed.notify_all()
 
     def run(self) -> FakeEngine:

@@ -194,6 +194,7 @@ def test_what_is_printed_when_the_server_is_ready() -> None:
             "fake (none, 1.0M parameters, float32 on cpu, xla attention)",
             "1,024 blocks of 16: 8,192 tokens, 1 MiB",
             "fcfs",
+            "steps    predicted by a cost model, timed at the start\n",
             f"address  {server.address}\n",
             f"http://{server.metrics_address}/metrics",
             f'-m jaxserve.client --address={server.address} "Once upon a time"',

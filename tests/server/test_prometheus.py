@@ -82,6 +82,9 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "step_time_seconds_count") == 1
     assert value(samples, "step_time_seconds_sum") == 0.01
     assert value(samples, "host_time_seconds_sum") == 0.001
+    assert value(samples, "device_time_seconds_sum") == 0.008
+    assert value(samples, "predicted_time_seconds_sum") == 0.009
+    assert value(samples, "step_time_error") == 0.125
     assert value(samples, "iteration_tokens_total_sum") == 1
     assert value(samples, "padding_tokens_total") == 1
     assert value(samples, "prompt_tokens_total") == 0

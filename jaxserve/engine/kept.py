@@ -1,0 +1,52 @@
+"""What an engine has found out about itself, kept beside the compiled steps for the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jaxserve.sched.cost_model import Coefficients
+
+FILE_NAME = "timing.json"
+
+
+def find(directory: str, key: dict[str, Any]) -> Coefficients | None:
+    """What was kept in the directory under this key; None if nothing was, or in no file of ours.
+    directory: "" for none."""
+    known = _read(_path(directory)) if directory else {}
+    return known.get(_name(key))
+
+
+def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
+    """Adds it to what is kept there. directory: "" for nowhere."""
+    if not directory:
+        return
+    path = _path(directory)
+    known = {**_read(path), _name(key): found}
+    content = {name: value.as_dict() for name, value in known.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _path(directory: str) -> Path:
+    return Path(directory).expanduser() / FILE_NAME
+
+
+def _name(key: dict[str, Any]) -> str:
+    """With the names of the coefficients: those of another version are of no use."""
+    named = {**key, "coefficients": [field.name for field in fields(Coefficients)]}
+    return json.dumps(named, sort_keys=True)
+
+
+def _read(path: Path) -> dict[str, Coefficients]:
+    """Empty if there is none, or it is none of ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): Coefficients(**value) for name, value in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -1,0 +1,91 @@
+"""The cost model that an engine begins with, and rho: given, timed, or kept from earlier."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve import __version__
+from jaxserve.engine import kept
+from jaxserve.engine.choices import Choices
+from jaxserve.engine.executor import Executor
+from jaxserve.engine.step_timer import StepTimer
+from jaxserve.engine.timing import Progress, shapes, timed_model
+from jaxserve.sched.cost_model import LinearCostModel
+
+
+@dataclass(frozen=True)
+class Prior:
+    """model: of the steps, before any was served. rho: see `View`. source: where the model came
+    from, for people."""
+
+    model: LinearCostModel
+    rho: float | None
+    source: str
+
+
+def find_prior(
+    config: ConfigDict, chosen: Choices, executor: Executor, progress: Progress = iter
+) -> Prior:
+    """The profile that the configuration names, else what was kept from an earlier start, else what
+    is timed on the executor, which is warm and serves nobody."""
+    if chosen.profile is not None:
+        source = f"profile {Path(config.scheduler.profile).name}"
+        return _with_rho(chosen.profile.cost_model, chosen, source)
+    directory, key = config.engine.compilation_cache_dir, _key(config, chosen)
+    num_layers = chosen.model.config.num_layers
+    known = kept.find(directory, key)
+    if known is not None:
+        model = LinearCostModel(known, num_layers)
+        return _with_rho(model, chosen, "kept from an earlier start")
+    timer = StepTimer(executor, chosen.num_blocks)
+    limits = chosen.limits
+    wanted = shapes(
+        timer.padding,
+        max_rows=limits.max_rows,
+        max_prefill=limits.max_prefill_tokens,
+        max_len=chosen.model.max_len,
+        hidden=chosen.model.hidden_read is not None,
+        swaps=chosen.policy.moves_cache,
+    )
+    model = timed_model(timer.seconds, wanted, timer.padding, num_layers, progress=progress)
+    kept.keep(directory, key, model.coefficients)
+    return _with_rho(model, chosen, "timed at the start")
+
+
+def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> Prior:
+    """A given rho is what the model says, too."""
+    if chosen.model.hidden_read is None:
+        return Prior(model, None, source)
+    k, layers, given = model.coefficients, model.num_layers, chosen.given_rho
+    if given is None:
+        return Prior(model, layers * (k.hidden_token - k.decode_kv), source)
+    read = dataclasses.replace(k, hidden_token=max(0.0, k.decode_kv + given / layers))
+    return Prior(dataclasses.replace(model, coefficients=read), given, source)
+
+
+def _key(config: ConfigDict, chosen: Choices) -> dict[str, Any]:
+    """All that the times of the steps depend on."""
+    model, device = chosen.model, jax.devices()[0]
+    return {
+        "model": dataclasses.asdict(model.config),
+        "device": device.device_kind,
+        "processors": os.cpu_count() if device.platform == "cpu" else None,
+        "tensor": config.mesh.tensor,
+        "backend": model.backend,
+        "hidden_read": model.hidden_read,
+        "moves_cache": chosen.policy.moves_cache,
+        "dtype": chosen.dtype.name,
+        "block_size": chosen.block_size,
+        "max_model_len": model.max_len,
+        "rows": chosen.buckets.rows,
+        "tokens": chosen.buckets.tokens,
+        "limits": dataclasses.astuple(chosen.limits),
+        "versions": [__version__, jax.__version__],
+    }

@@ -1,0 +1,58 @@
+"""What a cost model is told of the steps that it has predicted, in the engine and the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.step import Move, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A launched step: its features, the seconds that the model gave it, and when it was handed to
+    the device."""
+
+    features: BatchFeatures
+    predicted: float
+    submitted: float
+
+
+class StepWatch:
+    """Predicts a step when it is launched, measures it when its tokens are on the host, and tells
+    the model. Times are in seconds, on the clock of whoever calls.
+
+    A step has the device from when it is handed over, or from when the one before it is done, if
+    that is later, to when it is done itself. Operations without a batch hold up the next batch, so
+    they count among its own. padding: as the steps are rounded up.
+    """
+
+    def __init__(self, model: OnlineCostModel, padding: Padding | None) -> None:
+        self.model = model
+        self._padding = padding
+        self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
+        self._done = -math.inf  # when the last step was
+
+    def moved(self, step: Step) -> None:
+        """A step without a batch has been launched."""
+        self._moves += step.moves
+
+    def launched(self, step: Step, now: float) -> Watched:
+        """A step with a batch has been handed to the device, now."""
+        if self._moves:
+            step = dataclasses.replace(step, moves=self._moves + step.moves)
+            self._moves = ()
+        features = step.features(self._padding)
+        return Watched(features, float(self.model.batch_time(features)), now)
+
+    def finished(self, step: Watched, now: float) -> float:
+        """Its tokens are on the host, now. Seconds that it took; steps finish in the order in which
+        they were launched."""
+        seconds = now - max(step.submitted, self._done)
+        self._done = now
+        if seconds > 0:  # else the clock has not moved, and says nothing
+            self.model.observe(step.features, seconds)
+        return seconds
