@@ -36,14 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for what server or file refused, 2 for usage, 130 for ^C."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if (args.prompt is None) == (args.file is None):
-        parser.error("give one prompt, or --file with one a line")
+    if [args.prompt is not None, args.file is not None, args.info].count(True) != 1:
+        parser.error("give one prompt, --file with one a line, or --info")
     if args.file is None and (args.output, args.concurrency) != ("-", None):
         parser.error("--output and --concurrency go with --file")
     if args.concurrency is not None and args.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
     try:
         with Client(args.address) as client:
+            if args.info:
+                return _info(client, args)
             if args.file is None:
                 return _one(client, args.prompt, _options(args))
             return _many(client, args)
@@ -82,6 +84,13 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
         if not shown:
             print(flush=True)
     _print_logprobs(entries)
+    return 0
+
+
+def _info(client: Client, args: argparse.Namespace) -> int:
+    """All that the server says of itself, one field a line."""
+    for field, value in client.info(timeout=args.timeout).ListFields():
+        print(f"{field.name:<18} {value}")
     return 0
 
 
@@ -191,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue")
+    add("--info", action="store_true", help="show what is served instead")
     add("--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)")
     add("--timeout", type=float, help="seconds until a call is given up")
     many = parser.add_argument_group("many prompts")

@@ -15,7 +15,7 @@ from jaxserve.client import Client, Unreachable, make_request
 from jaxserve.client.cli import main
 from jaxserve.sched.request import Tier
 from jaxserve.server.runner import Server
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import INFO, FakeEngine
 
 
 @pytest.fixture
@@ -32,6 +32,13 @@ def test_one_prompt_is_streamed_to_stdout(
     engine.run()
     assert main([f"--address={server.address}", "Once upon", "--max_tokens=3"]) == 0
     assert capsys.readouterr().out == "Once upon w0 w1 w2\n"
+
+
+def test_what_is_served_is_shown(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--address={server.address}", "--info"]) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["model"] == INFO.model and shown["num_blocks"] == str(INFO.num_blocks)
+    assert shown["cost_model"] == INFO.cost_model
 
 
 def test_the_module_runs_from_a_shell(server: Server, engine: FakeEngine) -> None:
@@ -153,7 +160,15 @@ def test_a_missing_file_is_one_clear_line(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["hi", "--file=x"], ["hi", "--tier=gold"], ["hi", "--logit_bias=5"], ["hi", "--max=3"]],
+    [
+        [],
+        ["hi", "--file=x"],
+        ["hi", "--info"],
+        ["--info", "--file=x"],
+        ["hi", "--tier=gold"],
+        ["hi", "--logit_bias=5"],
+        ["hi", "--max=3"],
+    ],
 )
 def test_wrong_usage_exits_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
