@@ -147,13 +147,16 @@ class Scheduler:
         self.table.received[rows] += 1
         self.table.last_token[rows] = now
 
-    def finish(self, row: int) -> None:
-        """The request is over, whatever its state: its blocks and its row are free. If it has
-        written anything, its length counts among `RequestTable.output_lengths`."""
+    def finish(self, row: int, *, complete: bool = True) -> None:
+        """The request is over, whatever its state: its blocks and its row are free. complete: its
+        output is, by itself or at its limit, so that its length says how long outputs get; not if
+        it was cancelled, ran out of time or failed."""
+        table = self.table
         self._release(row)
-        if self.table.received[row]:
-            self.table.output_lengths.add(int(self.table.received[row]))
-        self.table.remove(row)
+        length = int(table.received[row])
+        if complete and length:
+            table.output_lengths.add(length, cut=length >= table.max_tokens[row])
+        table.remove(row)
 
     def _release(self, row: int) -> None:
         self.pool.release(row)

@@ -9,10 +9,10 @@ preemption and a decode are all "compute the next c of the pending tokens".
 from __future__ import annotations
 
 import enum
-import math
 
 import numpy as np
 
+from jaxserve.sched.output_lengths import OutputLengths
 from jaxserve.sched.request import Request
 
 
@@ -29,40 +29,6 @@ class State(enum.IntEnum):
 # Looking a member up in an enum takes longer than the comparison it is for.
 FREE, WAITING, RUNNING, DRAINING = State
 _LISTED = (WAITING, RUNNING)
-
-
-class LengthHistogram:
-    """Lengths of finished outputs, in tokens: counts and sums in bins that grow by a tenth.
-
-    What InferMax section 6 estimates output lengths from.
-    """
-
-    BINS_PER_OCTAVE = 8
-
-    def __init__(self) -> None:
-        bins = 32 * self.BINS_PER_OCTAVE
-        self._counts = np.zeros(bins, np.int64)
-        self._sums = np.zeros(bins, np.int64)
-        self._means: np.ndarray | None = None
-        self.count = 0
-
-    def add(self, length: int) -> None:
-        """Counts one finished output of `length` tokens, at least 1."""
-        index = int(self.BINS_PER_OCTAVE * math.log2(length))
-        self._counts[index] += 1
-        self._sums[index] += length
-        self.count += 1
-        self._means = None
-
-    def expected(self, generated: np.ndarray) -> np.ndarray:
-        """Mean length of the outputs that are longer than `generated`, to a bin's width, float64
-        [n]; one token more than generated where none was."""
-        if self._means is None:
-            counts = np.cumsum(self._counts[::-1])[::-1]
-            sums = np.cumsum(self._sums[::-1])[::-1]
-            self._means = np.divide(sums, counts, out=np.zeros(len(sums)), where=counts > 0)
-        bins = np.ceil(self.BINS_PER_OCTAVE * np.log2(generated + 1)).astype(np.int64)
-        return np.maximum(self._means[bins], generated + 1)
 
 
 class RequestTable:
@@ -93,7 +59,7 @@ class RequestTable:
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
-        self.output_lengths = LengthHistogram()
+        self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy

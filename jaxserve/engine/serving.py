@@ -254,7 +254,8 @@ class Serving:
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
-        self._scheduler.finish(continuation.row)
+        complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self._scheduler.finish(continuation.row, complete=complete)
         del self.live[continuation.row]
         siblings = self._by_id[request.id]
         siblings.remove(continuation)

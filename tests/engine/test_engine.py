@@ -16,7 +16,7 @@ from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import RequestStats, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
-from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send
+from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send, wait_until_idle
 
 
 def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
@@ -145,6 +145,9 @@ def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
         send(running, [4], max_tokens=1)[1].wait()
         stats = running.stats()
         assert stats.blocks_free == stats.blocks_total
+        wait_until_idle(running)
+        lengths = running._serving._scheduler.table.output_lengths
+        assert lengths.count == 1, "the cancelled one says nothing of how long outputs get"
 
 
 def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:

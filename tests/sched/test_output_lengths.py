@@ -2,30 +2,91 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from jaxserve.sched.table import LengthHistogram
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched.output_lengths import BINS_PER_OCTAVE, HALF_LIFE, OutputLengths
 from tests.sched.driver import Drive
 
+NOTHING = np.array([0])
 
-def test_length_histogram() -> None:
-    lengths = LengthHistogram()
-    nothing = np.array([0, 5])
-    assert lengths.expected(nothing).tolist() == [1, 6]
-    for length in (10, 10, 100, 1000):
-        lengths.add(length)
+
+def learned(*lengths: int, cut: tuple[int, ...] = ()) -> OutputLengths:
+    made = OutputLengths()
+    for length in lengths:
+        made.add(length)
+    for length in cut:
+        made.add(length, cut=True)
+    return made
+
+
+def test_the_mean_of_those_that_are_longer() -> None:
+    assert OutputLengths().expected(np.array([0, 5])).tolist() == [1, 6]
+    lengths = learned(10, 10, 100, 1000)
     assert lengths.count == 4
     expected = lengths.expected(np.array([0, 7, 10, 90, 100, 900, 1000]))
-    assert expected.tolist() == [280, 280, 550, 550, 1000, 1000, 1001]
+    assert expected == pytest.approx([280, 280, 550, 550, 1000, 1000, 1001], rel=1e-3)
 
 
-def test_finished_outputs_are_counted() -> None:
+def test_equal_outputs_are_expected_to_the_token() -> None:
+    assert learned(*[11] * 40).expected(NOTHING).tolist() == [11.0]
+
+
+def test_half_the_weight_after_a_half_life() -> None:
+    lengths = learned(*[1000] * HALF_LIFE, *[10] * HALF_LIFE)
+    assert lengths.expected(NOTHING) == pytest.approx([(1000 + 2 * 10) / 3])
+    assert lengths.expected(np.array([10])).tolist() == [1000.0]
+
+
+def test_cut_outputs_say_that_one_gets_as_long_and_no_more() -> None:
+    """Half of all end at 10, and of those that get further half at 100: those cut at 40 would have
+    done as these."""
+    lengths = learned(10, 10, 10, 10, 100, 1000, cut=(40, 40))
+    assert lengths.expected(NOTHING) == pytest.approx([(10 + 550) / 2], rel=1e-3)
+    assert lengths.expected(np.array([10])) == pytest.approx([550], rel=1e-3)
+
+
+def test_where_nobody_gets_further_the_cut_count_as_ended() -> None:
+    lengths = learned(10, cut=(40, 40))
+    assert lengths.expected(NOTHING) == pytest.approx([30], rel=1e-3)
+    assert learned(cut=(40,)).expected(NOTHING).tolist() == [40.0]
+
+
+LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=30)
+
+
+@given(lengths=LENGTHS, generated=st.integers(0, 6000))
+def test_as_the_mean_of_all_from_the_bin_above_on(lengths: list[int], generated: int) -> None:
+    """But for the little that is forgotten of so few."""
+    first = math.ceil(BINS_PER_OCTAVE * math.log2(generated + 1))
+    longer = [n for n in lengths if int(BINS_PER_OCTAVE * math.log2(n)) >= first]
+    wanted = max(float(np.mean(longer)), generated + 1) if longer else generated + 1
+    found = learned(*lengths).expected(np.array([generated]))
+    assert found == pytest.approx([wanted], rel=0.01)
+
+
+@given(lengths=LENGTHS, limit=st.integers(1, 5000))
+def test_one_limit_for_all_is_where_they_end(lengths: list[int], limit: int) -> None:
+    short, cut = [n for n in lengths if n < limit], [limit for n in lengths if n >= limit]
+    found = learned(*short, cut=tuple(cut)).expected(NOTHING)
+    assert found == pytest.approx(learned(*short, *cut).expected(NOTHING))
+
+
+def test_what_is_cancelled_does_not_count() -> None:
     run = Drive("sarathi")
-    gone = run.add(3, 9)
-    run.add(3, 4)
+    cancelled, _, stopped = run.add(3, 9), run.add(3, 4), run.add(3, 9)
     for _ in range(4):
         run.step()
-    run.scheduler.finish(gone)
-    run.scheduler.finish(run.add(3, 9))  # cancelled before it wrote anything
-    assert run.table.output_lengths.count == 2
-    assert run.table.output_lengths.expected(np.array([0])).tolist() == [4.0]
+    run.scheduler.finish(cancelled, complete=False)
+    run.scheduler.finish(run.add(3, 9))  # stopped before it wrote anything
+    lengths = run.table.output_lengths
+    assert lengths.count == 1 and run.ended == [1]
+    run.step()
+    run.scheduler.finish(stopped)
+    assert lengths.count == 2
+    # One was cut at 4, and the other has ended by itself at 5.
+    assert lengths.expected(NOTHING).tolist() == [5.0]

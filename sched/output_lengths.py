@@ -1,0 +1,69 @@
+"""How long outputs get, learned from those that have ended (InferMax section 6).
+
+An output that its limit has cut would have gone on, nobody knows how far. To leave it out would
+make outputs too short, for it is the long ones that are cut; to count it as ended there, too. It
+is censored: it says that an output got as long, and nothing on where it ends, which is what the
+estimator of Kaplan and Meier ("Nonparametric estimation from incomplete observations", 1958)
+makes of it. Where nobody got any longer, it counts as ended (Efron's tail correction).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+BINS_PER_OCTAVE = 8
+HALF_LIFE = 4096  # outputs after which an earlier one has half the weight
+
+
+class OutputLengths:
+    """A histogram of lengths in tokens, with bins that grow by a tenth. It forgets: what ended
+    HALF_LIFE outputs ago weighs half. count: outputs so far."""
+
+    _DECAY = 0.5 ** (1 / HALF_LIFE)
+
+    def __init__(self) -> None:
+        bins = 32 * BINS_PER_OCTAVE
+        self._reached = np.zeros(bins)  # weight of those that ended, or were cut, in the bin
+        self._ended = np.zeros(bins)  # of those that ended there by themselves
+        self._mean = np.zeros(bins)  # length of the former
+        self._expected: np.ndarray | None = None
+        self.count = 0
+
+    def add(self, length: int, cut: bool = False) -> None:
+        """Counts one output of `length` tokens, at least 1. cut: by its limit."""
+        index = int(BINS_PER_OCTAVE * math.log2(length))
+        self._reached *= self._DECAY
+        self._ended *= self._DECAY
+        self._reached[index] += 1
+        self._ended[index] += not cut
+        self._mean[index] += (length - self._mean[index]) / self._reached[index]
+        self._expected = None
+        self.count += 1
+
+    def expected(self, generated: np.ndarray) -> np.ndarray:
+        """Mean length of the outputs that are longer than `generated`, to a bin's width, float64
+        [n]; one token more than generated where none was."""
+        if self._expected is None:
+            self._expected = self._by_bin()
+        bins = np.ceil(BINS_PER_OCTAVE * np.log2(generated + 1)).astype(np.int64)
+        return np.maximum(self._expected[bins], generated + 1)
+
+    def _by_bin(self) -> np.ndarray:
+        """Mean length of the outputs that get as far as each bin, float64 [bins]; 0 if none has.
+
+        From the last bin down: of all that got there, a share has ended there, and the others are
+        as long as those that got further.
+        """
+        expected = np.zeros(len(self._mean))
+        at_risk = mean = 0.0
+        last = int(np.max(np.flatnonzero(self._reached), initial=-1))
+        every = zip(self._reached.tolist(), self._ended.tolist(), self._mean.tolist(), strict=True)
+        for index, (reached, ended, length) in reversed(list(enumerate(every))[: last + 1]):
+            if reached:
+                share = ended / (at_risk + reached) if at_risk else 1.0
+                at_risk += reached
+                mean += share * (length - mean)
+            expected[index] = mean
+        return expected
