@@ -47,14 +47,19 @@ class Model:
 @dataclass(frozen=True)
 class Device:
     """count accelerators of one kind under tensor parallelism. flops: dense 16-bit peak of one,
-    1/s; bandwidth: of its memory, bytes/s; memory: bytes; host_bandwidth: bytes/s to or from the
-    host, by default that of PCIe 4.0 x16 (assumed for TPUs)."""
+    1/s; bandwidth: of its memory, bytes/s; memory: bytes; link: bytes/s that it sends to the
+    others; host_bandwidth: bytes/s to or from the host, by default that of PCIe 4.0 x16 (assumed
+    for TPUs). kind: whose fitted figures say how close it gets to these (`layers.figures_of`);
+    measured: whether they are its own."""
 
     flops: float
     bandwidth: float
     memory: float
+    link: float
     count: int = 1
     host_bandwidth: float = 32e9
+    kind: str = "a100"
+    measured: bool = False
 
 
 MODELS = {
@@ -77,15 +82,17 @@ MODELS = {
 }
 
 DEVICES = {
-    # Data sheets: dense bf16 tensor FLOP/s, memory bytes/s, memory bytes.
-    "a100": Device(312e12, 2.039e12, 80e9),
-    "a100-40g": Device(312e12, 1.555e12, 40e9),
-    "h100": Device(989e12, 3.35e12, 80e9, host_bandwidth=64e9),
-    "h200": Device(989e12, 4.8e12, 141e9, host_bandwidth=64e9),
-    "l4": Device(121e12, 0.3e12, 24e9),
-    "v5e": Device(197e12, 0.819e12, 16e9),
-    "v5p": Device(459e12, 2.765e12, 95e9),
-    "v6e": Device(918e12, 1.64e12, 32e9),
+    # Data sheets: dense bf16 tensor FLOP/s, memory bytes/s, memory bytes, and half of what NVIDIA
+    # says of NVLink (an L4 has PCIe 4.0 x16) and Google of the chips' interconnect, which is the
+    # sum of both directions.
+    "a100": Device(312e12, 2.039e12, 80e9, 300e9, measured=True),
+    "a100-40g": Device(312e12, 1.555e12, 40e9, 300e9),
+    "h100": Device(989e12, 3.35e12, 80e9, 450e9, host_bandwidth=64e9, kind="h100", measured=True),
+    "h200": Device(989e12, 4.8e12, 141e9, 450e9, host_bandwidth=64e9, kind="h100"),
+    "l4": Device(121e12, 0.3e12, 24e9, 32e9),
+    "v5e": Device(197e12, 0.819e12, 16e9, 200e9),
+    "v5p": Device(459e12, 2.765e12, 95e9, 600e9),
+    "v6e": Device(918e12, 1.64e12, 32e9, 400e9),
 }
 
 

@@ -1,7 +1,8 @@
 """Systems by name: a model on a device, with its cost model.
 
 Two come with constants fitted by InferMax's authors; any other is scaled from its arithmetic and
-its bytes; a measured one is read from a profile (`python -m jaxserve.profile`).
+its bytes, with figures fitted to measured tables where there are any; a measured one is read from a
+profile (`python -m jaxserve.profile`). docs/systems.md has them all.
 """
 
 from __future__ import annotations
@@ -11,33 +12,32 @@ import difflib
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, Model, hidden_read_of
+from jaxserve.sched.simulation.layers import LayerWork, figures_of
 from jaxserve.sched.simulation.presets import LLAMA_2_7B, PRESETS
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 
-_MATMUL_EFFICIENCY = 0.68  # of peak FLOP/s: the token slope of the first preset, 212 of 312 TFLOP/s
+# What attention and hidden caches take, as the first preset has it; no table says better.
+_PROJECTION_EFFICIENCY = 0.68  # of peak FLOP/s: its token slope, 212 of 312 TFLOP/s
 _READ_EFFICIENCY = 0.94  # of memory bandwidth: its decode KV slope, 1.92 of 2.04 TB/s
 _ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
 _MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
 
 
 def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto") -> System:
-    """A system from FLOPs and bytes, with the efficiencies that the Llama-2-7B preset shows.
+    """A system from FLOPs and bytes, at the rates that measurements show.
 
-    Per token 2 x weights FLOPs at 68% of peak; once a step the weights' bytes, a decode's K and V
-    and a chunk's cached K and V at 94% of bandwidth; prefill attention 2 x heads x head_dim FLOPs a
-    unit of c^2 + 2cm at 15.7% of peak; the attention kernels' biases and per-request terms as they
-    are in that preset. Several devices share FLOPs and bytes evenly; their exchange is left out.
-    hidden_read: see `hidden_read_of`; what hidden caches cost is derived in `_hidden_terms`.
-    ValueError if the weights do not fit, or for a read that the model does not have.
+    Beside attention: `layers.Figures`, fitted to Vidur's tables of A100s and H100s, all-reduces
+    included; other devices get those of one of the two as shares of their own data sheets. The
+    output matrix counts with its bytes once a step, and its FLOPs for each request. Attention: a
+    decode's K and V and a chunk's cached K and V at 94% of bandwidth, prefill attention 2 x heads x
+    head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak, the kernels' biases and per-request terms
+    as the Llama-2-7B preset has them. Several devices share that evenly. hidden_read: see
+    `hidden_read_of` and `_hidden_terms`. ValueError if the weights do not fit, or for a read that
+    the model does not have.
 
-    How wrong it is, against Vidur's timings of Llama-2-7B's non-attention operators on A100s (one
-    layer, medians, 261 sizes from 1 to 4,096 tokens): on one device 6% mean and 28% worst relative
-    error: 11% too low for 64 tokens and fewer, 12% too high between 256 and 512 (the roofline's
-    knee, which no straight line has), right above. The constants that the authors fitted are 10%
-    and 77% off there, and 63% too low for 64 tokens and fewer. For one device's share of 2, 4 and 8
-    the mean errors are 7%, 11% and 27%, too low throughout. Against the authors' 70B constants for
-    four A100s: 1% on the token slope, but decodes read KV 2.3 times too fast and prefill attention
-    is 1.9 times too slow.
+    How wrong it is beside attention, against the tables it is fitted to (1 to 4,096 tokens): 8,
+    6, 4 and 3% mean relative error on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at
+    worst, at the roofline's knee (docs/systems.md). Of attention little is known; see there.
     """
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * _READ_EFFICIENCY
@@ -48,20 +48,24 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
             f"{name or 'the model'}: weights of {2 * model.params / 1e9:.0f} GB do not fit into "
             f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
         )
-    base = LLAMA_2_7B.coefficients
+    base, figures = LLAMA_2_7B.coefficients, figures_of(device.kind)
+    step, token = figures.seconds(LayerWork.of(model, n), device)
+    # The output matrix, FLOPs a token and bytes alike; it is no layer's.
+    output = 2 * model.vocab * model.d_model / n / model.layers
+    each = output / (figures.matmul * device.flops)
     kv = model.kv_bytes / bandwidth
     read = hidden_read_of(model, hidden_read)
     terms = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0, 0.0)
     hidden, hidden_chunk, projected = terms
     coefficients = Coefficients(
-        per_token=2 * model.layer_params / (_MATMUL_EFFICIENCY * flops),
-        token_bias=2 * model.layer_params / bandwidth,
+        per_token=token,
+        token_bias=step + output / (figures.read * device.bandwidth),
         decode_kv=kv,
         decode_bias=base.decode_bias,
-        per_decode=base.per_decode,
+        per_decode=base.per_decode + each,
         prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
         prefill_bias=base.prefill_bias,
-        per_prefill=base.per_prefill,
+        per_prefill=base.per_prefill + each,
         prefill_m=kv,
         hidden_token=hidden,
         hidden_prefill=hidden_chunk,
@@ -70,7 +74,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         copied_slot=model.kv_bytes / bandwidth,
         swapped_slot=model.kv_bytes / 2 / (device.host_bandwidth * n),
     )
-    about = {"source": "scaled from FLOPs and bytes", "efficiencies_of": "llama-2-7b@a100"}
+    source = "measured tables (Vidur, MIT)" if device.measured else "specification"
+    about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}
     if read:
         about["hidden_read"] = read
     rho = model.layers * (hidden - kv) if read else None
@@ -96,7 +101,7 @@ def _hidden_terms(
     the vector. The longer of the two counts, as they overlap.
     """
     width = 2 * model.kv_heads * model.head_dim
-    project = 2 * model.d_model * width / (_MATMUL_EFFICIENCY * flops)
+    project = 2 * model.d_model * width / (_PROJECTION_EFFICIENCY * flops)
     project += model.hidden_bytes / bandwidth
     becomes_kv = project + model.kv_bytes / bandwidth
     if read == "projected":

@@ -15,7 +15,8 @@ from jaxserve.sched.cost_model import (
     LinearCostModel,
     Padding,
 )
-from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, hidden_read_of
+from jaxserve.sched.simulation.hardware import DEVICES, MODELS, hidden_read_of
+from jaxserve.sched.simulation.layers import figures_of
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 from jaxserve.sched.simulation.systems import scale, system
 
@@ -44,22 +45,41 @@ def test_the_70b_presets_attention_costs_a_tenth_more_for_several() -> None:
     assert found == pytest.approx(80 * layer * MS)
 
 
-def test_scaling_gives_the_preset_back_where_it_comes_from() -> None:
+def test_attention_is_the_presets_where_that_comes_from() -> None:
     scaled = scale(MODELS["llama-2-7b"], DEVICES["a100"]).cost_model.coefficients.as_dict()
     fitted = system("llama-2-7b@a100").cost_model.coefficients.as_dict()
-    for name in ("per_token", "decode_kv", "prefill_quad", "decode_bias", "per_prefill"):
+    for name in ("decode_kv", "prefill_quad", "decode_bias", "prefill_bias"):
         assert scaled[name] == pytest.approx(fitted[name], rel=0.01), name
     assert scaled["prefill_m"] == pytest.approx(fitted["prefill_m"], rel=0.1)
+    assert scaled["per_token"] == pytest.approx(fitted["per_token"], rel=0.1)
 
 
-def test_scaling_follows_flops_and_bytes() -> None:
+def test_attention_follows_flops_and_bytes() -> None:
     slow, fast = DEVICES["a100"], DEVICES["h100"]
     a = scale(MODELS["llama-3-8b"], slow).cost_model.coefficients
     h = scale(MODELS["llama-3-8b"], fast).cost_model.coefficients
-    assert a.per_token / h.per_token == pytest.approx(fast.flops / slow.flops)
+    assert a.prefill_quad / h.prefill_quad == pytest.approx(fast.flops / slow.flops)
     assert a.decode_kv / h.decode_kv == pytest.approx(fast.bandwidth / slow.bandwidth)
-    four = scale(MODELS["llama-3-8b"], Device(slow.flops, slow.bandwidth, slow.memory, 4))
-    assert a.per_token / four.cost_model.coefficients.per_token == pytest.approx(4)
+    four = scale(MODELS["llama-3-8b"], replace(slow, count=4)).cost_model.coefficients
+    assert a.decode_kv / four.decode_kv == pytest.approx(4)
+
+
+def test_the_output_matrix_counts_once_a_step_and_for_each_request() -> None:
+    """Llama 3 has 128,256 tokens, Llama 2 32,000; else the two would be alike."""
+    large = MODELS["llama-3-8b"]
+    a, b = (
+        scale(replace(large, vocab=vocab), DEVICES["a100"]).cost_model for vocab in (128256, 32000)
+    )
+    more = 2 * 4096 * (128256 - 32000)  # FLOPs a token, and bytes
+    figures = figures_of("a100")
+    empty = BatchFeatures(0, 0, 0, 0, 0, 0, 0)
+    assert a.batch_time(empty) - b.batch_time(empty) == pytest.approx(
+        more / (figures.read * 2.039e12)
+    )
+    ten = BatchFeatures(10, 10, 10, 10, 0, 0, 0)
+    assert a.batch_time(ten) - b.batch_time(ten) == pytest.approx(
+        more / (figures.read * 2.039e12) + 10 * more / (figures.matmul * 312e12)
+    )
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-2-7b", 6.7), ("llama-3-70b", 70.6)])

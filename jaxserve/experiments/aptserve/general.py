@@ -193,7 +193,7 @@ class LongContexts(Part):
         return (
             f"A prefill of BookCorpus's mean prompt, {tokens:,} tokens, takes {step:.2g} s here, "
             "within the target, and a step has no more than one or two of them. Our four GPUs "
-            "share the work evenly and exchange nothing, which is the best case."
+            "share attention evenly, which is the best case."
         )
 
     def _tbt(self, results: OnlineResults) -> str:

@@ -167,8 +167,9 @@ Scalable LLM Inference Serving" (SIGMOD 2025). {requests:,} requests a trace, Po
 the same requests at every rate and for every system; the SLOs of Table 3, TTFT and the 99th \
 percentile of each request's times between tokens. The simulator serves with the engine's own \
 scheduler, block accounting (blocks of 16 tokens) and overlap of planning and running; batch times \
-come from `jaxserve.sched.simulation.systems.scale`: arithmetic and bytes at the efficiencies that \
-InferMax's authors measured on an A100. Lengths are drawn from distributions with the data sets' \
+come from `jaxserve.sched.simulation.systems.scale`: layers as fitted to tables of A100s, \
+attention at the efficiencies that InferMax's authors measured ([systems.md](systems.md)). Lengths \
+are drawn from distributions with the data sets' \
 published moments (`jaxserve.sched.workloads.lengths`), cut to OPT's 2,048 tokens. C = 2,048 \
 tokens a batch, so that every prompt fits into one; P = 512 for `sarathi`, `fastgen` and \
 `aptserve_s`. Nothing was tuned towards the paper's results."""

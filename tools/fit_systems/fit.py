@@ -1,0 +1,243 @@
+"""Fits the figures of `sched/simulation/fitted_devices.json` to Vidur's tables.
+
+    git clone https://github.com/microsoft/vidur
+    python tools/fit_systems/fit.py vidur/data/profiling
+
+Vidur (Agrawal et al., MLSys 2024; MIT licence) publishes medians of the operators of one layer, by
+tokens and tensor parallelism, and of all-reduces, by bytes. A layer is its operators beside
+attention and two all-reduces among the devices of one DGX. The fit minimises the squared relative
+error, with non-negative coefficients; each doubling of the number of tokens counts the same, as do
+all models. Writes the file, and prints the table of docs/systems.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxserve.sched.simulation.hardware import DEVICES, Device, Model
+from jaxserve.sched.simulation.layers import FIGURES, LayerWork
+
+KINDS = ("a100", "h100")
+COUNTS = (1, 2, 4, 8)
+MAX_TOKENS = 4096
+OPERATORS = (
+    "input_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
+)
+ORIGIN = {
+    "origin": "figures computed by tools/fit_systems/fit.py from the tables of Vidur "
+    "(Agrawal et al., MLSys 2024, arXiv 2405.05465), https://github.com/microsoft/vidur, "
+    "data/profiling",
+    "licence": "of the tables: MIT, Copyright (c) Microsoft Corporation",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One model on `devices` of a kind: seconds [n] of a layer for tokens [n]."""
+
+    kind: str
+    devices: int
+    model: Model
+    tokens: np.ndarray
+    seconds: np.ndarray
+
+    @property
+    def device(self) -> Device:
+        """One of them."""
+        return DEVICES[self.kind]
+
+    @property
+    def weight(self) -> np.ndarray:
+        """What each size counts for, [n], 1 in all: as much for each doubling."""
+        octave = np.floor(np.log2(self.tokens)).astype(int)
+        share = 1.0 / np.bincount(octave)[octave]
+        return np.asarray(share / share.sum())
+
+    def features(self) -> np.ndarray:
+        """[n, coefficients]: what `Figures` has shares and latencies of, at the data sheet's
+        rates, in seconds."""
+        work, one = LayerWork.of(self.model, self.devices), np.ones(len(self.tokens))
+        device, n = self.device, self.tokens
+        latencies = [2.0 * (self.devices == count) * one for count in COUNTS[1:]]
+        return np.stack(
+            [
+                one,
+                one * work.weights / device.bandwidth,
+                n * work.flops / device.flops,
+                n * work.elementwise / device.bandwidth,
+                n * work.exchanged / device.link,
+                *latencies,
+            ],
+            axis=1,
+        )
+
+    def assumed(self) -> np.ndarray:
+        """What stood here before there were figures: weights at 94% of bandwidth, FLOPs at 68% of
+        peak, nothing else. Seconds, [n]."""
+        work = LayerWork.of(self.model, self.devices)
+        token = work.flops / (0.68 * self.device.flops)
+        return np.asarray(work.weights / (0.94 * self.device.bandwidth) + token * self.tokens)
+
+
+def read_tables(folder: Path, kind: str) -> Iterator[Table]:
+    """Every model of Meta's that the folder, Vidur's data/profiling, has for the kind of device."""
+    reduces = _all_reduces(folder / "network" / f"{kind}_dgx" / "all_reduce.csv")
+    paths = sorted((folder / "compute" / kind / "meta-llama").glob("*/mlp.csv"))
+    if not paths:
+        raise ValueError(f"{folder}: no compute/{kind}/meta-llama/*/mlp.csv in it")
+    for path in paths:
+        for devices, rows in _by_devices(path).items():
+            yield _table(kind, devices, rows, reduces)
+
+
+def fit(tables: Sequence[Table]) -> dict[str, Any]:
+    """The figures of one kind of device, as the file has them."""
+    rows, target = [], []
+    for table in tables:
+        weight = np.sqrt(table.weight)
+        rows.append(table.features() * (weight / table.seconds)[:, None])
+        target.append(weight)
+    matrix = np.concatenate(rows)
+    size = np.linalg.norm(matrix, axis=0)
+    found, _ = nnls(matrix / size, np.concatenate(target))
+    kernels, read, matmul, elementwise, link, *latencies = (float(f"{x:.4g}") for x in found / size)
+    shares = {"read": read, "matmul": matmul, "elementwise": elementwise, "link": link}
+    unused = [name for name, value in shares.items() if value == 0]
+    if unused:
+        raise ValueError(f"the tables say nothing about {', '.join(unused)}")
+    return {
+        "kernels": kernels,
+        **{name: float(f"{1 / value:.4g}") for name, value in shares.items()},
+        "all_reduce": {str(c): value for c, value in zip(COUNTS[1:], latencies, strict=True)},
+    }
+
+
+def errors(tables: Sequence[Table], figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Per number of devices: mean and worst relative errors over all models and sizes, of what was
+    assumed before and of what is fitted; octaves: the mean in which each doubling counts the
+    same."""
+    shares = [1 / figures[name] for name in ("read", "matmul", "elementwise", "link")]
+    found = np.array([figures["kernels"], *shares, *figures["all_reduce"].values()])
+    for devices in COUNTS:
+        mine = [table for table in tables if table.devices == devices]
+        row: dict[str, Any] = {"kind": mine[0].kind, "devices": devices}
+        for name in ("assumed", "fitted"):
+            said = [t.assumed() if name == "assumed" else t.features() @ found for t in mine]
+            size = [np.abs(s / t.seconds - 1) for s, t in zip(said, mine, strict=True)]
+            row[name] = {
+                "mean": _short(np.mean(np.concatenate(size))),
+                "octaves": _short(
+                    np.mean([(v * t.weight).sum() for v, t in zip(size, mine, strict=True)])
+                ),
+                "worst": _short(np.max(np.concatenate(size))),
+            }
+        yield row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 1 for tables that are not there or not as expected."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="data/profiling of a clone of Vidur")
+    parser.add_argument("--out", type=Path, default=FIGURES, help="the file (%(default)s)")
+    args = parser.parse_args(argv)
+    devices, off = {}, []
+    try:
+        for kind in KINDS:
+            tables = list(read_tables(args.folder, kind))
+            devices[kind] = fit(tables)
+            off += errors(tables, devices[kind])
+    except (OSError, KeyError, ValueError) as error:
+        print(f"fit_systems: {error}", file=sys.stderr)
+        return 1
+    content = {**ORIGIN, "devices": devices, "errors": off}
+    args.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(table_of(off)))
+    return 0
+
+
+def table_of(off: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: a line a kind of device and number of devices; errors as mean / mean over
+    doublings / worst."""
+    lines = ["| device | tensor parallel | before | fitted |", "|---|---|---|---|"]
+    for row in off:
+        cells = [
+            " / ".join(f"{row[name][key]:.0%}" for key in ("mean", "octaves", "worst"))
+            for name in ("assumed", "fitted")
+        ]
+        lines.append(f"| {row['kind']} | {row['devices']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _by_devices(path: Path) -> dict[int, list[dict[str, str]]]:
+    found = defaultdict(list)
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if int(row["num_tokens"]) <= MAX_TOKENS:
+                found[int(row["num_tensor_parallel_workers"])].append(row)
+    return {devices: found[devices] for devices in COUNTS if devices in found}
+
+
+def _table(kind: str, devices: int, rows: list[dict[str, str]], reduces: dict[int, Any]) -> Table:
+    first = {name: int(rows[0][name]) for name in ("n_embd", "n_expanded_embd", "n_head")}
+    model = Model(
+        layers=1,
+        d_model=first["n_embd"],
+        d_ff=first["n_expanded_embd"],
+        heads=first["n_head"],
+        kv_heads=int(rows[0]["n_kv_head"]),
+        head_dim=first["n_embd"] // first["n_head"],
+        vocab=int(rows[0]["vocab_size"]),
+    )
+    by_tokens = defaultdict(list)
+    for row in rows:
+        times = [float(row[f"time_stats.{name}.median"]) for name in OPERATORS]
+        by_tokens[int(row["num_tokens"])].append(sum(times))
+    tokens = np.array(sorted(by_tokens))
+    seconds = np.array([np.median(by_tokens[n]) for n in tokens]) / 1e3
+    if devices > 1:
+        seconds = seconds + 2 * np.interp(tokens * 2 * model.d_model, *reduces[devices])
+    return Table(kind, devices, model, tokens, seconds)
+
+
+def _all_reduces(path: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """By number of devices, all in one machine: bytes and seconds."""
+    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["num_workers"] == row["devices_per_node"]:
+                times = found[int(row["num_workers"])][int(row["size"])]
+                times.append(float(row["time_stats.all_reduce.median"]) / 1e3)
+    tables = {}
+    for devices, times in found.items():
+        sizes = np.array(sorted(times))
+        tables[devices] = sizes, np.array([np.median(times[size]) for size in sizes])
+    return tables
+
+
+def _short(value: float | np.floating) -> float:
+    return round(float(value), 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
