@@ -44,10 +44,8 @@ def draw_all(
 
     ValueError for an unknown view, or a schedule too large to be seen.
     """
+    check_views(views)
     wanted = list(views or ("attainment", "cdf", "kv"))
-    unknown = [view for view in wanted if view not in VIEWS]
-    if unknown:
-        raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")
     figures: dict[str, Figure] = {}
     if "attainment" in wanted and len({s["rate"] for s in summaries}) > 1:
         figures["attainment"] = attainment(summaries)
@@ -66,6 +64,13 @@ def draw_all(
         figure.savefig(path, dpi=150)
         paths.append(path)
     return paths
+
+
+def check_views(views: Sequence[str] | None) -> None:
+    """ValueError for an unknown view; None is the usual ones."""
+    unknown = [view for view in views or () if view not in VIEWS]
+    if unknown:
+        raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")
 
 
 def attainment(summaries: Sequence[dict[str, Any]]) -> Figure:
