@@ -69,8 +69,9 @@ def write(args: argparse.Namespace, points: Sequence[Point]) -> None:
 
         labels = [_label(point, points) for point in points]
         means = [{**point.named, **point.mean} for point in points]
+        spread = [point.half_width["slo_attainment"] for point in points]
         named = list(zip(labels, results, strict=True))
-        for figure in plots.draw_all(Path(args.plots), means, named, args.views):
+        for figure in plots.draw_all(Path(args.plots), means, named, args.views, spread):
             print(f"wrote {figure}", file=sys.stderr)
 
 

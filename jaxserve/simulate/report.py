@@ -69,14 +69,15 @@ def _title(point: Point) -> str:
 
 
 def _table(lines: list[list[str]]) -> str:
-    """Under a header; without the columns in which nobody has anything."""
+    """Under a header; without the columns in which nobody has anything, `-`."""
     header = ["policy", "rate", *(title for title, _ in _COLUMNS.values())]
     used = [i for i, column in enumerate(zip(*lines, strict=True)) if set(column) != {"-"}]
     return aligned([[line[i] for i in used] for line in [header, *lines]])
 
 
 def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
-    return [_cell(form, *_of(name, means, widths)) for name, (_, form) in _COLUMNS.items()]
+    shown = {**means, "num_refused": means["num_refused"] or None}
+    return [_cell(form, *_of(name, shown, widths)) for name, (_, form) in _COLUMNS.items()]
 
 
 def _ratio_cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:

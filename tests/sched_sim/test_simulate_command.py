@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.figures import plots
@@ -111,6 +112,19 @@ def test_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         *(f"schedule-{i}.png" for i in range(4)),
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+
+
+def test_attainment_has_bars_where_it_has_a_spread() -> None:
+    summaries = [{"policy": "vllm", "rate": r, "slo_attainment": 1 / r} for r in (1.0, 2.0, 4.0)]
+    (plain,) = plots.attainment(summaries).axes[0].containers
+    assert not plain.has_yerr
+    (bars,) = plots.attainment(summaries, [None, 0.1, 0.05]).axes[0].containers
+    line, _, (ends,) = bars.lines
+    assert line.get_ydata().tolist() == [100.0, 50.0, 25.0]
+    np.testing.assert_allclose(
+        [segment[:, 1].tolist() for segment in ends.get_segments()],
+        [[100, 100], [40, 60], [20, 30]],
+    )
 
 
 def test_the_schedule_view_draws_every_box() -> None:
