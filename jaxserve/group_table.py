@@ -9,16 +9,19 @@ HEADER = ("requests", "TTFT p50, p99, ms", "TBT p50, p99, ms", "e2e p50, p99, ms
 SLO_HEADER = ("SLO", "of TTFT", "of TBT", "of JCT", "goodput/s")
 
 
-def group_lines(found: Mapping[str, Any]) -> list[str]:
+def group_lines(found: Mapping[str, Any], spread: Mapping[str, Any] | None = None) -> list[str]:
     """A line a tier and a class, under a header; none where there is only one of either.
 
     found: with `tiers` and `classes` as `metrics.split_metrics` has them. Attainment is a share of
-    the group's requests, goodput what attains its SLO a second.
+    the group's requests, goodput what attains its SLO a second. spread: half the width of each
+    number's interval, nested like found, None for a number without.
     """
     rows = []
-    for kind, groups in (("tier", found["tiers"]), ("class", found["classes"])):
-        if len(groups) > 1:
-            rows += [[f"{kind} {name}", *_cells(group)] for name, group in groups.items()]
+    for kind, key in (("tier", "tiers"), ("class", "classes")):
+        if len(found[key]) > 1:
+            for name, group in found[key].items():
+                widths = None if spread is None else spread[key][name]
+                rows.append([f"{kind} {name}", *_cells(group, widths)])
     if not rows:
         return []
     return aligned([["", *HEADER, *SLO_HEADER], *rows]).split("\n")
@@ -36,15 +39,23 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _cells(group: Mapping[str, Any]) -> list[str]:
-    cells = [str(group["requests"])]
+def _cells(group: Mapping[str, Any], spread: Mapping[str, Any] | None) -> list[str]:
+    widths = spread or {}
+    cells = [_cell("{:.0f}", group, widths, "requests")]
     for name in ("ttft_ms", "tbt_ms", "e2e_ms"):
-        times = group[name]
-        cells.append("-" if times is None else f"{times['p50']:.1f}, {times['p99']:.1f}")
-    slo = group["slo"]
+        times, around = group[name], widths.get(name)
+        both = (_cell("{:.1f}", times, around, quantile) for quantile in ("p50", "p99"))
+        cells.append("-" if times is None else ", ".join(both))
+    slo, around = group["slo"], widths.get("slo")
     if slo is None:
         return cells + ["-"] * len(SLO_HEADER)
     names = ("attainment", "ttft_attainment", "tbt_attainment", "jct_attainment")
-    cells += [f"{slo[name]:.1%}" for name in names]
-    goodput = slo["goodput_per_s"]
-    return [*cells, "-" if goodput is None else f"{goodput:.2f}"]
+    cells += [_cell("{:.1%}", slo, around, name) for name in names]
+    return [*cells, _cell("{:.2f}", slo, around, "goodput_per_s")]
+
+
+def _cell(form: str, values: Mapping[str, Any], widths: Mapping[str, Any] | None, name: str) -> str:
+    value, width = values[name], (widths or {}).get(name)
+    if value is None:
+        return "-"
+    return form.format(value) + ("" if width is None else f" ±{form.format(width)}")

@@ -35,22 +35,21 @@ def draw_all(
     summaries: Sequence[dict[str, Any]],
     results: Results,
     views: Sequence[str] | None = None,
+    spread: Sequence[float | None] | None = None,
 ) -> list[Path]:
     """Writes the figures of the given views, or all but the schedules, as PNG; returns their paths.
 
     summaries: a run each, with `policy`, `rate` and what `SimulationResult.summary` gives. results:
     (name, result) of the same runs; a name is "policy" or "policy at rate". Attainment is drawn
-    only over several rates.
+    only over several rates, with its spread: see `attainment`.
 
     ValueError for an unknown view, or a schedule too large to be seen.
     """
+    check_views(views)
     wanted = list(views or ("attainment", "cdf", "kv"))
-    unknown = [view for view in wanted if view not in VIEWS]
-    if unknown:
-        raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")
     figures: dict[str, Figure] = {}
     if "attainment" in wanted and len({s["rate"] for s in summaries}) > 1:
-        figures["attainment"] = attainment(summaries)
+        figures["attainment"] = attainment(summaries, spread)
     if "cdf" in wanted:
         figures["cdf"] = cdfs(results)
     if "kv" in wanted:
@@ -68,20 +67,33 @@ def draw_all(
     return paths
 
 
-def attainment(summaries: Sequence[dict[str, Any]]) -> Figure:
+def check_views(views: Sequence[str] | None) -> None:
+    """ValueError for an unknown view; None is the usual ones."""
+    unknown = [view for view in views or () if view not in VIEWS]
+    if unknown:
+        raise ValueError(f"there is no view {unknown[0]!r}; known: {', '.join(VIEWS)}")
+
+
+def attainment(
+    summaries: Sequence[dict[str, Any]], spread: Sequence[float | None] | None = None
+) -> Figure:
     """Share of requests within their SLO, in percent, against the request rate, requests a second;
-    a line a policy. summaries: as in `draw_all`."""
+    a line a policy. summaries: as in `draw_all`. spread: half the width of each one's interval,
+    drawn as a bar; None for those without."""
     figure, axes = _figure(6.4, 4.0)
+    bars = [None] * len(summaries) if spread is None else spread
     for i, policy in enumerate(dict.fromkeys(s["policy"] for s in summaries)):
         points = sorted(
-            (s["rate"], s["slo_attainment"]) for s in summaries if s["policy"] == policy
+            (s["rate"], 100 * s["slo_attainment"], 100 * (bar or 0.0))
+            for s, bar in zip(summaries, bars, strict=True)
+            if s["policy"] == policy
         )
-        rates, shares = zip(*points, strict=True)
+        rates, percent, around = zip(*points, strict=True)
         # Lines that coincide stay visible: the later, the thinner.
         width, size = max(0.9, 3.4 - 0.8 * i), max(3.0, 10.0 - 2.0 * i)
-        marker = _MARKERS[i % len(_MARKERS)]
-        percent = [100 * share for share in shares]
-        axes.plot(rates, percent, marker + "-", lw=width, ms=size, label=policy)
+        look: dict[str, Any] = {"marker": _MARKERS[i % len(_MARKERS)], "lw": width, "ms": size}
+        ends = around if any(around) else None
+        axes.errorbar(rates, percent, ends, label=policy, elinewidth=0.9, capsize=3, **look)
     axes.set(xlabel="requests per second", ylabel="requests within their SLO, %", ylim=(-3, 103))
     _finish(axes)
     return figure

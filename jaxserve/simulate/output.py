@@ -1,46 +1,148 @@
-"""What is written of the runs: tables and figures."""
+"""What is written of the runs, and whether it can be, which is asked before anything runs."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxserve.sched.simulation.results import SimulationResult, write_table
-from jaxserve.simulate.runs import Run
+from jaxserve.simulate.spread import flat
+from jaxserve.simulate.sweep import Point
+
+FILES = ("requests_table", "batches_table", "chrome_trace", "summary")
+OF_RESULTS = ("requests_table", "batches_table", "chrome_trace", "plots")  # of the first seed
 
 
 def keeps(args: argparse.Namespace) -> bool:
-    """Whether anything needs more of a run than its summary."""
-    return bool(args.plots or args.requests_table or args.batches_table)
+    """Whether anything needs more of a run than its numbers."""
+    return any(getattr(args, name) for name in OF_RESULTS)
 
 
-def label(run: Run, runs: list[Run]) -> str:
-    """What a run is called in figures: its policy, and its rate where there are several."""
-    several = len({other.workload.rate for other in runs}) > 1
-    return f"{run.policy} at {run.workload.rate:g}/s" if several else run.policy
+def records_rows(args: argparse.Namespace) -> bool:
+    """Whether anything needs to know who was in each batch."""
+    return bool(args.chrome_trace) or "schedule" in (args.views or ())
 
 
-def write(
-    args: argparse.Namespace,
-    summaries: list[dict[str, Any]],
-    results: list[tuple[str, SimulationResult]],
-) -> None:
-    """The tables and figures asked for. Several runs' tables get numbers."""
-    for path, table in (
+def check(args: argparse.Namespace, points: int) -> None:
+    """Raises ValueError, or OSError, with the flag of the first output that cannot be written.
+    points: policies times rates."""
+    taken: dict[Path, str] = {}
+    for name in FILES:
+        given = getattr(args, name)
+        if given is None:
+            continue
+        for path in [Path(given)] if name == "summary" else _numbered(given, points):
+            _check_file(name, path)
+            other = taken.setdefault(path.resolve(), name)
+            if other != name:
+                raise ValueError(f"--{name}: {path} is what --{other} writes")
+    if args.plots is not None:
+        _check_folder(Path(args.plots))
+        from jaxserve.figures import plots  # matplotlib takes a second
+
+        plots.check_views(args.views)
+
+
+def write(args: argparse.Namespace, points: Sequence[Point]) -> None:
+    """All that was asked for."""
+    if args.summary:
+        write_summary(points, Path(args.summary))
+    if not keeps(args):
+        return
+    results = [_result(point) for point in points]
+    for given, table in (
         (args.requests_table, SimulationResult.request_table),
         (args.batches_table, SimulationResult.batch_table),
     ):
-        if not path:
-            continue
-        for number, (_, result) in enumerate(results):
-            name = Path(path)
-            if len(results) > 1:
-                name = name.with_stem(f"{name.stem}-{number}")
-            write_table(table(result), name)
+        if given:
+            for path, result in zip(_numbered(given, len(points)), results, strict=True):
+                write_table(table(result), path)
+    if args.chrome_trace:
+        _write_traces(points, results, _numbered(args.chrome_trace, len(points)))
     if args.plots:
-        from jaxserve.figures import plots  # matplotlib takes a second
+        from jaxserve.figures import plots
 
-        for figure in plots.draw_all(Path(args.plots), summaries, results, args.views):
+        labels = [_label(point, points) for point in points]
+        means = [{**point.named, **point.mean} for point in points]
+        spread = [point.half_width["slo_attainment"] for point in points]
+        named = list(zip(labels, results, strict=True))
+        for figure in plots.draw_all(Path(args.plots), means, named, args.views, spread):
             print(f"wrote {figure}", file=sys.stderr)
+
+
+def write_summary(points: Sequence[Point], path: Path) -> None:
+    """A CSV file with a row a run, and for every point a row with the means and one with half the
+    width of their confidence intervals. `statistic` says which, `seed` is a run's; the columns of
+    the numbers are named as `pandas.json_normalize` does. What is not there is an empty cell."""
+    rows = [row for point in points for row in _summary_rows(point)]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _summary_rows(point: Point) -> Iterator[dict[str, Any]]:
+    mean = point.mean
+    alone = {name for name in ("tiers", "classes") if len(mean[name]) < 2}  # the same as all
+
+    def row(statistic: str, seed: int | None, numbers: dict[str, Any]) -> dict[str, Any]:
+        columns = {name: value for name, value in numbers.items() if name not in alone}
+        return {**point.named, "statistic": statistic, "seed": seed, **flat(columns)}
+
+    for seed, numbers in zip(point.seeds, point.numbers, strict=True):
+        yield row("run", seed, numbers)
+    yield row("mean", None, mean)
+    yield row("half_width", None, point.half_width)
+
+
+def _write_traces(
+    points: Sequence[Point], results: Sequence[SimulationResult], paths: Sequence[Path]
+) -> None:
+    from jaxserve.figures.chrome_trace import write_trace
+
+    for point, result, path in zip(points, results, paths, strict=True):
+        write_trace(result, path, {**point.named, "seed": point.run.seed})
+
+
+def _result(point: Point) -> SimulationResult:
+    result = point.outcomes[0].result
+    assert result is not None  # `keeps` is asked before the runs
+    return result
+
+
+def _label(point: Point, points: Sequence[Point]) -> str:
+    """What a point is called in figures: its policy, and its rate where there are several."""
+    several = len({other.run.rate for other in points}) > 1
+    return f"{point.run.policy} at {point.run.rate:g}/s" if several else point.run.policy
+
+
+def _numbered(given: str, count: int) -> list[Path]:
+    """A path a point; with numbers where there are several."""
+    path = Path(given)
+    if count == 1:
+        return [path]
+    return [path.with_stem(f"{path.stem}-{number}") for number in range(count)]
+
+
+def _check_file(name: str, path: Path) -> None:
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"--{name}: {path} is a folder")
+    if not folder.is_dir():
+        raise ValueError(f"--{name}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--{name}: {path} cannot be written")
+
+
+def _check_folder(path: Path) -> None:
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"--plots: {there} is not a folder")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--plots: {there} cannot be written to")

@@ -2,38 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.group_table import aligned, group_lines
+from jaxserve.sched.simulation.capacity import Crossing
+from jaxserve.simulate.spread import LEVEL, half_width, mean
+from jaxserve.simulate.sweep import Point, Ratios
 
 _COLUMNS = {
-    "policy": ("policy", "{}"),
-    "rate": ("rate", "{:g}"),
     "latency_s": ("latency, s", "{:.3f}"),
     "makespan_s": ("makespan, s", "{:.3f}"),
     "tps": ("tokens/s", "{:.1f}"),
     "mean_ttft_s": ("TTFT, s", "{:.4f}"),
     "mean_tpot_s": ("TPOT, s", "{:.5f}"),
-    "num_batches": ("batches", "{}"),
-    "num_preemptions": ("preemptions", "{}"),
-    "num_refused": ("refused", "{}"),
+    "num_batches": ("batches", "{:.0f}"),
+    "num_preemptions": ("preemptions", "{:.0f}"),
+    "num_refused": ("refused", "{:.0f}"),
     "slo_attainment": ("SLO", "{:.1%}"),
 }
+_RATIO = "{:.3f}"
 
 
-def report(summaries: list[dict[str, Any]]) -> str:
-    """A table with a line a run, and one with a line a tier or class where there is more than
-    one."""
-    names = [n for n in _COLUMNS if any(s[n] is not None for s in summaries)]
-    lines = [[_COLUMNS[name][0] for name in names]]
-    for summary in summaries:
-        lines.append(
-            ["-" if summary[n] is None else _COLUMNS[n][1].format(summary[n]) for n in names]
-        )
-    tables = [aligned(lines)]
-    for summary in summaries:
-        groups = group_lines(summary)
+def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) -> str:
+    """A table with a line a point, one with a line a pair that is compared, and one with a line a
+    tier or class where there is more than one. seeds: those asked for."""
+    lines = [
+        [*_name(point.run.policy, point.run.rate), *_cells(point.mean, point.half_width)]
+        for point in points
+    ]
+    tables = [_table(lines), *_notes(points, seeds)]
+    if compared:
+        ratios = [
+            [*_name(one.policy, one.rate), *_ratio_cells(mean(one.values), half_width(one.values))]
+            for one in compared
+        ]
+        how = ", seed by seed" if any(len(one.values) > 1 for one in compared) else ""
+        tables += ["", f"over {compared[0].to}{how}", _table(ratios)]
+    for point in points:
+        groups = group_lines(point.mean, point.half_width)
         if groups:
-            rate = "" if summary["rate"] is None else f" at {summary['rate']:g}/s"
-            tables += ["", f"{summary['policy']}{rate}", *groups]
+            tables += ["", _title(point), *groups]
     return "\n".join(tables)
+
+
+def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> str:
+    """A table with a line a policy. found: the highest rate at which its attainment is at least the
+    level, or where the search ended, with the numbers there."""
+    lines = [["policy", "capacity, requests/s", "SLO"]]
+    for point, capacity in found:
+        attainment = _cell("{:.1%}", *_of("slo_attainment", point.mean, point.half_width))
+        lines.append([point.run.policy, f"{capacity.bound}{capacity.rate:g}", attainment])
+    return (
+        f"the highest rate at which {100 * level:.4g}% of the requests attain their SLO\n"
+        + aligned(lines)
+    )
+
+
+def _name(policy: str, rate: float | None) -> list[str]:
+    return [policy, "-" if rate is None else f"{rate:g}"]
+
+
+def _title(point: Point) -> str:
+    rate = "" if point.run.rate is None else f" at {point.run.rate:g}/s"
+    return f"{point.run.policy}{rate}"
+
+
+def _table(lines: list[list[str]]) -> str:
+    """Under a header; without the columns in which nobody has anything, `-`."""
+    header = ["policy", "rate", *(title for title, _ in _COLUMNS.values())]
+    used = [i for i, column in enumerate(zip(*lines, strict=True)) if set(column) != {"-"}]
+    return aligned([[line[i] for i in used] for line in [header, *lines]])
+
+
+def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
+    shown = {**means, "num_refused": means["num_refused"] or None}
+    return [_cell(form, *_of(name, shown, widths)) for name, (_, form) in _COLUMNS.items()]
+
+
+def _ratio_cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
+    return [_cell(_RATIO, *_of(name, means, widths)) for name in _COLUMNS]
+
+
+def _of(name: str, means: dict[str, Any], widths: dict[str, Any]) -> tuple[Any, Any]:
+    return means[name], widths[name]
+
+
+def _cell(form: str, value: float | None, width: float | None) -> str:
+    if value is None:
+        return "-"
+    return form.format(value) + ("" if width is None else f" ±{form.format(width)}")
+
+
+def _notes(points: Sequence[Point], seeds: range) -> list[str]:
+    """What the intervals are, and who has none."""
+    several = [point for point in points if len(point.outcomes) > 1]
+    fixed = [point.run.policy for point in points if not point.seed_matters]
+    notes = []
+    if several:
+        notes.append(
+            f"±: half of the {LEVEL:.0%} confidence interval of the mean over {len(seeds)} seeds, "
+            f"{seeds[0]} to {seeds[-1]} (Student's t)"
+        )
+    if fixed and len(seeds) > 1:
+        whom = "" if not several else f" of {', '.join(dict.fromkeys(fixed))}"
+        notes.append(f"one run each{whom}: nothing is drawn, so that a seed changes nothing")
+    return notes

@@ -1,17 +1,13 @@
-"""One simulation of those asked for, and many of them beside each other."""
+"""One simulation of those asked for."""
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.results import SimulationResult
@@ -22,8 +18,20 @@ REFUSED = (ValueError, InvalidPlan, OSError)
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """numbers: as `SimulationResult.summary` has them. kv_tokens: of the cache. seed_read: whether
+    the policy drew lots. result: if it is kept."""
+
+    numbers: dict[str, Any]
+    kv_tokens: int
+    seed_read: bool
+    result: SimulationResult | None
+
+
+@dataclass(frozen=True)
 class Run:
-    """One simulation: a policy on a workload. Holds only what can go to another process."""
+    """One simulation: a policy on a workload. Holds only what can go to another process. keep:
+    whether its outcome has all of the result; record_rows: who was in each batch, too."""
 
     policy: str
     system: str
@@ -38,28 +46,36 @@ class Run:
     replicas: int
     routing: str
     seed: int
-    record_rows: bool
+    keep: bool = False
+    record_rows: bool = False
     hidden_read: str = "auto"
     max_queue: int | None = None
 
-    def result(self, bar: tqdm | None = None) -> SimulationResult:
-        """Raises one of REFUSED."""
-        place = system(self.system, self.hidden_read)
-        workload = self.workload.make(self.seed)
-        limits = simulator.default_limits(
+    @property
+    def rate(self) -> float | None:
+        """Requests/s; None if it is not given."""
+        return self.workload.rate
+
+    def limits(self) -> Limits:
+        """C, P and rows. Raises one of REFUSED, also for an unknown policy or system."""
+        return simulator.default_limits(
             make_policy(self.policy),
-            place,
+            system(self.system, self.hidden_read),
             max_batch_tokens=self.max_batch_tokens,
             max_prefill_tokens=self.max_prefill_tokens,
             max_rows=self.max_rows,
         )
-        if bar is not None:
-            bar.reset(len(workload))
-        return simulator.simulate(
+
+    def outcome(self, progress: Callable[[float], None] | None = None) -> Outcome:
+        """Simulates it. progress(share): so much more of it is done, 1 in all. Raises one of
+        REFUSED."""
+        workload = self.workload.make(self.seed)
+        share = 1 / len(workload)
+        result = simulator.simulate(
             self.policy,
             workload,
-            place,
-            limits=limits,
+            system(self.system, self.hidden_read),
+            limits=self.limits(),
             kv_tokens=self.kv_tokens,
             host_tokens=self.host_tokens,
             block_size=self.block_size,
@@ -69,54 +85,7 @@ class Run:
             max_queue=self.max_queue,
             seed=self.seed,
             record_rows=self.record_rows,
-            progress=None if bar is None else bar.update,
+            progress=None if progress is None else lambda count: progress(count * share),
         )
-
-    def summary(self, result: SimulationResult) -> dict[str, Any]:
-        """What was run, and its numbers."""
-        return {
-            "policy": self.policy,
-            "rate": self.workload.rate,
-            "system": self.system,
-            "workload": self.workload.lengths,
-            "rules": self.rules,
-            "replicas": self.replicas,
-            "kv_tokens": result.kv_tokens,
-            "seed": self.seed,
-            **result.summary(),
-        }
-
-
-def results(
-    runs: list[Run], jobs: int, keep: bool
-) -> Iterator[tuple[Run, dict[str, Any], SimulationResult | None]]:
-    """Every run with its summary, in order; with its result if that is to be kept."""
-    quiet = not sys.stderr.isatty()
-    if len(runs) == 1 or jobs == 1:
-        for run in runs:
-            with tqdm(desc=run.policy, unit="request", disable=quiet, leave=False) as bar:
-                result = run.result(bar)
-            yield run, run.summary(result), result if keep else None
-        return
-    with (
-        ProcessPoolExecutor(min(jobs, len(runs)), multiprocessing.get_context("spawn")) as pool,
-        tqdm(total=len(runs), unit="run", disable=quiet, leave=False) as bar,
-    ):
-        futures = [pool.submit(_in_process, run, keep) for run in runs]
-        left: set[Future[Any]] = set(futures)
-        try:
-            while left:
-                done, left = wait(left, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                bar.update(len(done))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        for run, future in zip(runs, futures, strict=True):
-            yield run, *future.result()
-
-
-def _in_process(run: Run, keep: bool) -> tuple[dict[str, Any], SimulationResult | None]:
-    result = run.result()
-    return run.summary(result), result if keep else None
+        kept = result if self.keep else None
+        return Outcome(result.summary(), result.kv_tokens, result.seed_read, kept)

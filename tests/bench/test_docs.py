@@ -16,6 +16,7 @@ from jaxserve.sched.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_
 from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
 from jaxserve.server import launch
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.simulate import flags as simulate_flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("tools/*/README.md")]
@@ -55,6 +56,8 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     for command in commands(page):
         if command[:2] == ["-m", "jaxserve.bench"]:
             cli.parse(command[2:])
+        elif command[:2] == ["-m", "jaxserve.simulate"]:
+            assert simulate_flags.check(simulate_flags.parser("").parse_args(command[2:])) == ""
         elif command[0] == "serve.py" and "FILE" not in command[-1]:
             values = flags.FlagValues()
             launch.parse_flags(command, "configs/tiny_cpu.py", values)

@@ -112,7 +112,8 @@ def test_the_command_counts_refusals(capsys: pytest.CaptureFixture[str], tmp_pat
     argv = ["--policy=vllm", "--workload=fixed:64x8x10", "--max_rows=2", "--max_queue=3", "--json"]
     assert command.main([*argv, f"--requests_table={table}"]) == 0
     found = capsys.readouterr()
-    summary = json.loads(found.out.strip().splitlines()[-1])
+    (point,) = json.loads(found.out.strip().splitlines()[-1])["points"]
+    summary = point["mean"]
     assert (summary["num_requests"], summary["num_refused"]) == (10, 5)
     assert "refused" in found.err
     rows = json.loads(table.read_text())

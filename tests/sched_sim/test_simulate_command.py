@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.figures import plots
 from jaxserve.simulate.cli import main
+from jaxserve.simulate.runs import Run
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--workload=fixed:64x16x12", "--kv_tokens=512", "--max_batch_tokens=256"]
 KEYS = {
     "latency_s",
@@ -26,9 +29,17 @@ KEYS = {
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    """The only point of a sweep with one seed, in this process."""
+    (point,) = points(capsys, "--jobs=1", "--seeds=1", *argv)
+    (own,) = point["runs"]
+    assert point["mean"] == {name: value for name, value in own.items() if name != "seed"}
+    return {**point, **own}
+
+
+def points(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert isinstance(found, dict)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["points"]
+    assert isinstance(found, list)
     return found
 
 
@@ -48,14 +59,15 @@ def test_the_command_of_the_issue(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_several_policies_and_rates_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policy=vllm,sarathi", "--workload=alpaca", "--num_requests=30", "--rate=5,50"]
-    together = run(capsys, *argv, "--jobs=2")["runs"]
+    argv += ["--seeds=2"]
+    together = points(capsys, *argv, "--jobs=2")
     assert [(r["policy"], r["rate"]) for r in together] == [
         ("vllm", 5.0),
         ("vllm", 50.0),
         ("sarathi", 5.0),
         ("sarathi", 50.0),
     ]
-    assert run(capsys, *argv, "--jobs=1")["runs"] == together
+    assert points(capsys, *argv, "--jobs=1") == together
 
 
 def test_rules_and_replicas_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +100,8 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = [*SMALL[1:], "--workload=alpaca", "--num_requests=20", "--policy=vllm,sarathi"]
-    argv += ["--rate=5,20", "--jobs=1", f"--plots={tmp_path}"]
+    argv = ["--workload=alpaca", "--num_requests=20", "--policy=vllm,sarathi"]
+    argv += ["--rate=5,20", "--jobs=1", "--seeds=2", f"--plots={tmp_path}"]
     assert main([*argv, "--views=attainment,cdf,kv,schedule", "--kv_tokens=4000"]) == 0
     capsys.readouterr()
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -100,6 +112,19 @@ def test_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         *(f"schedule-{i}.png" for i in range(4)),
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+
+
+def test_attainment_has_bars_where_it_has_a_spread() -> None:
+    summaries = [{"policy": "vllm", "rate": r, "slo_attainment": 1 / r} for r in (1.0, 2.0, 4.0)]
+    (plain,) = plots.attainment(summaries).axes[0].containers
+    assert not plain.has_yerr
+    (bars,) = plots.attainment(summaries, [None, 0.1, 0.05]).axes[0].containers
+    line, _, (ends,) = bars.lines
+    assert line.get_ydata().tolist() == [100.0, 50.0, 25.0]
+    np.testing.assert_allclose(
+        [segment[:, 1].tolist() for segment in ends.get_segments()],
+        [[100, 100], [40, 60], [20, 30]],
+    )
 
 
 def test_the_schedule_view_draws_every_box() -> None:
@@ -134,15 +159,84 @@ def test_the_schedule_view_draws_every_box() -> None:
         (["--max_tokens=0"], "--max_tokens must be a positive number or 'length', got '0'"),
         (["--max_tokens=15"], "output of 16 tokens, more than its max_tokens of 15"),
         (["--max_tokens=9999"], "16 out, of 9999 asked for; the cache holds 512 tokens"),
+        (["--policy=vllm", "--max_prefill_tokens=64"], "--max_prefill_tokens is for policies that"),
+        (["--max_prefill_tokens=512"], "max_prefill_tokens (512) must not exceed"),
+        (["--summary=no/where.csv"], "--summary: there is no folder no"),
+        (["--requests_table=."], "--requests_table: . is a folder"),
+        (["--batches_table=no/where.json"], "--batches_table: there is no folder no"),
+        (["--chrome_trace=no/where.json"], "--chrome_trace: there is no folder no"),
+        (["--plots=README.md/figures"], "README.md is not a folder"),
+        (["--summary=a.csv", "--requests_table=./a.csv"], "a.csv is what --requests_table writes"),
+        (["--find=capacity"], "--find=capacity needs a target: --slo_ttft_ms"),
     ],
 )
 def test_mistakes_get_one_line(
-    capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(ROOT)
     assert main([*SMALL, *argv]) == 1
     error = capsys.readouterr().err
     assert problem in error
     assert error.count("\n") == 1
+
+
+def nothing_runs(self: Run, *more: object) -> None:
+    raise AssertionError("something ran")
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--policy="], "--policy: a name is missing in ''"),
+        (["--policy=vllm,,edf"], "--policy: a name is missing in 'vllm,,edf'"),
+        (["--policy=vllm,edf,vllm"], "--policy: vllm is given twice"),
+        (["--rate=1,1"], "--rate: 1.0 is given twice"),
+        (["--rate=0"], "--rate: must be positive, got 0"),
+        (["--rate=nan"], "--rate: must be positive, got nan"),
+        (["--rate="], "--rate: must be numbers, got ''"),
+        (["--seeds=0"], "--seeds: must be at least 1, got 0"),
+        (["--seed=-1"], "--seed: must be from 0 to 2147483647, got '-1'"),
+        (["--seed=2147483647"], "--seed and those after it must be at most 2147483647"),
+        (["--views=kv"], "--views says which figures; --plots says where they go"),
+        (["--summary="], "--summary: needs a path"),
+        (["--routing=least_loaded"], "--routing is for more than one of --replicas"),
+        (["--attainment=0.9"], "--attainment is for --find=capacity"),
+        (["--find=capacity", "--attainment=90"], "above 0 and at most 1, got '90'"),
+        (["--find=capacity", "--rate=1,2"], "begins its search at one --rate"),
+        (["--find=capacity", "--arrivals=all"], "--arrivals=all has none"),
+        *(
+            (["--find=capacity", f"--{name}=x"], f"--{name} is of single runs")
+            for name in ("requests_table", "batches_table", "chrome_trace", "plots")
+        ),
+    ],
+)
+def test_a_wrong_command_line_gets_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--workload=alpaca", *argv])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["summary", "requests_table", "batches_table", "chrome_trace"])
+def test_outputs_are_tried_before_anything_runs(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "outcome", nothing_runs)
+    assert main([*SMALL, "--jobs=1", f"--{name}={tmp_path}/no/x.csv"]) == 1
+    assert f"--{name}: there is no folder" in capsys.readouterr().err
+    numbered = tmp_path / "x-1.csv"
+    numbered.mkdir()
+    argv = ["--policy=vllm,sarathi", f"--{name}={tmp_path}/x.csv"]
+    if name != "summary":  # it is one file, whatever is run
+        assert main([*SMALL, *argv]) == 1
+        assert f"--{name}: {numbered} is a folder" in capsys.readouterr().err
 
 
 CLASSES = "--classes=chat:0.6:ttft=150ms:tbt=20ms,batch:0.4:tier=best_effort:jct=2s"
@@ -160,8 +254,9 @@ def test_tiers_and_classes_are_told_apart(capsys: pytest.CaptureFixture[str]) ->
         assert goodput == pytest.approx(found["goodput_per_s"], rel=0.01)
     assert 0 < classes["chat"]["slo"]["tbt_attainment"] < 1
     assert classes["batch"]["slo"]["tbt_attainment"] == 1  # it has no such target
-    assert main(argv) == 0
+    assert main([*argv, "--seeds=2", "--jobs=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert all("±" in line for line in lines[-4:])
     assert [" ".join(line.split()[:2]) for line in lines[-4:]] == [
         "tier realtime",
         "tier best_effort",

@@ -1,0 +1,165 @@
+"""The flags of the command, and which of them do not go together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from typing import Any, NoReturn
+
+from jaxserve import workload_flags
+from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.hardware import HIDDEN_READS
+from jaxserve.sched.workloads.specs import ARRIVALS
+from jaxserve.workload_flags import positive_int
+
+SEEDS = 5
+ATTAINMENT = 0.9
+FIRST_RATE = 1.0  # of a search, requests/s
+MAX_SEED = 2**31 - 1
+NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2."""
+        self.exit(2, f"jaxserve.simulate: {message}\n")
+
+
+def parser(description: str) -> Parser:
+    """The parser; `check` what it gives."""
+    parser = Parser(
+        prog="python -m jaxserve.simulate",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_what_is_simulated(parser)
+    _add_what_is_asked(parser)
+    return parser
+
+
+def check(args: argparse.Namespace) -> str:
+    """Which flags contradict each other, or would have no effect, in a line; "" if none do."""
+    if args.find is not None:
+        if args.rate is not None and len(args.rate) > 1:
+            return "--find=capacity begins its search at one --rate, got several"
+        for name in NOT_FOUND:
+            if getattr(args, name) is not None:
+                return f"--{name} is of single runs, --find=capacity of many; try --summary"
+        if args.arrivals == "all":
+            return "--find=capacity varies the rate, and --arrivals=all has none"
+    elif args.attainment is not None:
+        return "--attainment is for --find=capacity"
+    if args.views is not None and args.plots is None:
+        return "--views says which figures; --plots says where they go"
+    if args.routing is not None and args.replicas == 1:
+        return "--routing is for more than one of --replicas"
+    if args.seed + args.seeds - 1 > MAX_SEED:
+        return f"--seed and those after it must be at most {MAX_SEED}"
+    return ""
+
+
+def _add_what_is_simulated(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--policy",
+        type=_names,
+        default=["sarathi"],
+        help="names, separated by commas, with parameters: edf:watermark=0.05 (sarathi)",
+    )
+    add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
+    add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
+    add("--workload", required=True, help="see above")
+    add("--num_requests", type=positive_int, help="of a sampler (1000), or the first of a trace")
+    add("--arrivals", choices=ARRIVALS, help="(the trace's; else poisson with --rate, else all)")
+    add("--rate", type=_rates, help="requests/s, several separated by commas")
+    add("--cv", type=float, help="of gamma arrivals: deviation of the gaps over their mean")
+    add("--on_s", type=float, help="of on_off arrivals: mean seconds on")
+    add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
+    add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
+    add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
+    add("--host_tokens", type=positive_int, default=0, help="of checkpoints on the host (0)")
+    add("--block_size", type=positive_int, help="tokens of a block (16; infermax_paper: 1)")
+    add("--max_batch_tokens", type=positive_int, help="C (the system's)")
+    add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
+    add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
+    add("--max_queue", type=int, help="unfinished requests beside max_rows; refuse more (no limit)")
+    add("--replicas", type=positive_int, default=1, help="(1)")
+    add("--routing", choices=tuple(simulator.ROUTERS), help="of replicas (round_robin)")
+    workload_flags.add_flags(
+        parser,
+        "a number; 'length', what each writes (by default as much as the longest request leaves)",
+    )
+
+
+def _add_what_is_asked(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--seeds", type=positive_int, default=SEEDS, help=f"how many runs of each ({SEEDS})")
+    add("--seed", type=_seed, default=0, help="the first: of workloads and policies (0)")
+    add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
+    add("--attainment", type=_share, help=f"share of the requests that have to ({ATTAINMENT})")
+    add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    add("--summary", type=_path, metavar="PATH", help="a row a run, and their means, .csv")
+    add("--requests_table", type=_path, metavar="PATH", help="a row a request, .csv or .json")
+    add("--batches_table", type=_path, metavar="PATH", help="a row a batch, .csv or .json")
+    add(
+        "--chrome_trace", type=_path, metavar="PATH", help="for chrome://tracing or Perfetto, .json"
+    )
+    add("--plots", type=_path, metavar="DIR", help="figures, as PNG")
+    add(
+        "--views",
+        type=_names,
+        help="which figures: attainment,cdf,kv,schedule (the first three; schedule, requests x "
+        "batches, is for small runs)",
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"a name is missing in {text!r}")
+    return _different(names)
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
+    for rate in rates:
+        if not (math.isfinite(rate) and rate > 0):
+            raise argparse.ArgumentTypeError(f"must be positive, got {rate:g}")
+    return _different(rates)
+
+
+def _different(values: list[Any]) -> list[Any]:
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise argparse.ArgumentTypeError(f"{twice[0]} is given twice")
+    return values
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:11]) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SEED}, got {text!r:.40}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r:.40}")
+    return share
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("needs a path")
+    return text

@@ -1,0 +1,89 @@
+"""Each policy's capacity: the highest rate at which enough of the requests attain their SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from jaxserve.sched.metrics import has_targets
+from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
+from jaxserve.simulate.runs import Run
+from jaxserve.simulate.sweep import Point, sweep
+from jaxserve.simulate.workers import Workers
+
+
+@dataclass
+class Search:
+    """One policy's: the points tried so far by their index in the grid. run: at the rate to begin
+    with."""
+
+    run: Run
+    level: float
+    tried: dict[int, Point] = field(default_factory=dict)
+
+    def wanted(self) -> list[int]:
+        """Indices to try next; none when it is over."""
+        assert self.run.rate is not None
+        start = FINE.nearest(self.run.rate)
+        _, missing = FINE.tried(self._attainments().get, start, (self.level,))
+        return missing
+
+    def at(self, index: int) -> Run:
+        """The policy at that rate."""
+        return replace(self.run, workload=replace(self.run.workload, rate=FINE.rate(index)))
+
+    def capacity(self) -> Crossing:
+        """When the search is over: the rate, or the last one tried as a bound."""
+        found = self._attainments().items()
+        return sustained({FINE.rate(index): share for index, share in found}, self.level)
+
+    def point(self) -> Point:
+        """At the rate that `capacity` says."""
+        rate = self.capacity().rate
+        return next(point for point in self.tried.values() if point.run.rate == rate)
+
+    def points(self) -> list[Point]:
+        """All that were tried, by ascending rate."""
+        return [self.tried[index] for index in sorted(self.tried)]
+
+    def problem(self) -> str:
+        """Why there is no capacity, in a line; "" if there is one."""
+        found = self.capacity()
+        share = self.point().mean["slo_attainment"]
+        begin = f"{self.run.policy}: at {found.rate:g} requests/s, the"
+        attain = f"rate tried, {share:.1%} of the requests attain their SLO"
+        if found.bound == "<":
+            return f"{begin} lowest {attain}, less than --attainment={self.level:g}"
+        if found.bound == ">":
+            return (
+                f"{begin} highest {attain}, no less than --attainment={self.level:g}; more of them "
+                "(--num_requests) or tighter targets show where that ends"
+            )
+        return ""
+
+    def _attainments(self) -> dict[int, float]:
+        return {index: p.mean["slo_attainment"] for index, p in self.tried.items()}
+
+
+def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> list[Search]:
+    """Searches for the capacity of every policy, all at once. runs: one a policy, all of the same
+    workload at the rate to begin with; level: share of the requests that are to attain their SLO,
+    mean over so many seeds. ValueError if nobody has a target; else raises one of
+    `runs.REFUSED`."""
+    searches = [Search(run, level) for run in runs]
+    if not has_targets(runs[0].workload.make(runs[0].seed).terms):
+        raise ValueError(
+            "--find=capacity needs a target: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes "
+            "with one, or a trace with them"
+        )
+    while ahead := list(_ahead(searches)):
+        points = sweep([one.at(index) for one, index in ahead], seeds, workers)
+        for (one, index), point in zip(ahead, points, strict=True):
+            one.tried[index] = point
+    return searches
+
+
+def _ahead(searches: Sequence[Search]) -> Iterator[tuple[Search, int]]:
+    for one in searches:
+        for index in one.wanted():
+            yield one, index

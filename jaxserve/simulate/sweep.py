@@ -1,0 +1,116 @@
+"""Every policy at every rate, with several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.simulate.runs import Outcome, Run
+from jaxserve.simulate.spread import half_width, mean, ratios
+from jaxserve.simulate.workers import Workers
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy at a rate. run: of the first seed; outcomes: one a seed, from the first one up, or
+    only one if the seed does not matter. seed_matters: whether anything is drawn by it."""
+
+    run: Run
+    outcomes: tuple[Outcome, ...]
+    seed_matters: bool
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What was simulated."""
+        return {
+            "policy": self.run.policy,
+            "rate": self.run.rate,
+            "system": self.run.system,
+            "workload": self.run.workload.lengths,
+            "rules": self.run.rules,
+            "replicas": self.run.replicas,
+            "kv_tokens": self.outcomes[0].kv_tokens,
+        }
+
+    @property
+    def seeds(self) -> range:
+        """Of the outcomes."""
+        return range(self.run.seed, self.run.seed + len(self.outcomes))
+
+    @property
+    def numbers(self) -> list[dict[str, Any]]:
+        """Of each seed."""
+        return [outcome.numbers for outcome in self.outcomes]
+
+    @property
+    def mean(self) -> dict[str, Any]:
+        """Over the seeds; of one, its own numbers."""
+        return self.numbers[0] if len(self.outcomes) == 1 else mean(self.numbers)
+
+    @property
+    def half_width(self) -> dict[str, Any]:
+        """Of the confidence intervals; None for each number of one seed."""
+        return half_width(self.numbers)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """The numbers of one policy over those of another at the same rate, seed by seed: both had the
+    same requests. values: a seed each."""
+
+    policy: str
+    to: str
+    rate: float | None
+    seeds: range
+    values: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, point: Point, base: Point) -> Ratios:
+        """A point whose seed does not matter counts for every seed of the other."""
+        longer = max(point, base, key=lambda one: len(one.outcomes))
+        count = len(longer.outcomes)
+        ours, theirs = (one.numbers * (count // len(one.outcomes)) for one in (point, base))
+        values = ratios(ours, theirs)
+        return cls(point.run.policy, base.run.policy, point.run.rate, longer.seeds, values)
+
+
+def sweep(runs: Sequence[Run], seeds: int, workers: Workers) -> list[Point]:
+    """Does each of the runs, which have the first seed and the same workload but for the rate, with
+    so many seeds from that one up; once where the seed changes nothing. Of several, only the first
+    keeps its result. Raises one of `runs.REFUSED`."""
+    drawn = runs[0].workload.drawn()
+    found = _outcomes([_seeded(run, range(seeds if drawn else 1)) for run in runs], workers)
+    matters = [drawn or first[0].seed_read for first in found]
+    if not drawn:
+        again = range(1, seeds)
+        more = _outcomes(
+            [
+                _seeded(run, again if lots else range(0))
+                for run, lots in zip(runs, matters, strict=True)
+            ],
+            workers,
+        )
+        found = [first + others for first, others in zip(found, more, strict=True)]
+    return [
+        Point(run, tuple(outcomes), seed_matters)
+        for run, outcomes, seed_matters in zip(runs, found, matters, strict=True)
+    ]
+
+
+def paired(points: Sequence[Point]) -> list[Ratios]:
+    """Each point's numbers over those of the first policy at the same rate."""
+    first = points[0].run.policy
+    base = {point.run.rate: point for point in points if point.run.policy == first}
+    others = [point for point in points if point.run.policy != first]
+    return [Ratios.of(point, base[point.run.rate]) for point in others]
+
+
+def _seeded(run: Run, which: range) -> list[Run]:
+    return [replace(run, seed=run.seed + i, keep=run.keep and not i) for i in which]
+
+
+def _outcomes(groups: Sequence[Sequence[Run]], workers: Workers) -> list[list[Outcome]]:
+    """Of all of the groups' runs beside each other."""
+    found = iter(workers.outcomes([run for group in groups for run in group]))
+    return [[next(found) for _ in group] for group in groups]

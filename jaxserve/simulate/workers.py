@@ -1,0 +1,108 @@
+"""Many runs beside each other, under one progress bar."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.sched.simulation.simulator import SimulationError
+from jaxserve.simulate.runs import Outcome, Run
+
+REFRESH_S = 0.2  # between two looks at how far the processes are
+BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
+
+
+class Workers:
+    """Does runs on up to `jobs` processes, or in this one where there is nothing to do beside each
+    other. A context: when it is left, the processes end, also those at work."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._pool: ProcessPoolExecutor | None = None
+        self._others = set(multiprocessing.active_children())
+        self._context = multiprocessing.get_context("spawn")
+        self._done = self._context.Value("d", 0.0)  # runs, in all processes together
+        self._bar: tqdm | None = None
+
+    def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
+        """Of the runs, in their order. The first mistake ends it: one of `runs.REFUSED`."""
+        bar = self._longer_bar(len(runs))
+        if self._pool is None and (self._jobs == 1 or len(runs) < 2):
+            return [run.outcome(lambda share: _show(bar, bar.n + share)) for run in runs]
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._jobs, self._context, initializer=_begin, initargs=(self._done,)
+            )
+        return self._on(self._pool, runs, bar)
+
+    def _on(self, pool: ProcessPoolExecutor, runs: Sequence[Run], bar: tqdm) -> list[Outcome]:
+        try:
+            futures = [pool.submit(_outcome, run) for run in runs]
+            left: set[Future[Outcome]] = set(futures)
+            before = bar.n - self._done.value
+            while left:
+                done, left = wait(left, REFRESH_S, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                _show(bar, before + self._done.value)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise SimulationError("a process of --jobs died; is there memory enough?") from error
+
+    def _longer_bar(self, more: int) -> tqdm:
+        if self._bar is None:
+            quiet = not sys.stderr.isatty()
+            self._bar = tqdm(total=more, bar_format=BAR, disable=quiet, leave=False)
+        else:
+            self._bar.total += more
+        return self._bar
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._pool is None:
+            return
+        self._pool.shutdown(wait=error is None, cancel_futures=True)
+        if error is not None:
+            for child in set(multiprocessing.active_children()) - self._others:
+                child.terminate()
+
+
+def _show(bar: tqdm, done: float) -> None:
+    """done: runs; rounding may make it more than there are."""
+    bar.update(min(done, bar.total) - bar.n)
+
+
+_progress: Callable[[float], None] | None = None
+
+
+def _begin(done: Any) -> None:
+    """In each process, first of all. done: a shared number of runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the process that waits
+
+    def progress(share: float) -> None:
+        with done.get_lock():
+            done.value += share
+
+    global _progress
+    _progress = progress
+
+
+def _outcome(run: Run) -> Outcome:
+    return run.outcome(_progress)

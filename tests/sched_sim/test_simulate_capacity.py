@@ -1,0 +1,107 @@
+"""`python -m jaxserve.simulate --find=capacity`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.sched.simulation.capacity import FINE
+from jaxserve.simulate.cli import main
+
+WORKLOAD = ["--workload=alpaca", "--num_requests=50", "--jobs=1", "--seeds=2"]
+SLO = ["--slo_ttft_ms=200", "--slo_tbt_ms=10"]
+FIND = [*WORKLOAD, "--find=capacity"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def attainment(capsys: pytest.CaptureFixture[str], policy: str, rate: float) -> float:
+    (point,) = run(capsys, *WORKLOAD, *SLO, f"--policy={policy}", f"--rate={rate}")["points"]
+    return float(point["mean"]["slo_attainment"])
+
+
+@pytest.mark.parametrize("level", [0.9, 0.6])
+def test_the_rate_attains_and_the_next_does_not(
+    capsys: pytest.CaptureFixture[str], level: float
+) -> None:
+    policies = ["vllm", "sarathi"]
+    argv = [f"--policy={','.join(policies)}", f"--attainment={level}", "--rate=30"]
+    found = run(capsys, *FIND, *SLO, *argv)
+    assert [one["policy"] for one in found["capacity"]] == policies
+    assert [one["bound"] for one in found["capacity"]] == ["", ""]
+    for one in found["capacity"]:
+        rate = one["rate"]
+        above = FINE.rate(FINE.nearest(rate) + 1)
+        assert attainment(capsys, one["policy"], rate) >= level
+        assert attainment(capsys, one["policy"], above) < level
+        tried = {p["rate"] for p in found["points"] if p["policy"] == one["policy"]}
+        assert {FINE.rate(FINE.nearest(30)), rate, above} <= tried
+        assert len(tried) < 16
+
+
+def test_it_does_not_matter_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        run(capsys, *FIND, *SLO, f"--rate={first}")["capacity"][0]["rate"] for first in (2, 64)
+    ]
+    assert found[0] == found[1]
+
+
+def test_the_table_and_the_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "summary.csv"
+    argv = [*FIND, *SLO, "--policy=vllm,sarathi", "--rate=30", f"--summary={path}"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the highest rate at which 90% of the requests attain their SLO"
+    capacities = {line.split()[0]: float(line.split()[1]) for line in lines[2:]}
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["statistic"] == "mean"]
+    for policy, capacity in capacities.items():
+        tried = {
+            float(row["rate"]): float(row["slo_attainment"])
+            for row in rows
+            if row["policy"] == policy
+        }
+        assert capacity == max(rate for rate, share in tried.items() if share >= 0.9)
+
+
+def test_targets_of_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--classes=chat:0.5:ttft=200ms:tbt=10ms,batch:0.5:tier=best_effort"]
+    of_half, of_all = (run(capsys, *FIND, *more)["capacity"][0]["rate"] for more in (argv, SLO))
+    assert of_half > of_all
+
+
+@pytest.mark.parametrize(
+    ("argv", "bound", "problem"),
+    [
+        (
+            ["--slo_ttft_ms=0.1"],
+            "<",
+            "sarathi: at 0.000977 requests/s, the lowest rate tried, 0.0%",
+        ),
+        (["--slo_ttft_ms=1e6"], ">", "sarathi: at 1020 requests/s, the highest rate tried, 100.0%"),
+    ],
+)
+def test_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], argv: list[str], bound: str, problem: str
+) -> None:
+    small = ["--workload=alpaca", "--num_requests=5", "--jobs=1", "--seeds=1", "--find=capacity"]
+    assert main([*small, *argv, "--json"]) == 1
+    said = capsys.readouterr()
+    (found,) = json.loads(said.out.splitlines()[-1])["capacity"]
+    assert found["bound"] == bound
+    assert f"jaxserve.simulate: {problem}" in said.err.splitlines()[-1]
+
+
+def test_where_nobody_has_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FIND) == 1
+    error = capsys.readouterr().err
+    assert "--find=capacity needs a target: --slo_ttft_ms" in error and error.count("\n") == 1
