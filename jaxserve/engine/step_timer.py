@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ CHAIN = 4  # steps launched one after the other before anything waits
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
 """How the rows of a step sample that does not sample greedily."""
 
+_KEYS = itertools.count(-1, -1)  # of what goes to the host; those of served caches count up
 _VOCABULARY = 2**31 - 1  # more than any, so that it stands for no token
-_KEY = 0  # of what goes to the host and back
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ class StepTimer:
             for widened in widening:
                 self._executor.widen(*widened)
             if len(slots):
-                self._executor.save(_KEY, slots)
-                self._executor.load(_KEY, slots)
-                self._executor.discard((_KEY,))
+                self._swap(slots)
             last = submit(layout, packed, full=shape.sampling)
         last.result()
         return (time.perf_counter() - begin) / chain
@@ -135,6 +134,12 @@ class StepTimer:
         """So many slots, int32 [count, 2], all of them different where the pool is large enough."""
         block = np.arange(count, dtype=np.int32) % self._num_blocks
         return np.stack([block, np.zeros_like(block)], axis=1)
+
+    def _swap(self, slots: np.ndarray) -> None:
+        key = next(_KEYS)
+        self._executor.save(key, slots)
+        self._executor.load(key, slots)
+        self._executor.discard((key,))
 
     def _admit(self, slots: int) -> None:
         from jaxserve.engine.sampling_state import slot_params
