@@ -134,9 +134,10 @@ class WorkloadSpec:
     def _terms(self, own: Terms, rng: np.random.Generator) -> Terms:
         if self.classes:
             targets = any(np.isfinite(getattr(own, name)).any() for name in TARGETS)
-            if targets or own.tier.any() or own.classes != (NO_CLASS,):
+            if targets or own.tier.any() or own.classes != (NO_CLASS,) or not own.greedy.all():
                 raise WorkloadError(
-                    f"{self.lengths} has tiers, targets or classes of its own: no classes are drawn"
+                    f"{self.lengths} has tiers, targets, classes or sampling of its own: no "
+                    "classes are drawn"
                 )
             own = draw_terms(self.classes, len(own), rng)
         return with_targets(own, self.slo)
