@@ -23,6 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     add(
         "--classes",
         help="requests with targets of their own, drawn by share: NAME:SHARE[:tier=best_effort]"
+        "[:greedy=false]"
         "[:ttft=200ms][:tbt=50ms][:jct=60s], several separated by commas; the others have those "
         "of --slo_*",
     )

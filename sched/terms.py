@@ -19,7 +19,8 @@ class Terms:
 
     tier: int8 [n] of `Tier`. ttft, tbt, jct: float64 [n], seconds, the targets that
     `request.SLO` explains; inf for none. slo_class: int64 [n], index into classes, whose requests
-    are reported together. ValueError for columns that do not fit together.
+    are reported together. greedy: bool [n], who takes the most likely token as it is
+    (`SamplingParams.is_plain_greedy`). ValueError for columns that do not fit together.
     """
 
     tier: np.ndarray
@@ -27,12 +28,13 @@ class Terms:
     tbt: np.ndarray
     jct: np.ndarray
     slo_class: np.ndarray
+    greedy: np.ndarray
     classes: tuple[str, ...] = (NO_CLASS,)
 
     def __post_init__(self) -> None:
         shape = self.tier.shape
-        if any(getattr(self, name).shape != shape for name in (*TARGETS, "slo_class")):
-            raise ValueError("tier, ttft, tbt, jct and slo_class must have the same length")
+        if any(getattr(self, name).shape != shape for name in (*TARGETS, "slo_class", "greedy")):
+            raise ValueError("tier, ttft, tbt, jct, slo_class, greedy must have the same length")
         if not np.isin(self.tier, list(Tier)).all():
             raise ValueError(f"tier must be one of {', '.join(f'{int(t)}' for t in Tier)}")
         for name in TARGETS:
@@ -44,14 +46,14 @@ class Terms:
 
     @classmethod
     def none(cls, count: int) -> Terms:
-        """Of `count` real-time requests without targets."""
-        never = np.full(count, np.inf)
-        return cls(np.zeros(count, np.int8), never, never, never, np.zeros(count, np.int64))
+        """Of `count` greedy real-time requests without targets."""
+        never, first = np.full(count, np.inf), np.zeros(count, np.int64)
+        return cls(first.astype(np.int8), never, never, never, first, np.ones(count, bool))
 
     def __len__(self) -> int:
         return len(self.tier)
 
     def take(self, which: np.ndarray) -> Terms:
         """Those of some requests: indices, or a mask."""
-        columns = {name: getattr(self, name)[which] for name in ("tier", *TARGETS, "slo_class")}
-        return dataclasses.replace(self, **columns)
+        names = ("tier", *TARGETS, "slo_class", "greedy")
+        return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

@@ -32,13 +32,15 @@ class BenchError(RuntimeError):
 class Job:
     """One request to send. output_len: tokens after which it ends. max_tokens: the limit that it
     asks for; where that is more, the sender ends it by cancelling it, so that the server knows no
-    more about its length than of a request that ends by itself."""
+    more about its length than of a request that ends by itself. temperature: of its sampling, 0 for
+    none."""
 
     prompt: tuple[int, ...]
     output_len: int
     max_tokens: int
     slo: SLO = NO_SLO
     tier: Tier = Tier.REALTIME
+    temperature: float = 0.0
 
 
 @dataclass
@@ -111,7 +113,7 @@ class EngineTarget:
             record.preemptions = output.usage.preemptions if output.usage else 0
             done.release()
 
-        sampling = SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+        sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
         request = Request(name, job.prompt, sampling, job.slo, job.tier)
         try:
             self._engine.submit(request, on_output)
@@ -146,6 +148,7 @@ class ServerTarget:
                 job.prompt,
                 max_tokens=job.max_tokens,
                 ignore_eos=True,
+                temperature=job.temperature,
                 slo={f"{name}_ms": t * 1e3 for name, t in targets.items() if t is not None},
                 tier=job.tier.name.lower(),
             )
@@ -182,13 +185,15 @@ def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -
         workload.output_len,
         workload.limit,
         workload.tier,
+        workload.greedy,
         *(getattr(workload, name) for name in TARGETS),
     )
     jobs = []
-    for prompt, output, limit, tier, *targets in zip(*(c.tolist() for c in columns), strict=True):
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for prompt, output, limit, tier, greedy, *targets in rows:
         ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
         slo = SLO(*(t if math.isfinite(t) else None for t in targets))
-        jobs.append(Job(ids, output, limit, slo, Tier(tier)))
+        jobs.append(Job(ids, output, limit, slo, Tier(tier), 0.0 if greedy else 1.0))
     return jobs
 
 

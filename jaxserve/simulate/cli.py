@@ -13,8 +13,9 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, or a trace's path: a CSV of
 prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may say what each
-request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms and class. Several policies
-and rates, separated by commas, run beside each other on all cores.
+request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or
+false for one that is sampled). Several policies and rates, separated by commas, run beside each
+other on all cores.
 
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
 their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and

@@ -54,6 +54,8 @@ class Problem:
                 f"max_prefill_tokens must be 0 to {self.max_batch_tokens}, "
                 f"got {self.max_prefill_tokens}"
             )
+        if not self.workload.greedy.all():
+            raise OptimalError("optimal schedules are of requests that are all greedy")
         peak = self.workload.prompt_len + self.workload.output_len - 1
         capacity = self.kv_tokens // self.block_size * self.block_size
         if peak.max() > capacity:

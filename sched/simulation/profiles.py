@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.sched.cost_model import (
+    BatchFeatures,
     Coefficients,
     CostModel,
     HostTerms,
@@ -18,6 +20,8 @@ from jaxserve.sched.cost_model import (
 )
 
 FORMAT = 3
+MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
+STEP_SECONDS = (1e-9, 1e6)  # within which a step of one token takes
 
 
 class UnknownSystem(ValueError):
@@ -34,6 +38,9 @@ class System:
     host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
     takes longer for every token that it reads from a hidden cache instead of from K and V
     (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had.
+
+    ValueError names the field that is none of these, or a cost model under which steps take no
+    time, or no end of it.
     """
 
     name: str
@@ -48,6 +55,22 @@ class System:
     host: HostTerms = field(default_factory=HostTerms)
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "max_batch_tokens"):
+            _whole(name, getattr(self, name))
+        for name in ("max_prefill_tokens", "max_rows", "block_size"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        if self.rho is not None:
+            _number("rho", self.rho)
+        for step in (BatchFeatures(1, 1, 1, 1, 0, 0, 0), BatchFeatures(1, 1, 0, 0, 1, 1, 0)):
+            seconds = float(self.cost_model.batch_time(step))
+            if not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
+                raise ValueError(
+                    f"a step of one token takes {seconds:g} s; it must take {STEP_SECONDS[0]:g} to "
+                    f"{STEP_SECONDS[1]:g}"
+                )
 
     def cost_under(self, rules: str) -> CostModel:
         """The cost model that goes with a set of rules (`simulator.RULES`)."""
@@ -82,41 +105,99 @@ def load(path: str | Path) -> System:
     """A system from the JSON of `System.save`. UnknownSystem names the file and what is wrong."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise UnknownSystem(f"{path}: format {content['format']}, this version reads {FORMAT}")
-        padding = content["padding"]
-        return System(
-            content["name"],
-            LinearCostModel(
-                Coefficients(**content["seconds_per_layer"]),
-                content["num_layers"],
-            ),
-            content["kv_tokens"],
-            content["max_batch_tokens"],
-            content["max_prefill_tokens"],
-            content["max_rows"],
-            content["block_size"],
-            padding=padding and _padding(**padding),
-            host=HostTerms(**content["host_s"]),
-            about=content["about"],
-            rho=_rho(content.get("rho")),
-        )
+        return _system(_object("a profile", content))
     except OSError as error:
         raise UnknownSystem(f"{path}: {error.strerror}") from error
-    except KeyError as error:
-        raise UnknownSystem(f"{path}: not a system profile, {error} is missing") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UnknownSystem):
-            raise
+    except (ValueError, RecursionError) as error:
         raise UnknownSystem(f"{path}: not a system profile ({error})") from error
 
 
-def _padding(rows: list[int], tokens: list[int], decode_group: int) -> Padding:
-    return Padding(tuple(rows), tuple(tokens), decode_group)
+_FIELDS = (
+    "format",
+    "name",
+    "num_layers",
+    "seconds_per_layer",
+    "host_s",
+    "kv_tokens",
+    "max_batch_tokens",
+    "max_prefill_tokens",
+    "max_rows",
+    "block_size",
+    "padding",
+    "about",
+)
 
 
-def _rho(value: Any) -> float | None:
-    """As a profile has it. ValueError if it is neither a number nor left out."""
-    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise ValueError(f"rho must be a number of seconds, got {value!r}")
+def _system(content: Mapping[str, Any]) -> System:
+    if content.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
+        raise ValueError(f"format {content['format']!r:.20}, this version reads {FORMAT}")
+    _only("", content, required=_FIELDS, optional=("rho",))
+    if not isinstance(content["name"], str):
+        raise ValueError(f"name must be a text, got {content['name']!r:.40}")
+    layers = _numbers(Coefficients, "seconds_per_layer", content["seconds_per_layer"])
+    return System(
+        content["name"],
+        LinearCostModel(layers, _whole("num_layers", content["num_layers"])),
+        content["kv_tokens"],
+        content["max_batch_tokens"],
+        content["max_prefill_tokens"],
+        content["max_rows"],
+        content["block_size"],
+        padding=None if content["padding"] is None else _padding(content["padding"]),
+        host=_numbers(HostTerms, "host_s", content["host_s"]),
+        about=dict(_object("about", content["about"])),
+        rho=content.get("rho"),
+    )
+
+
+def _padding(value: Any) -> Padding:
+    found = _object("padding", value)
+    _only("padding.", found, required=("rows", "tokens", "decode_group"))
+    sizes = {}
+    for name in ("rows", "tokens"):
+        if not isinstance(found[name], list):
+            raise ValueError(f"padding.{name} must be a list, got {found[name]!r:.40}")
+        sizes[name] = tuple(_whole(f"padding.{name}", size) for size in found[name])
+    group = _whole("padding.decode_group", found["decode_group"])
+    return Padding(**sizes, decode_group=group)
+
+
+_Terms = TypeVar("_Terms", Coefficients, HostTerms)
+
+
+def _numbers(kind: type[_Terms], name: str, value: Any) -> _Terms:
+    """An object of numbers as a dataclass of them."""
+    found, known = _object(name, value), fields(kind)
+    required = tuple(one.name for one in known if one.default is MISSING)
+    _only(f"{name}.", found, required, optional=tuple(one.name for one in known))
+    return kind(**{key: _number(f"{name}.{key}", number) for key, number in found.items()})
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {value!r:.40}")
     return value
+
+
+def _only(
+    where: str, found: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> None:
+    missing = [key for key in required if key not in found]
+    if missing:
+        raise ValueError(f"{where}{missing[0]} is missing")
+    unknown = sorted(found.keys() - {*required, *optional})
+    if unknown:
+        raise ValueError(f"{where + unknown[0]!r:.60} is no field")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ValueError(f"{name} must be a whole number from 1 to {MOST}, got {value!r:.40}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    wrong = isinstance(value, bool) or not isinstance(value, int | float)
+    if wrong or not (math.isfinite(value) if isinstance(value, float) else abs(value) < 1e300):
+        raise ValueError(f"{name} must be a number, got {value!r:.40}")
+    return float(value)

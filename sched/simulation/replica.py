@@ -232,7 +232,7 @@ class Replica:
         """Runs as many steps at once as are certain; False if that is none."""
         table, rows = self.scheduler.table, last.rows
         pool = self.scheduler.pool
-        if pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
+        if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
             return False  # what they hold or read is not what a stretch counts
         lengths = self._lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]

@@ -16,10 +16,10 @@ class Requests:
         self.arrival = [*workload.arrival.tolist(), math.inf]
         self._prompts = workload.prompt_len.tolist()
         self._limits = workload.limit.tolist()
-        self._tiers = workload.tier.tolist()
+        self._tiers, self._greedy = workload.tier.tolist(), workload.greedy.tolist()
         targets = zip(*(getattr(workload, name).tolist() for name in TARGETS), strict=True)
         self._targets = list(targets)
-        self._sampling: dict[int, SamplingParams] = {}
+        self._sampling: dict[tuple[int, bool], SamplingParams] = {}
         self._slo: dict[tuple[float, ...], SLO] = {}
 
     def __len__(self) -> int:
@@ -27,13 +27,13 @@ class Requests:
 
     def make(self, number: int) -> Request:
         """Request `number`, from 0 in order of arrival."""
-        limit = self._limits[number]
-        if limit not in self._sampling:
-            self._sampling[limit] = SamplingParams(max_tokens=limit)
+        asked = limit, greedy = self._limits[number], self._greedy[number]
+        if asked not in self._sampling:
+            self._sampling[asked] = SamplingParams(limit, temperature=0.0 if greedy else 1.0)
         return Request(
             str(number),
             (0,) * self._prompts[number],
-            self._sampling[limit],
+            self._sampling[asked],
             self._slo_of(number),
             Tier(self._tiers[number]),
             self.arrival[number],

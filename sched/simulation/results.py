@@ -207,6 +207,7 @@ class SimulationResult:
             "limit": asked.limit,
             "tier": np.array([tier.name.lower() for tier in Tier])[asked.tier],
             "class": np.array(asked.classes)[asked.slo_class],
+            "greedy": asked.greedy,
             **{f"slo_{name}": getattr(asked, name) for name in TARGETS},
             "attained": attained(r.times, asked.terms).slo,
         }

@@ -1,17 +1,20 @@
 """Classes of requests with service-level objectives of their own, as text and drawn by share.
 
-A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `ttft=`, `tbt=` and `jct=`
-with a time in `ms` or `s`. Several are separated by commas, and their shares add up to 1:
+A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `greedy=true|false`, and
+`ttft=`, `tbt=`, `jct=` with a time in `ms` or `s`. Several are separated by commas, and their
+shares add up to 1:
 
     chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +29,14 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ms|s)")
 
 @dataclass(frozen=True)
 class SloClass:
-    """share: of the requests, in (0, 1]. slo: its requests' targets."""
+    """share: of the requests, in (0, 1]. slo: its requests' targets. greedy: whether they take the
+    most likely token; those that do not are sampled at a temperature of 1."""
 
     name: str
     share: float
     slo: SLO = NO_SLO
     tier: Tier = Tier.REALTIME
+    greedy: bool = True
 
     def __post_init__(self) -> None:
         class_name("a class", self.name)
@@ -43,6 +48,8 @@ class SloClass:
         parts = [self.name, repr(self.share)]
         if self.tier is not Tier.REALTIME:
             parts.append(f"tier={self.tier.name.lower()}")
+        if not self.greedy:
+            parts.append("greedy=false")
         for name in TARGETS:
             seconds = getattr(self.slo, name)
             if seconds is not None:
@@ -72,18 +79,19 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
         for name in TARGETS
     }
     tier = np.array([one.tier for one in classes], np.int8)[which]
+    greedy = np.array([one.greedy for one in classes])[which]
     names = tuple(one.name for one in classes)
-    return Terms(tier, **targets, slo_class=which.astype(np.int64), classes=names)
+    return Terms(tier, **targets, slo_class=which.astype(np.int64), greedy=greedy, classes=names)
 
 
 def with_targets(terms: Terms, slo: SLO) -> Terms:
     """The terms with `slo` for the requests that have no target of their own."""
     without = np.isinf([getattr(terms, name) for name in TARGETS]).all(axis=0)
-    filled = {
+    filled: dict[str, Any] = {
         name: np.where(without, seconds_or_inf(getattr(slo, name)), getattr(terms, name))
         for name in TARGETS
     }
-    return Terms(terms.tier, **filled, slo_class=terms.slo_class, classes=terms.classes)
+    return dataclasses.replace(terms, **filled)
 
 
 def seconds_or_inf(target: float | None) -> float:
@@ -106,6 +114,13 @@ def tier_named(where: str, text: str) -> Tier:
     return names[text]
 
 
+def truth_of(where: str, text: str) -> bool:
+    """True or false. WorkloadError, beginning with `where`, for anything else."""
+    if text not in ("true", "false"):
+        raise WorkloadError(f"{where}: must be true or false, got {text!r:.40}")
+    return text == "true"
+
+
 def _parse(part: str) -> SloClass:
     name, *rest = part.split(":")
     if not rest:
@@ -118,15 +133,17 @@ def _parse(part: str) -> SloClass:
     values: dict[str, str] = {}
     for item in rest[1:]:
         key, equals, value = item.partition("=")
-        if not equals or key not in ("tier", *TARGETS) or key in values:
+        if not equals or key not in ("tier", "greedy", *TARGETS) or key in values:
             once = " once" if key in values else ""
             raise WorkloadError(
-                f"{where}: tier=, ttft=, tbt= and jct= may follow the share{once}, got {item!r:.40}"
+                f"{where}: tier=, greedy=, ttft=, tbt= and jct= may follow the share{once}, got "
+                f"{item!r:.40}"
             )
         values[key] = value
     tier = tier_named(f"{where}: tier", values.pop("tier", "realtime"))
+    greedy = truth_of(f"{where}: greedy", values.pop("greedy", "true"))
     slo = SLO(**{key: _time(f"{where}: {key}", value) for key, value in values.items()})
-    return SloClass(name, share, slo, tier)
+    return SloClass(name, share, slo, tier, greedy)
 
 
 def _time(where: str, text: str) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.sched.request import Tier
 from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
-from jaxserve.sched.workloads.classes import class_name, tier_named
+from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 
 NO_LIMIT = 0  # of a request that asks for no max_tokens
@@ -29,6 +29,7 @@ class Extras:
     tbt: float = math.inf
     jct: float = math.inf
     slo_class: str = NO_CLASS
+    greedy: bool = True
 
 
 def length_of(where: str, name: str, text: str) -> int:
@@ -65,6 +66,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
     "tier": ("tier", lambda where, name, text: tier_named(f"{where}: {name}", text)),
     **{f"{name}_ms": (name, _target) for name in TARGETS},
     "class": ("slo_class", lambda where, name, text: class_name(f"{where}: {name}", text)),
+    "greedy": ("greedy", lambda where, name, text: truth_of(f"{where}: {name}", text)),
 }
 OPTIONAL_COLUMNS = tuple(_COLUMNS)
 
@@ -93,5 +95,6 @@ def terms_of(rows: Sequence[Extras]) -> Terms:
         np.array([row.tier for row in rows], np.int8),
         **{name: np.array([getattr(row, name) for row in rows]) for name in TARGETS},
         slo_class=np.array([index[row.slo_class] for row in rows], np.int64),
+        greedy=np.array([row.greedy for row in rows], bool),
         classes=classes,
     )

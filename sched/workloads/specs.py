@@ -14,6 +14,7 @@ from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.columns import NO_LIMIT
+from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.traces import Trace, read_trace
 from jaxserve.sched.workloads.workload import (
     Lengths,
@@ -96,6 +97,7 @@ class WorkloadSpec:
         found = self._find(rng)
         if self.num_requests is not None and len(found.lengths) != self.num_requests:
             found = found.first(self.num_requests)
+        check_memory(self.lengths, len(found.lengths), int(found.lengths.output_len.sum()))
         terms = self._terms(found.terms, class_rng)
         limit = self._limit(found)
         kind = self.arrivals
@@ -115,10 +117,12 @@ class WorkloadSpec:
             prompt, output, count = (int(n) for n in shape.groups())
             if self.num_requests is not None:
                 raise WorkloadError("fixed:IxOxB gives the number of requests already")
+            check_memory(self.lengths, count, count * output)
             return _without_terms(fixed_lengths(prompt, output, count))
         name = self.lengths.lower()
         if name in lengths.DATA_SETS or set(name.split("+")) <= set(lengths.GROUPS):
             count = self.num_requests or DEFAULT_COUNT
+            check_memory(self.lengths, count, count)
             return _without_terms(lengths.sampler(name)(count, rng))
         if not Path(self.lengths).exists():
             known = ", ".join(lengths.names())
@@ -130,9 +134,10 @@ class WorkloadSpec:
     def _terms(self, own: Terms, rng: np.random.Generator) -> Terms:
         if self.classes:
             targets = any(np.isfinite(getattr(own, name)).any() for name in TARGETS)
-            if targets or own.tier.any() or own.classes != (NO_CLASS,):
+            if targets or own.tier.any() or own.classes != (NO_CLASS,) or not own.greedy.all():
                 raise WorkloadError(
-                    f"{self.lengths} has tiers, targets or classes of its own: no classes are drawn"
+                    f"{self.lengths} has tiers, targets, classes or sampling of its own: no "
+                    "classes are drawn"
                 )
             own = draw_terms(self.classes, len(own), rng)
         return with_targets(own, self.slo)

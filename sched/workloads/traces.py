@@ -163,7 +163,9 @@ def _json_extras(where: str, value: Mapping[str, Any]) -> dict[str, str]:
         found = value.get(name)
         if found is None:
             continue
-        if name not in ("tier", "class"):
+        if isinstance(found, bool) and name == "greedy":
+            cells[name] = str(found).lower()
+        elif name not in ("tier", "class", "greedy"):
             cells[name] = _number(where, name, found)
         elif isinstance(found, str):
             cells[name] = found

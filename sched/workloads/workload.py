@@ -69,6 +69,7 @@ class Workload:
     tbt: np.ndarray
     jct: np.ndarray
     slo_class: np.ndarray
+    greedy: np.ndarray
     classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Workload:
 
     @property
     def terms(self) -> Terms:
-        """Its tiers, targets and classes."""
+        """What its requests ask for beside the work."""
         columns = (getattr(self, field.name) for field in dataclasses.fields(Terms))
         return Terms(*columns)
 

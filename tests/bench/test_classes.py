@@ -27,6 +27,8 @@ def test_classes_in_words() -> None:
     assert chat == SloClass("chat", 0.7, SLO(ttft=0.5, tbt=0.05), Tier.REALTIME)
     assert batch == SloClass("batch", 0.3, SLO(jct=60.0), Tier.BEST_EFFORT)
     assert parse_classes("all:1") == (SloClass("all", 1.0),)
+    (warm,) = parse_classes("warm:1:greedy=false")
+    assert not warm.greedy and parse_classes("cold:1:greedy=true")[0].greedy
 
 
 @given(
@@ -36,6 +38,7 @@ def test_classes_in_words() -> None:
             st.floats(0.01, 1.0),
             *(st.none() | st.floats(1e-9, 1e18) for _ in range(3)),
             st.sampled_from(Tier),
+            st.booleans(),
         ),
         min_size=1,
         max_size=5,
@@ -45,7 +48,8 @@ def test_classes_in_words() -> None:
 def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # type: ignore[type-arg]
     total = sum(part[1] for part in parts)
     classes = tuple(
-        SloClass(name, share / total, SLO(*targets), tier) for name, share, *targets, tier in parts
+        SloClass(name, share / total, SLO(*targets), tier, greedy)
+        for name, share, *targets, tier, greedy in parts
     )
     assert parse_classes(",".join(map(str, classes))) == classes
 
@@ -65,9 +69,10 @@ def test_words_of_a_class_make_the_same_class(parts: list[tuple]) -> None:  # ty
         ("a:1:ttft=5", "class a: ttft: must be a time such as 200ms or 1.5s, got '5'"),
         ("a:1:ttft=0ms", "class a: ttft: must be a time"),
         ("a:1:tbt=-1s", "class a: tbt: must be a time"),
-        ("a:1:speed=5ms", "class a: tier=, ttft=, tbt= and jct= may follow .* got 'speed=5ms'"),
+        ("a:1:speed=5ms", "tier=, greedy=, ttft=, tbt= and jct= may follow .* got 'speed=5ms'"),
         ("a:1:ttft", "may follow the share, got 'ttft'"),
         ("a:1:ttft=1s:ttft=2s", "may follow the share once, got 'ttft=2s'"),
+        ("a:1:greedy=1", "class a: greedy: must be true or false, got '1'"),
         ("a:1:tier=gold", "class a: tier: must be one of realtime, best_effort, got 'gold'"),
     ],
 )
@@ -97,11 +102,13 @@ def test_targets_are_for_those_that_have_none() -> None:
         np.full(3, INF),
         np.array([INF, 9.0, INF]),
         np.zeros(3, np.int64),
+        np.array([True, False, True]),
     )
     filled = with_targets(own, SLO(ttft=1.0, tbt=0.1))
     assert filled.ttft.tolist() == [0.2, INF, 1.0]
     assert filled.tbt.tolist() == [INF, INF, 0.1]
     assert filled.jct.tolist() == [INF, 9.0, INF]
+    assert filled.greedy.tolist() == [True, False, True]
 
 
 def test_a_spec_draws_classes_from_a_generator_of_its_own() -> None:
@@ -132,8 +139,8 @@ def test_a_spec_sets_limits() -> None:
         limit(max_tokens=0)
 
 
-HEAD = "prompt_tokens,output_tokens,max_tokens,tier,ttft_ms,tbt_ms,jct_ms,class\n"
-ROWS = "8,20,64,realtime,200,50,,chat\n9,30,,best_effort,,,60000,batch\n10,5,,,,,,\n"
+HEAD = "prompt_tokens,output_tokens,max_tokens,tier,ttft_ms,tbt_ms,jct_ms,class,greedy\n"
+ROWS = "8,20,64,realtime,200,50,,chat,true\n9,30,,best_effort,,,60000,batch,false\n10,5,,,,,,,\n"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -150,9 +157,10 @@ def check(trace: Path) -> None:
     assert made.tbt.tolist() == [0.05, INF, INF]
     assert made.jct.tolist() == [INF, 60.0, INF]
     assert [made.classes[i] for i in made.slo_class] == ["chat", "batch", "default"]
+    assert made.greedy.tolist() == [True, False, True]
     asked = WorkloadSpec(str(trace), slo=SLO(ttft=3.0), max_tokens=40).make()
     assert asked.ttft.tolist() == [0.2, INF, 3.0] and asked.limit.tolist() == [64, 40, 40]
-    with pytest.raises(WorkloadError, match="has tiers, targets or classes of its own"):
+    with pytest.raises(WorkloadError, match="has tiers, targets, classes or sampling of"):
         WorkloadSpec(str(trace), classes=parse_classes(WORDS)).make()
 
 
@@ -163,7 +171,13 @@ def test_traces_say_what_requests_ask_for(tmp_path: Path) -> None:
     check(write(tmp_path, "timed.csv", "\n".join(timed) + "\n"))
     records = [
         {"max_tokens": 64, "tier": "realtime", "ttft_ms": 200, "tbt_ms": 50.0, "class": "chat"},
-        {"max_tokens": None, "tier": "best_effort", "jct_ms": 6e4, "class": "batch"},
+        {
+            "max_tokens": None,
+            "tier": "best_effort",
+            "jct_ms": 6e4,
+            "class": "batch",
+            "greedy": False,
+        },
         {},
     ]
     sizes = [(8, 20), (9, 30), (10, 5)]
@@ -187,16 +201,18 @@ def test_the_optional_columns_come_in_any_order_and_number(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("l.csv", HEAD + "8,20,19,,,,,\n", "l.csv:2: max_tokens is 19, less than the 20 tokens"),
-        ("l.csv", HEAD + "8,20,x,,,,,\n", "l.csv:2: max_tokens must be a whole number, got 'x'"),
-        ("l.csv", HEAD + "8,20,,gold,,,,\n", "l.csv:2: tier: must be one of realtime, best_effo"),
-        ("l.csv", HEAD + "8,20,,,-1,,,\n", "l.csv:2: ttft_ms must be a time from 0, got '-1'"),
-        ("l.csv", HEAD + "8,20,,,,0,,\n", "l.csv:2: tbt_ms must be a positive time, got '0'"),
-        ("l.csv", HEAD + "8,20,,,,,inf,\n", "l.csv:2: jct_ms must be a time from 0, got 'inf'"),
-        ("l.csv", HEAD + "8,20,,,,,,a b\n", "l.csv:2: class: a name has letters"),
+        ("l.csv", HEAD + "8,20,19,,,,,,\n", "l.csv:2: max_tokens is 19, less than the 20 tokens"),
+        ("l.csv", HEAD + "8,20,x,,,,,,\n", "l.csv:2: max_tokens must be a whole number, got 'x'"),
+        ("l.csv", HEAD + "8,20,,gold,,,,,\n", "l.csv:2: tier: must be one of realtime, best_effo"),
+        ("l.csv", HEAD + "8,20,,,-1,,,,\n", "l.csv:2: ttft_ms must be a time from 0, got '-1'"),
+        ("l.csv", HEAD + "8,20,,,,0,,,\n", "l.csv:2: tbt_ms must be a positive time, got '0'"),
+        ("l.csv", HEAD + "8,20,,,,,inf,,\n", "l.csv:2: jct_ms must be a time from 0, got 'inf'"),
+        ("l.csv", HEAD + "8,20,,,,,,a b,\n", "l.csv:2: class: a name has letters"),
+        ("l.csv", HEAD + "8,20,,,,,,,no\n", "l.csv:2: greedy: must be true or false, got 'no'"),
         ("l.csv", "prompt_tokens,output_tokens,tier,tier\n", "l.csv:1: a column comes twice"),
         ("l.csv", "prompt_tokens,output_tokens,slo\n", "l.csv:1: unknown header .* followed by"),
         ("m.jsonl", '{"max_tokens": "9"}', "m.jsonl:1: max_tokens must be a number, got '9'"),
+        ("m.jsonl", '{"greedy": 1}', "m.jsonl:1: greedy must be a text, got 1"),
         ("m.jsonl", '{"tier": 1}', "m.jsonl:1: tier must be a text, got 1"),
     ],
 )

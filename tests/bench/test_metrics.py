@@ -120,6 +120,7 @@ def test_a_class_is_judged_by_its_own_targets() -> None:
         np.full(3, np.inf),
         np.array([np.inf, patient.slo.jct, np.inf]),
         np.array([0, 1, 2]),
+        np.ones(3, bool),
         ("hasty", "patient", "easy"),
     )
     found = load_metrics(times, terms)
@@ -144,6 +145,7 @@ def drawn(seed: int, count: int) -> tuple[Times, Terms]:
         rng.choice([0.25, 0.5, np.inf], count),
         rng.choice([1.0, 30.0, np.inf], count),
         rng.integers(0, 3, count),
+        np.ones(count, bool),
         ("a", "b", "c"),
     )
     requests, refused = [], []
