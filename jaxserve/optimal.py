@@ -21,6 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
@@ -32,6 +33,7 @@ from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int
+from jaxserve.writable import check_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise OptimalError("this needs OR-Tools: pip install 'jaxserve[optimal]'")
         if args.picture and importlib.util.find_spec("matplotlib") is None:
             raise OptimalError("--picture needs matplotlib: pip install matplotlib")
+        if args.picture:
+            check_file("picture", Path(args.picture))
         problem = _problem(args)
         start, left_out = _warm_start(args, problem)
         found = solve(

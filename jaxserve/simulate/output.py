@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from jaxserve.sched.simulation.results import SimulationResult, write_table
 from jaxserve.simulate.spread import flat
 from jaxserve.simulate.sweep import Point
+from jaxserve.writable import check_file, check_folder
 
 FILES = ("requests_table", "batches_table", "chrome_trace", "summary")
 OF_RESULTS = ("requests_table", "batches_table", "chrome_trace", "plots")  # of the first seed
@@ -29,20 +29,20 @@ def records_rows(args: argparse.Namespace) -> bool:
 
 
 def check(args: argparse.Namespace, points: int) -> None:
-    """Raises ValueError, or OSError, with the flag of the first output that cannot be written.
-    points: policies times rates."""
+    """ValueError names the flag of the first output that cannot be written. points: policies times
+    rates."""
     taken: dict[Path, str] = {}
     for name in FILES:
         given = getattr(args, name)
         if given is None:
             continue
         for path in [Path(given)] if name == "summary" else _numbered(given, points):
-            _check_file(name, path)
+            check_file(name, path)
             other = taken.setdefault(path.resolve(), name)
             if other != name:
                 raise ValueError(f"--{name}: {path} is what --{other} writes")
     if args.plots is not None:
-        _check_folder(Path(args.plots))
+        check_folder("plots", Path(args.plots))
         from jaxserve.figures import plots  # matplotlib takes a second
 
         plots.check_views(args.views)
@@ -128,21 +128,3 @@ def _numbered(given: str, count: int) -> list[Path]:
     if count == 1:
         return [path]
     return [path.with_stem(f"{path.stem}-{number}") for number in range(count)]
-
-
-def _check_file(name: str, path: Path) -> None:
-    folder = path.parent
-    if path.is_dir():
-        raise ValueError(f"--{name}: {path} is a folder")
-    if not folder.is_dir():
-        raise ValueError(f"--{name}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"--{name}: {path} cannot be written")
-
-
-def _check_folder(path: Path) -> None:
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"--plots: {there} is not a folder")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"--plots: {there} cannot be written to")

@@ -106,5 +106,6 @@ def _notes(points: Sequence[Point], seeds: range) -> list[str]:
         )
     if fixed and len(seeds) > 1:
         whom = "" if not several else f" of {', '.join(dict.fromkeys(fixed))}"
-        notes.append(f"one run each{whom}: nothing is drawn, so that a seed changes nothing")
+        each = " each" if len(points) > 1 else ""
+        notes.append(f"one run{each}{whom}: nothing is drawn, so that a seed changes nothing")
     return notes

@@ -84,6 +84,7 @@ def test_a_warm_start_that_does_not_keep_to_the_limits_is_named(
         (["--workload=nothing", "--kv_tokens=5"], "there is no workload or file"),
         ([*SMALL, "--warm_start=vlm"], "did you mean 'vllm'"),
         ([*SMALL, "--system=abacus"], "there is no system 'abacus'"),
+        ([*SMALL, "--picture=no/best.png"], "--picture: there is no folder no"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
