@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -11,6 +12,7 @@ from scipy.optimize import nnls
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 
 FOLDS = 5
+PRIOR = 16.0  # steps that a prior counts as much as
 
 
 class FitError(ValueError):
@@ -83,16 +85,17 @@ def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel
     return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
 
 
-def columns(f: BatchFeatures) -> list[float]:
-    """One batch's, in the order of `Coefficients`: their product is seconds a layer."""
+def columns(f: BatchFeatures) -> list[Any]:
+    """In the order of `Coefficients`: their product is seconds a layer. Of a batch: numbers; of
+    several: arrays, or one number for all of them."""
     return [
         f.padded_tokens,
         1.0,
         f.decode_kv,
-        float(f.num_decodes > 0),
+        1.0 * (f.num_decodes > 0),
         f.num_decodes,
         f.prefill_quad,
-        float(f.num_prefills > 0),
+        1.0 * (f.num_prefills > 0),
         f.num_prefills,
         f.prefill_m,
         f.hidden_tokens,
@@ -102,6 +105,31 @@ def columns(f: BatchFeatures) -> list[float]:
         f.hidden_prefill,
         f.sampled_rows,
     ]
+
+
+def nearest(
+    a: np.ndarray, b: np.ndarray, weight: float, prior: np.ndarray, held: float = PRIOR
+) -> np.ndarray:
+    """Non-negative least squares with a ridge: the weights w >= 0 that minimise w a w - 2 w b, held
+    near a multiple of a prior, which is all there is of those whose features nobody has seen.
+
+    a [k, k], b [k]: normal equations of rows whose weights sum up to `weight`. prior [k]: none
+    negative. held: rows that it counts as much as.
+    """
+    # The one factor by which the prior would predict best: this device may just be slower.
+    fits = float(prior @ a @ prior)
+    scale = float(prior @ b) / fits if fits else 1.0
+    values = scale * prior
+    seen = np.flatnonzero(a.diagonal())
+    # Columns range over nine orders of magnitude: each is measured by its root mean square.
+    size = np.sqrt(a.diagonal()[seen] / weight)
+    near = a[np.ix_(seen, seen)] / np.outer(size, size)
+    near[np.diag_indices(len(seen))] += held
+    factor = np.linalg.cholesky(near)
+    wanted = b[seen] / size + held * values[seen] * size
+    found, _ = nnls(factor.T, np.linalg.solve(factor, wanted))
+    values[seen] = found / size
+    return values
 
 
 def _solve(design: np.ndarray, seconds: np.ndarray) -> np.ndarray:

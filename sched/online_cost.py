@@ -11,14 +11,12 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.fit import columns
+from jaxserve.sched.fit import columns, nearest
 
 HALF_LIFE = 1000  # steps after which an observation counts half
 ERROR_HALF_LIFE = 100
-PRIOR = 16.0  # steps that the prior counts as much as
 EVERY = 32  # steps from one solution to the next; the first ones come sooner
 CLIP = 2.0  # an observation counts as at most so many times what was to be expected
 RECENT = 5  # steps that say how far the predictions are off just now
@@ -79,18 +77,5 @@ class OnlineCostModel:
 
     def _solve(self) -> None:
         self._recent.clear()  # it is of the old predictions
-        # The one factor by which the prior would predict best: this device may just be slower.
-        fits = float(self._prior @ self._a @ self._prior)
-        scale = float(self._prior @ self._b) / fits if fits else 1.0
-        seen = np.flatnonzero(self._a.diagonal())
-        # Columns range over nine orders of magnitude: each is measured by its root mean square.
-        size = np.sqrt(self._a.diagonal()[seen] / self._weight)
-        a = self._a[np.ix_(seen, seen)] / np.outer(size, size)
-        b = self._b[seen] / size
-        a[np.diag_indices(len(seen))] += PRIOR
-        b += PRIOR * scale * self._prior[seen] * size
-        factor = np.linalg.cholesky(a)
-        found, _ = nnls(factor.T, np.linalg.solve(factor, b))
-        values = scale * self._prior
-        values[seen] = found / size
+        values = nearest(self._a, self._b, self._weight, self._prior)
         self.model = LinearCostModel(Coefficients(*values.tolist()), self.model.num_layers)

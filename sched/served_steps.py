@@ -1,0 +1,152 @@
+"""A cost model and host terms from steps that an engine served, whose shapes nobody chose.
+
+`sched/fit.py` is for shapes that were measured on purpose. Here there are many steps of few kinds,
+and some were disturbed: they are held near a prior, and none counts as absurdly long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.fit import PRIOR, FitError, columns, nearest
+
+MIN_STEPS = 10
+CLIP = 2.0  # a step counts as at most so many times what was to be expected
+HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
+PASSES = 4  # of the fit; in each, what is expected is what the one before found
+NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
+
+
+class ServedStep(Protocol):
+    """One step, as `jaxserve.engine.stats.StepStats` explains its parts; times in seconds."""
+
+    features: BatchFeatures
+    device_time: float
+    plan_time: float
+    launch_time: float
+    finish_time: float
+    num_live: int
+    num_rows: int
+    num_admitted: int
+    num_moves: int
+    num_emitting: int
+    after_idle: bool
+
+
+@dataclass(frozen=True)
+class ServedSteps:
+    """The same of many steps: arrays [n], and features of arrays [n]."""
+
+    features: BatchFeatures
+    device_time: np.ndarray
+    plan_time: np.ndarray
+    launch_time: np.ndarray
+    finish_time: np.ndarray
+    num_live: np.ndarray
+    num_rows: np.ndarray
+    num_admitted: np.ndarray
+    num_moves: np.ndarray
+    num_emitting: np.ndarray
+    after_idle: np.ndarray
+
+    @classmethod
+    def of(cls, steps: Iterable[ServedStep]) -> ServedSteps:
+        """In their order."""
+        steps = list(steps)
+        arrays = {
+            field.name: np.array([getattr(step, field.name) for step in steps])
+            for field in dataclasses.fields(cls)
+            if field.name != "features"
+        }
+        names = [field.name for field in dataclasses.fields(BatchFeatures)]
+        features = {n: np.array([getattr(s.features, n) for s in steps]) for n in names}
+        return cls(features=BatchFeatures(**features), **arrays)
+
+    def __len__(self) -> int:
+        return len(self.device_time)
+
+    def take(self, which: np.ndarray) -> ServedSteps:
+        """Some of them: indices, or a mask."""
+        return dataclasses.replace(
+            self,
+            features=_taken(self.features, which),
+            **{
+                field.name: getattr(self, field.name)[which]
+                for field in dataclasses.fields(self)
+                if field.name != "features"
+            },
+        )
+
+
+def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
+    """What explains the steps' device times, near a multiple of the prior where they say nothing.
+    Errors count relative to what was to be expected. FitError for fewer than MIN_STEPS steps."""
+    steps = steps.take(steps.device_time > 0)
+    if len(steps) < MIN_STEPS:
+        raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
+    busy = steps.take(~steps.after_idle)
+    if len(busy) < MIN_STEPS:  # say without overlap, where the device is idle before every step
+        busy = steps
+    design = np.stack([np.broadcast_to(c, len(busy)) for c in columns(busy.features)], axis=1)
+    before = np.array(list(prior.coefficients.as_dict().values()))
+    values = _robust(design * float(prior.num_layers), busy.device_time, CLIP, before)
+    return LinearCostModel(Coefficients(*values.tolist()), prior.num_layers)
+
+
+def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
+    """What explains the host's times, and how much longer than the model says steps took after
+    idle. No steps: nothing takes any time."""
+    if not len(steps):
+        return HostTerms()
+    one = np.ones(len(steps))
+    plan, plan_row = _terms(steps.plan_time, one, steps.num_live)
+    launch, launch_row, admit, move = _terms(
+        steps.launch_time, one, steps.num_rows, steps.num_admitted, steps.num_moves
+    )
+    finish, finish_row = _terms(steps.finish_time, one, steps.num_emitting)
+    return HostTerms(
+        plan, plan_row, launch, launch_row, admit, move, finish, finish_row, _idle(steps, model)
+    )
+
+
+def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
+    took = seconds > 0  # else the clock has not moved, and says nothing
+    if not took.any():
+        return [0.0] * len(features)
+    design = np.stack(features, axis=1).astype(np.float64)
+    none = np.zeros(len(features))
+    return _robust(design[took], seconds[took], HOST_CLIP, none, NOT_HELD).tolist()
+
+
+def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
+    """The median; 0 if the model is of nothing but such steps."""
+    idle = steps.take(steps.after_idle & (steps.device_time > 0))
+    if not len(idle) or np.count_nonzero(~steps.after_idle) < MIN_STEPS:
+        return 0.0
+    return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
+
+
+def _robust(
+    design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: float = PRIOR
+) -> np.ndarray:
+    """Weights whose errors are relative: at first to what was measured, which pulls them down, and
+    then to what is expected, with outliers clipped."""
+    expected, wanted = seconds, seconds
+    for _ in range(PASSES):
+        rows = design / expected[:, None]
+        a, b = rows.T @ rows, rows.T @ (wanted / expected)
+        values = nearest(a, b, float(len(rows)), prior, held)
+        expected = np.maximum(design @ values, 1e-9)
+        wanted = np.clip(seconds, expected / clip, expected * clip)
+    return values
+
+
+def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
+    names = (field.name for field in dataclasses.fields(BatchFeatures))
+    return BatchFeatures(*(getattr(features, name)[which] for name in names))

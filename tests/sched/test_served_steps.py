@@ -1,0 +1,130 @@
+"""Cost models and host terms from served steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.fit import FitError
+from jaxserve.sched.served_steps import MIN_STEPS, ServedSteps, fit_device, fit_host
+
+TRUE = LinearCostModel(
+    Coefficients(3e-6, 4e-4, 2e-8, 1e-5, 3e-6, 2e-9, 2e-5, 4e-6, 1e-8, hidden_token=5e-8), 4
+)
+HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4)
+
+
+def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
+    """Steps on a device as TRUE and a host as HOST say; every tenth one after idle."""
+    rng = np.random.default_rng(seed)
+    decodes = rng.integers(0, 17, count)
+    chunk = rng.integers(0, 60, count) * (rng.random(count) < 0.4) + (decodes == 0)
+    before = rng.integers(0, 200, count) * (chunk > 0)
+    features = BatchFeatures(
+        num_tokens=decodes + chunk,
+        padded_tokens=(decodes + chunk + 7) // 8 * 8,
+        decode_kv=decodes * rng.integers(1, 300, count),
+        num_decodes=decodes,
+        prefill_quad=chunk * (chunk + 2 * before),
+        num_prefills=(chunk > 0).astype(int),
+        prefill_m=before,
+        **{name: np.zeros(count) for name in NOT_SEEN},
+    )
+    live, rows = rng.integers(1, 60, count), decodes + features.num_prefills
+    admitted, moves = rng.integers(0, 4, count), rng.integers(0, 2, count)
+    emitting, idle = np.maximum(rows - 1, 0), np.arange(count) % 10 == 0
+
+    def disturbed(seconds: np.ndarray) -> np.ndarray:
+        return seconds * (1 + noise * rng.standard_normal(count))
+
+    return ServedSteps(
+        features,
+        disturbed(TRUE.batch_time(features) + HOST.idle * idle),
+        disturbed(HOST.plan + HOST.plan_row * live),
+        disturbed(HOST.launch + HOST.launch_row * rows + HOST.admit * admitted + HOST.move * moves),
+        disturbed(HOST.finish + HOST.finish_row * emitting),
+        live,
+        rows,
+        admitted,
+        moves,
+        emitting,
+        idle,
+    )
+
+
+NOT_SEEN = (
+    "hidden_tokens",
+    "projected_tokens",
+    "copied_slots",
+    "swapped_slots",
+    "hidden_prefill",
+    "sampled_rows",
+)
+
+
+def scaled(model: LinearCostModel, factor: float) -> LinearCostModel:
+    values = {name: factor * value for name, value in model.coefficients.as_dict().items()}
+    return LinearCostModel(Coefficients(**values), model.num_layers)
+
+
+def test_what_made_the_steps_is_found_again() -> None:
+    steps = served()
+    model = fit_device(steps, scaled(TRUE, 3.0))
+    for name, value in TRUE.coefficients.as_dict().items():
+        assert getattr(model.coefficients, name) == pytest.approx(value, rel=1e-3), name
+    host = fit_host(steps, model)
+    for name, value in HOST.as_dict().items():
+        assert getattr(host, name) == pytest.approx(value, rel=1e-2), name
+
+
+def test_noise_does_not_pull_the_times_down() -> None:
+    steps = served(4000, noise=0.25)
+    model = fit_device(steps, TRUE)
+    total, measured = model.batch_time(steps.features).sum(), steps.device_time.sum()
+    assert total == pytest.approx(measured, rel=0.03)
+
+
+def test_what_no_step_shows_is_the_priors_times_what_the_others_say() -> None:
+    model = fit_device(served(), scaled(TRUE, 2.0))
+    assert model.coefficients.hidden_token == pytest.approx(
+        TRUE.coefficients.hidden_token, rel=1e-3
+    )
+
+
+def test_a_stopped_process_changes_little() -> None:
+    steps = served()
+    for name in ("device_time", "plan_time", "launch_time", "finish_time"):
+        getattr(steps, name)[[50, 333]] += 60.0
+    probe = steps.features
+    model, host = fit_device(steps, TRUE), fit_host(steps, TRUE)
+    assert model.batch_time(probe) == pytest.approx(TRUE.batch_time(probe), rel=0.03)
+    assert host.plan + 30 * host.plan_row == pytest.approx(HOST.plan + 30 * HOST.plan_row, rel=0.05)
+
+
+def test_without_overlap_every_step_is_after_idle_and_counts() -> None:
+    steps = served()
+    steps = dataclasses.replace(steps, after_idle=np.ones(len(steps), bool))
+    model = fit_device(steps, TRUE)
+    assert model.batch_time(steps.features).sum() == pytest.approx(
+        steps.device_time.sum(), rel=0.02
+    )
+    assert fit_host(steps, model).idle == 0.0
+
+
+def test_a_clock_that_stands_still_on_the_host_says_that_it_takes_no_time() -> None:
+    steps = served()
+    nothing = np.zeros(len(steps))
+    steps = dataclasses.replace(
+        steps, plan_time=nothing, launch_time=nothing, finish_time=nothing, after_idle=nothing > 0
+    )
+    assert fit_host(steps, TRUE) == HostTerms()
+    assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostTerms()
+
+
+def test_too_few_steps_are_refused() -> None:
+    steps = served().take(np.arange(MIN_STEPS - 1))
+    with pytest.raises(FitError, match="at least 10 steps are needed, there are 9"):
+        fit_device(steps, TRUE)
