@@ -61,7 +61,7 @@ SMALL, LARGE = 80, 800  # blocks
 
 def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
     """early: outputs end before their limits, but for every third. Every second request has
-    targets, every fourth is best effort."""
+    targets, every fourth is best effort, every fifth samples."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
     lengths = Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count))
@@ -75,6 +75,7 @@ def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
         tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
         jct=np.where(np.arange(count) % 4 == 2, 2.0, np.inf),
         slo_class=np.zeros(count, np.int64),
+        greedy=np.arange(count) % 5 > 0,
     )
     return Workload.of(arrival, lengths, limit=limit, terms=terms)
 
