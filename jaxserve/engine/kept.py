@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jaxserve.sched.cost_model import Coefficients
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "timing.json"
 
@@ -21,16 +24,20 @@ def find(directory: str, key: dict[str, Any]) -> Coefficients | None:
 
 
 def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
-    """Adds it to what is kept there. directory: "" for nowhere."""
+    """Adds it to what is kept there. directory: "" for nowhere. Where nothing can be written it
+    says so, and nothing is kept."""
     if not directory:
         return
     path = _path(directory)
     known = {**_read(path), _name(key): found}
     content = {name: value.as_dict() for name, value in known.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        log.warning("the next start will time the steps again, nothing can be kept: %s", error)
 
 
 def _path(directory: str) -> Path:

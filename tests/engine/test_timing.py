@@ -138,6 +138,16 @@ def test_nothing_is_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())
 
 
+def test_where_nothing_can_be_written_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "no-folder"
+    file.write_text("")
+    kept.keep(str(file / "cache"), {"model": "a"}, TRUE.coefficients)
+    assert "nothing can be kept" in caplog.text
+    assert kept.find(str(file / "cache"), {"model": "a"}) is None
+
+
 def test_an_engine_times_steps_once(
     shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
