@@ -18,6 +18,7 @@ from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.model_options import (
     tokenizer_path,
 )
@@ -86,6 +87,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
         rho=_rho(config, chosen, executor),
+        projects=chosen.model.hidden_read == PROJECTED,
     )
     info = _info(config, chosen, scheduler, pool.nbytes)
     options = EngineOptions(config.engine.overlap, config.engine.forbid_compile)

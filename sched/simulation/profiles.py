@@ -33,7 +33,8 @@ class System:
     where the authors published one. padding: the shapes that an engine rounds its batches up to.
     host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
     takes longer for every token that it reads from a hidden cache instead of from K and V
-    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had.
+    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had. projects:
+    whether that read projects every vector into K and V, see `View`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class System:
     host: HostTerms = field(default_factory=HostTerms)
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
+    projects: bool = False
 
     def cost_under(self, rules: str) -> CostModel:
         """The cost model that goes with a set of rules (`simulator.RULES`)."""
@@ -74,7 +76,7 @@ class System:
             "about": self.about,
         }
         if self.rho is not None:
-            content["rho"] = self.rho
+            content |= {"rho": self.rho, "projects": self.projects}
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -100,6 +102,7 @@ def load(path: str | Path) -> System:
             host=HostTerms(**content["host_s"]),
             about=content["about"],
             rho=_rho(content.get("rho")),
+            projects=_projects(content.get("projects", False)),
         )
     except OSError as error:
         raise UnknownSystem(f"{path}: {error.strerror}") from error
@@ -119,4 +122,11 @@ def _rho(value: Any) -> float | None:
     """As a profile has it. ValueError if it is neither a number nor left out."""
     if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
         raise ValueError(f"rho must be a number of seconds, got {value!r}")
+    return value
+
+
+def _projects(value: Any) -> bool:
+    """As a profile has it. ValueError if it is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"projects must be true or false, got {value!r}")
     return value
