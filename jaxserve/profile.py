@@ -181,6 +181,7 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
         block_size=info.block_size,
         padding=padding,
         rho=info.rho,
+        projects=info.hidden_read == "projected",
         about={
             "source": "measured by jaxserve.profile",
             "model": info.model,

@@ -65,7 +65,9 @@ class View:
     cost_model, padding: what `step_time` predicts with. seed: for policies that draw lots. rho:
     seconds that a step takes longer for every token that it reads from a hidden cache instead of
     from K and V (Apt-Serve Eq. 6); negative if that is faster, None where hidden caches cannot be
-    had. host: what it holds of checkpoints. oracle: for hypothetical policies; None for all others.
+    had. projects: whether such a read projects every vector into K and V (section 3.1), instead of
+    absorbing the projections into queries and sums. host: what it holds of checkpoints. oracle: for
+    hypothetical policies; None for all others.
     """
 
     table: RequestTable
@@ -75,6 +77,7 @@ class View:
     padding: Padding | None = None
     seed: int = 0
     rho: float | None = None
+    projects: bool = False
     host: HostMemory = field(default_factory=HostMemory)
     oracle: Oracle | None = None
 

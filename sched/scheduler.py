@@ -30,8 +30,8 @@ class Scheduler:
     """Rows of the table name the requests. Not thread-safe: one thread plans.
 
     num_blocks, block_size: of the pool; host_slots: capacity of the host memory for checkpoints;
-    capacity: requests at a time; cost_model, padding, seed, rho: what the policy sees of them, see
-    `View`; checked: whether every plan is checked before it is booked.
+    capacity: requests at a time; cost_model, padding, seed, rho, projects: what the policy sees of
+    them, see `View`; checked: whether every plan is checked before it is booked.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Scheduler:
         host_slots: int = 0,
         seed: int = 0,
         rho: float | None = None,
+        projects: bool = False,
         checked: bool = True,
     ) -> None:
         width = blocks_a_plane(max_model_len, block_size)
@@ -65,6 +66,7 @@ class Scheduler:
             padding,
             seed,
             rho,
+            projects,
             host=self.host,
             oracle=oracle,
         )

@@ -15,6 +15,7 @@ from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import Executor, JaxExecutor
+from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.model_options import tokenizer_path
 from jaxserve.engine.prior import Prior, find_prior
 from jaxserve.engine.stats import EngineInfo
@@ -97,6 +98,7 @@ def assemble(
         host_slots=chosen.host_slots,
         seed=config.scheduler.seed,
         rho=prior.rho,
+        projects=chosen.model.hidden_read == PROJECTED,
     )
     return Engine(
         executor,

@@ -37,7 +37,8 @@ class System:
     where the authors published one. padding: the shapes that an engine rounds its batches up to.
     host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
     takes longer for every token that it reads from a hidden cache instead of from K and V
-    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had.
+    (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had. projects:
+    whether that read projects every vector into K and V, see `View`.
 
     ValueError names the field that is none of these, or a cost model under which steps take no
     time, or no end of it.
@@ -55,6 +56,7 @@ class System:
     host: HostTerms = field(default_factory=HostTerms)
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
+    projects: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "max_batch_tokens"):
@@ -97,7 +99,7 @@ class System:
             "about": self.about,
         }
         if self.rho is not None:
-            content["rho"] = self.rho
+            content |= {"rho": self.rho, "projects": self.projects}
         Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -131,7 +133,7 @@ _FIELDS = (
 def _system(content: Mapping[str, Any]) -> System:
     if content.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
         raise ValueError(f"format {content['format']!r:.20}, this version reads {FORMAT}")
-    _only("", content, required=_FIELDS, optional=("rho",))
+    _only("", content, required=_FIELDS, optional=("rho", "projects"))
     if not isinstance(content["name"], str):
         raise ValueError(f"name must be a text, got {content['name']!r:.40}")
     layers = _numbers(Coefficients, "seconds_per_layer", content["seconds_per_layer"])
@@ -147,6 +149,7 @@ def _system(content: Mapping[str, Any]) -> System:
         host=_numbers(HostTerms, "host_s", content["host_s"]),
         about=dict(_object("about", content["about"])),
         rho=content.get("rho"),
+        projects=_projects(content.get("projects", False)),
     )
 
 
@@ -188,6 +191,12 @@ def _only(
     unknown = sorted(found.keys() - {*required, *optional})
     if unknown:
         raise ValueError(f"{where + unknown[0]!r:.60} is no field")
+
+
+def _projects(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"projects must be true or false, got {value!r:.40}")
+    return value
 
 
 def _whole(name: str, value: Any) -> int:

@@ -115,7 +115,7 @@ def simulate(
     longest = _check_fits(workload, policies[0], limits, tokens_in(blocks, size))
     books = _Books(workload, _capacity(max_queue, limits), replicas)
     room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
-    room |= {"host_slots": int(slots_for(host_tokens)), "rho": _rho(rho, system, cost)}
+    room |= {"host_slots": int(slots_for(host_tokens)), **_hidden(rho, system, cost)}
     room |= {"limits": limits, "seed": seed, "checked": _checked(checked, policy)}
     room["padding"] = system.padding if isinstance(system, System) else None
     how: dict[str, Any] = {"record_rows": record_rows, "coast": coast, "online": online}
@@ -224,13 +224,15 @@ def default_limits(
     return Limits(c, p, max_rows or (known.max_rows if known else None) or MAX_ROWS)
 
 
-def _rho(
+def _hidden(
     rho: float | Literal["system"] | None, system: System | CostModel, cost: CostModel
-) -> float | None:
-    """As given, else the system's. Batch times that leave hidden caches out offer none."""
-    if rho != "system":
-        return rho
-    return system.rho if isinstance(system, System) and cost is system.cost_model else None
+) -> dict[str, Any]:
+    """rho and projects of the view: as given, else the system's. Batch times that leave hidden
+    caches out offer none."""
+    known = system if isinstance(system, System) else None
+    if rho == "system":
+        rho = known.rho if known and cost is known.cost_model else None
+    return {"rho": rho, "projects": known is not None and known.projects}
 
 
 Router = Callable[[int, Sequence[Replica]], int]

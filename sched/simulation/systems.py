@@ -80,7 +80,8 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         about["hidden_read"] = read
     rho = model.layers * (hidden - kv) if read else None
     cost_model = LinearCostModel(coefficients, model.layers)
-    return System(name, cost_model, kv_tokens, about=about, rho=rho)
+    projects = read == "projected"
+    return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
 
 
 def _hidden_terms(

@@ -71,6 +71,7 @@ def test_both_kinds_at_once(folders: dict[str, Path], model: str, read: str) -> 
         **SCARCE,
     ) as running:
         assert running.info().hidden_read == read and running.info().rho == 0.0
+        assert running._scheduler.view.projects == (read == "projected")
         counted: list[dict[tuple[str, str], int]] = []
         _, first = send(running, [5], lambda _: counted.append(running.stats().blocks), **SAMPLING)
         assert generate(running, prompts(), **SAMPLING) == expected

@@ -35,6 +35,7 @@ class Drive:
         max_model_len: int = 64,
         seed: int = 0,
         rho: float | None = None,
+        projects: bool = False,
         cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
@@ -50,6 +51,7 @@ class Drive:
             cost_model=cost_model,
             seed=seed,
             rho=rho,
+            projects=projects,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []

@@ -173,10 +173,10 @@ def test_too_large_a_penalty_means_kv_only() -> None:
 
 
 def test_a_projection_has_to_pay() -> None:
-    """64 steps ahead, as long as nothing is known of lengths, at RHO a token and step."""
-    for projected, becomes in ((60 * RHO, True), (70 * RHO, False)):
+    """Eight steps ahead of the last, when the others have ended, at RHO a token and step."""
+    for projected, becomes in ((7.9 * RHO, True), (8.1 * RHO, False)):
         drive = Drive("aptserve", blocks=17, rho=RHO, headroom=0.0, cost_model=cost(projected))
-        for output in (3, 3, 9, 9):
+        for output in (3, 3, 9, 16):
             drive.add(13, output)
         drive.to_the_end()
         assert drive.hidden and bool(drive.projected) == becomes

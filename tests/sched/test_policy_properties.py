@@ -19,6 +19,7 @@ PROBING = [
     *("rank_i:full_prefill=true:probing=true", "rank_o:probing=true", "sarathi_nocp:probing=true"),
     *("vllm:probing=true", "fastserve:probing=true", "infermax:probing=true"),
 ]
+PENALTIES = [f"aptserve:penalty={charge}" for charge in ("remaining", "redecide")]
 HYBRID = [name for name in policies() if make_policy(name).hybrid_cache]
 MAX_PROMPT, MAX_OUTPUT = 20, 12
 BLOCK_SIZE = 4
@@ -111,7 +112,7 @@ def test_serves_everything_within_the_limits(policy: str, case: Case) -> None:
         assert not drive.preempted
 
 
-@pytest.mark.parametrize("policy", ["aptserve_kv", *HYBRID])
+@pytest.mark.parametrize("policy", ["aptserve_kv", *HYBRID, *PENALTIES])
 @pytest.mark.parametrize("rho", [-1e-3, 0.0, 1e-3, 1.0])
 @quick
 @given(case=cases)

@@ -163,6 +163,7 @@ def test_rotary_models_project_and_grouped_query_models_have_none(
     place = scale(MODELS[name], DEVICES["a100"])
     assert (place.rho is None) == (read is None)
     assert (place.cost_model.coefficients.hidden_token > 0) == (read is not None)
+    assert place.projects == (read == "projected")
 
 
 def test_reads_that_do_not_exist_are_refused() -> None:
@@ -177,11 +178,16 @@ def test_reads_that_do_not_exist_are_refused() -> None:
 
 def test_rho_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    for place in (system("opt-13b@a100-40g"), replace(measured(), rho=-1e-9)):
+    projected = replace(measured(), rho=-1e-9, projects=True)
+    for place in (system("opt-13b@a100-40g"), projected):
         place.save(path)
         assert load(path) == place
     measured().save(path)
     assert "rho" not in json.loads(path.read_text())
     path.write_text(json.dumps({**json.loads(path.read_text()), "rho": "much"}))
     with pytest.raises(UnknownSystem, match="rho must be a number"):
+        load(path)
+    projected.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "projects": "yes"}))
+    with pytest.raises(UnknownSystem, match="projects must be true or false"):
         load(path)

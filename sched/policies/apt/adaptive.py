@@ -10,11 +10,9 @@ import numpy as np
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
-from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value
+from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value, steps_ahead
 from jaxserve.sched.policy import View
 
-STEPS_AHEAD = 64  # of a request, until ENOUGH outputs have ended
-ENOUGH = 32
 PROJECTED = 1000  # tokens, for which the cost model is asked
 _HIDDEN = int(CacheKind.HIDDEN)
 
@@ -62,6 +60,19 @@ def go_on(
     return goes, rows[preempted], left - int(need[more].sum())
 
 
+def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, np.ndarray, int]:
+    """As `go_on`, but as the paper has it: the greedy decides on every one of the running in every
+    step, and whoever is not chosen, or with the other kind of cache, loses its own and waits for a
+    step of prefills to compute it again (section 5)."""
+    pool, tokens = view.pool, values.tokens
+    kv, hidden = pool.blocks_for(tokens), pool.blocks_for(tokens, CacheKind.HIDDEN)
+    total = pool.num_free + int(pool.returned_by(rows).sum())
+    kinds = choose(Offers(values.value, kv, hidden, values.penalty), total).kinds
+    goes = kinds == pool.kind[rows]
+    used = np.where(pool.kind[rows] == _HIDDEN, hidden, kv)
+    return goes, rows[~goes], total - int(used[goes].sum())
+
+
 def to_kv(view: View, rows: np.ndarray, ran: Value, waiting: Value, left: int) -> np.ndarray:
     """Which of these running rows turn their hidden caches into K and V, a mask [n]: the first to
     arrive first, as far as memory lasts for them, for one more block a plane of all that run, and
@@ -84,8 +95,4 @@ def _pays(view: View, rows: np.ndarray, rho: float) -> np.ndarray:
     what the projection of a token costs, bool [n]."""
     batch = BatchFeatures(0, 0, 0, 0, 0, 0, 0, projected_tokens=np.array([0, PROJECTED]))
     before, after = view.step_time(batch)
-    lengths, generated = view.table.output_lengths, view.table.generated[rows]
-    ahead = np.full(len(rows), float(STEPS_AHEAD))
-    if lengths.count >= ENOUGH:
-        ahead = lengths.expected(generated) - generated
-    return np.asarray(ahead * rho * PROJECTED >= after - before)
+    return np.asarray(steps_ahead(view, rows) * rho * PROJECTED >= after - before)

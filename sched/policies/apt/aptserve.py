@@ -10,15 +10,16 @@ to spare. `aptserve_s` puts the same on Sarathi's batches (section 6.7).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ToKV
-from jaxserve.sched.policies.apt.adaptive import go_on, to_kv
+from jaxserve.sched.policies.apt.adaptive import go_on, redecide, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
-from jaxserve.sched.policies.apt.value import Value, decode_time, in_flight, weigh
+from jaxserve.sched.policies.apt.value import Penalty, Value, decode_time, in_flight, weigh
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.table import RUNNING, WAITING
@@ -40,7 +41,7 @@ class AptServe(Policy):
     slo_decay: share of its value that a request keeps while it misses its target (section 6.6); 0:
     next to nothing, and it starts after those in time and leaves the headroom free. watermark:
     share of the pool that starts leave free while others run. headroom: share that must be free
-    besides before a hidden cache becomes KV.
+    besides before a hidden cache becomes KV. penalty: what a hidden cache is charged.
     """
 
     hybrid_cache: bool = True
@@ -49,10 +50,17 @@ class AptServe(Policy):
     slo_decay: float = 0.0
     watermark: float = 0.01
     headroom: float = 0.1
+    penalty: Penalty = Penalty.AUTO
     hypothetical: bool = False
-    steady = True
+    steady: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
+        if self.penalty is not Penalty.AUTO and not (self.hybrid_cache and self.adaptive):
+            raise ValueError("penalty is for those that choose kinds of cache by value")
+        if self.penalty is Penalty.REDECIDE:
+            if self.chunked:
+                raise ValueError("penalty=redecide needs whole prompts, chunked=false")
+            object.__setattr__(self, "steady", False)
         for name in ("slo_decay", "watermark", "headroom"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
@@ -68,11 +76,19 @@ class AptServe(Policy):
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         hidden = self.hybrid_cache and view.rho is not None
         delay = (len(waiting) + len(running)) * (view.rho or 0.0) if hidden else None
-        clock, step = now, decode_time(view, running)
+        clock = now
         if len(waiting) and not self.chunked:
             clock += in_flight(view, running)
-        ran = weigh(view, running, clock=clock, step=step, delay=delay, decay=self.slo_decay)
-        values = weigh(view, waiting, clock=clock, step=step, delay=delay, decay=self.slo_decay)
+        weighed = partial(
+            weigh,
+            view,
+            clock=clock,
+            step=decode_time(view, running),
+            delay=delay,
+            decay=self.slo_decay,
+            lasting=self.penalty.lasts(view),
+        )
+        ran, values = weighed(running), weighed(waiting)
         if self.chunked or not len(waiting):
             return self._go_on(view, running, ran, waiting, values)
         # The times themselves, of late requests too: the fallback changes values, not waiting.
@@ -109,12 +125,16 @@ class AptServe(Policy):
         self, view: View, rows: np.ndarray, ran: Value, waiting: np.ndarray, values: Value
     ) -> BatchPlan:
         """A step of those that run, and of those that start in a mixed batch."""
-        goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
+        anew = self.penalty is Penalty.REDECIDE and ran.penalty is not None
+        if anew:
+            goes, preempt, left = redecide(view, rows, ran)
+        else:
+            goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
         ran, rows = ran.of(goes), rows[goes]
         tokens = self._share(view, rows, ran)
         kinds = view.pool.kind[rows].astype(np.int64)
         spare = int(self.headroom * view.pool.num_blocks)
-        wider = to_kv(view, rows, ran, values, left - spare) & (tokens > 0)
+        wider = (tokens > 0) & (not anew) & to_kv(view, rows, ran, values, left - spare)
         kinds[wider] = CacheKind.KV
         here = tokens > 0
         batch = Starts(rows[here], tokens[here], kinds[here])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,21 @@ from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
 
 NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
+STEPS_AHEAD = 64  # of a request, where outputs that have ended do not tell
+ENOUGH = 32  # of them
+
+
+class Penalty(enum.Enum):
+    """For how many steps a hidden cache is charged the delay that it causes, n rho t."""
+
+    STEP = "one, as Eq. 5 has it for kinds of cache that are decided on anew in every step"
+    REDECIDE = "one, and kinds are decided on anew: who changes its own computes its cache again"
+    REMAINING = "those that the request is expected to take yet, for which it keeps its kind"
+    AUTO = "REMAINING where reads project, STEP where they absorb"
+
+    def lasts(self, view: View) -> bool:
+        """Whether it is charged for all the steps ahead."""
+        return self is Penalty.REMAINING or (self is Penalty.AUTO and view.projects)
 
 
 @dataclass(frozen=True)
@@ -35,13 +51,33 @@ class Value:
         )
 
 
+def steps_ahead(view: View, rows: np.ndarray) -> np.ndarray:
+    """Steps that each is expected to take yet, float64 [n]: as those took that got as far, or
+    STEPS_AHEAD if nobody did, or too few have ended."""
+    table, lengths = view.table, view.table.output_lengths
+    generated = table.generated[rows]
+    ahead = np.full(len(rows), float(STEPS_AHEAD))
+    if lengths.count >= ENOUGH:
+        known = lengths.expected(generated) - generated
+        ahead = np.where(known > 1, known, ahead)
+    return np.minimum(ahead, table.max_tokens[rows] - generated)
+
+
 def weigh(
-    view: View, rows: np.ndarray, *, clock: float, step: float, delay: float | None, decay: float
+    view: View,
+    rows: np.ndarray,
+    *,
+    clock: float,
+    step: float,
+    delay: float | None,
+    decay: float,
+    lasting: bool = False,
 ) -> Value:
     """Eq. 5 and 6, with the fallback for those that are late. clock: seconds, when the planned step
     starts. step: the least value of a request, see `decode_time`. delay: seconds by which a
     token in a hidden cache delays all requests together, n rho; None for K and V alone. decay:
-    share of its value that a late request keeps; 0 stands for next to nothing.
+    share of its value that a late request keeps; 0 stands for next to nothing. lasting: a hidden
+    cache is charged for all the steps that its request is expected to take yet, not for one.
 
     Late is who waits for its next token for longer than its target now. That an earlier token was
     late is not in the table, so a request that has caught up counts as in time again.
@@ -55,6 +91,9 @@ def weigh(
     value, penalty = np.maximum(pending, step), None
     if delay is not None:
         penalty = delay * tokens
+        if lasting:
+            ahead = steps_ahead(view, rows)
+            penalty = delay * ahead * (tokens + ahead / 2)
     if np.count_nonzero(late):
         value[late] *= decay or NEAR_ZERO
         if penalty is not None:
