@@ -133,7 +133,9 @@ _FIELDS = (
 def _system(content: Mapping[str, Any]) -> System:
     if content.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
         raise ValueError(f"format {content['format']!r:.20}, this version reads {FORMAT}")
-    _only("", content, required=_FIELDS, optional=("rho", "projects"))
+    reads = ("rho", "projects")  # of hidden caches: both or neither
+    required = (*_FIELDS, *reads) if any(name in content for name in reads) else _FIELDS
+    _only("", content, required=required)
     if not isinstance(content["name"], str):
         raise ValueError(f"name must be a text, got {content['name']!r:.40}")
     layers = _numbers(Coefficients, "seconds_per_layer", content["seconds_per_layer"])

@@ -184,7 +184,8 @@ def test_rho_survives_the_disk(tmp_path: Path) -> None:
         assert load(path) == place
     measured().save(path)
     assert "rho" not in json.loads(path.read_text())
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rho": "much"}))
+    much = {"rho": "much", "projects": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **much}))
     with pytest.raises(UnknownSystem, match="rho must be a number"):
         load(path)
     projected.save(path)
