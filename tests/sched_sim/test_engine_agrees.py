@@ -38,6 +38,7 @@ _OF_ALL = LinearCostModel(
         projected_token=3e-6,
         hidden_token=2e-6,
         hidden_prefill=1e-6,
+        sampled_row=4e-6,
         copied_slot=5e-6,
         swapped_slot=7e-6,
     ),
