@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.hidden import ABSORBED, PROJECTED
 from jaxserve.engine.hidden_options import choose_read, given_rho
 from jaxserve.engine.model_options import choose_dtype, choose_max_len, load_shape
 from jaxserve.engine.sampling_state import MAX_EOS
@@ -109,7 +110,7 @@ def choose(config: ConfigDict) -> Choices:
         pool_heads,
         given,
         host_slots(config.cache.host_gib, policy, model, dtype, pool_heads),
-        _profile(config, model, hidden=read is not None and given is None),
+        _profile(config, model, read if given is None else None),
     )
 
 
@@ -165,8 +166,9 @@ def _policy(config: ConfigDict) -> Policy:
     return policy
 
 
-def _profile(config: ConfigDict, model: ModelConfig, *, hidden: bool) -> System | None:
-    """None if none is named. hidden: it has to know what reading hidden caches costs."""
+def _profile(config: ConfigDict, model: ModelConfig, read: str | None) -> System | None:
+    """None if none is named. read: how hidden caches are read, if it has to know what that
+    costs."""
     path = config.scheduler.profile
     if not path:
         return None
@@ -180,11 +182,19 @@ def _profile(config: ConfigDict, model: ModelConfig, *, hidden: bool) -> System 
             f"scheduler.profile: {path}: it is of a model with {layers} layers, this one has "
             f"{model.num_layers}"
         )
-    if hidden and profile.rho is None:
+    if read is None:
+        return profile
+    if profile.rho is None:
         raise ConfigError(
             f"scheduler.profile: {path}: it was measured without hidden caches, which "
             f"scheduler.policy={config.scheduler.policy} plans; give cache.rho, or measure it with "
             "that policy"
+        )
+    measured = PROJECTED if profile.projects else ABSORBED
+    if measured != read:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it was measured with hidden caches {measured}, here they "
+            f"are {read}; give cache.rho, or cache.hidden_read={measured}"
         )
     return profile
 

@@ -108,20 +108,34 @@ def test_config_errors(
 
 
 @pytest.mark.parametrize(
-    ("layers", "policy", "rho", "message"),
+    ("measured", "policy", "rho", "message"),
     [
-        (3, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
-        (2, "aptserve_s", "auto", "it was measured without .* scheduler.policy=aptserve_s plans"),
-        (2, "aptserve_s", "0", None),
-        (2, "sarathi", "auto", None),
+        ({"layers": 3}, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
+        ({}, "aptserve_s", "auto", "it was measured without .* scheduler.policy=aptserve_s plans"),
+        (
+            {"rho": 0.0, "projects": True},
+            "aptserve_s",
+            "auto",
+            "it was measured with hidden caches projected, here they are absorbed",
+        ),
+        ({"rho": 0.0, "projects": False}, "aptserve_s", "auto", None),
+        ({"rho": 0.0, "projects": True}, "aptserve_s", "0", None),
+        ({}, "aptserve_s", "0", None),
+        ({}, "sarathi", "auto", None),
     ],
 )
 def test_a_profile_is_of_such_an_engine(
-    shapes: dict[str, Path], tmp_path: Path, layers: int, policy: str, rho: str, message: str | None
+    shapes: dict[str, Path],
+    tmp_path: Path,
+    measured: dict[str, Any],
+    policy: str,
+    rho: str,
+    message: str | None,
 ) -> None:
     path = tmp_path / "mine.json"
-    model = dataclasses.replace(FLAT, num_layers=layers)
-    System("mine", model, kv_tokens=100).save(path)
+    measured = {"layers": 2, **measured}
+    model = dataclasses.replace(FLAT, num_layers=measured.pop("layers"))
+    System("mine", model, kv_tokens=100, **measured).save(path)
     config = base.get_config()
     config.model.path, config.model.load_format = str(shapes["opt"]), "random"
     config.cache.num_blocks = 100

@@ -18,6 +18,7 @@ from jaxserve.engine.build import assemble
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import RequestStats, StepStats
@@ -49,7 +50,8 @@ def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any
     tokens, and a profile with the prior. fields override it, `scheduler__policy="vllm"`."""
     shape = {**MODEL, "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(shape))
-    System("prior", prior, kv_tokens=1, rho=0.0).save(folder / "prior.json")
+    projects = fields.get("cache__hidden_read") == PROJECTED
+    System("prior", prior, kv_tokens=1, rho=0.0, projects=projects).save(folder / "prior.json")
     config = base.get_config()
     config.model.path, config.model.load_format = str(folder), "random"
     config.engine.compilation_cache_dir = ""

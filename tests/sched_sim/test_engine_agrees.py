@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import choices
+from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.sizing import GIB
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
@@ -128,7 +129,8 @@ def simulated_as(
 ) -> SimulationResult:
     """The simulation of what the engine has served."""
     chosen = served.chosen
-    place = System("true", TRUE, kv_tokens=1, padding=chosen.buckets.padding)
+    projects = chosen.model.hidden_read == PROJECTED
+    place = System("true", TRUE, kv_tokens=1, padding=chosen.buckets.padding, projects=projects)
     return simulate(
         policy,
         workload,
@@ -177,6 +179,15 @@ def test_the_plans_are_the_same_one_by_one(
         assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
     if blocks == SMALL and policy in HYBRID:
         assert result.batches.num_hidden.sum() > 0
+
+
+@pytest.mark.parametrize("policy", ["aptserve", "aptserve_fcfs"])
+def test_so_they_are_where_hidden_caches_are_projected(
+    policy: str, agree: Callable[..., SimulationResult]
+) -> None:
+    fields = {"cache__num_blocks": SMALL, "cache__hidden_read": PROJECTED}
+    result = agree(lambda: make_policy(policy), trace(3, 100.0, True), **fields)
+    assert result.batches.num_hidden.sum() > 0
 
 
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "infermax", "aptserve"])
