@@ -3,20 +3,25 @@
 Five queues (as in AccelGen's comparison, section 5), each with a quantum of service twice that of
 the one above. A request joins the first queue whose quantum covers its prompt ("skip-join"), falls
 by one when it has used up a quantum, and returns to the top when it has had nothing for too long.
-Higher queues come first, each in order of arrival; whoever lacks memory takes it from the last.
-Here a preempted cache is recomputed; FastServe swaps it to the host.
+Higher queues come first, each in order of arrival; whoever lacks memory takes it from the last. A
+preempted cache goes to the host and comes back from there. It wants host memory for that,
+`--host_tokens` in simulations and `cache.host_gib` live; what finds no room there is recomputed.
+FastServe itself also moves caches ahead of time, so that nobody waits for them.
 
-The unit of service is one decode. What a prompt costs in that unit comes from the cost model, or,
-where there is none, from `prompt_tokens`.
+The unit of service is one decode; what a prompt costs in that unit comes from the cost model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.sched.batch_budget import Candidates
+from jaxserve.sched.blocks import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, Ranking, UnifiedPolicy, rank
@@ -46,7 +51,7 @@ class _Memory:
 
 @register(
     "fastserve",
-    summary="skip-join multi-level feedback queue, preemptive, whole prompts",
+    summary="skip-join multi-level feedback queue; preempted caches go to host memory",
     source="FastServe; AccelGen section 5",
 )
 @dataclass(frozen=True)
@@ -64,6 +69,20 @@ class FastServe(UnifiedPolicy):
     ratio: float = 2.0
     patience: float = 10.0
     _memory: _Memory = field(default_factory=_Memory, init=False, repr=False, compare=False)
+    moves_cache = True
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        """Fills one batch; who is preempted for it is swapped out, who comes back swapped in."""
+        plan = super().plan(view, now)
+        moved = (*_out(view, plan.preempted), *plan.operations, *_back(view, plan.rows))
+        return dataclasses.replace(plan, operations=moved)
+
+    def candidates(self, view: View, rows: np.ndarray) -> Candidates:
+        """As in the unified scheduler, but for the tokens whose cache is on the host."""
+        found = super().candidates(view, rows)
+        tokens = found.tokens - _on_host(view, rows)
+        prefill = (tokens != 1) | (view.table.generated[rows] == 0)
+        return dataclasses.replace(found, tokens=tokens, prefill=prefill)
 
     def ranking(self, view: View, now: float) -> Ranking:
         """By queue, the top one first, then by arrival."""
@@ -99,3 +118,25 @@ class FastServe(UnifiedPolicy):
     def _first_covering(self, cost: np.ndarray) -> np.ndarray:
         quanta = self.quantum * self.ratio ** np.arange(self.queues - 1)
         return np.searchsorted(quanta, cost).astype(np.int64)
+
+
+def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
+    """Tokens of each that come back from the host when it starts, int64 [n]."""
+    if not view.host.num_used:
+        return np.zeros(len(rows), np.int64)
+    segments = map(view.host.segments, rows.tolist())
+    return np.array([own[0].end if own else 0 for own in segments], np.int64)
+
+
+def _out(view: View, rows: np.ndarray) -> list[Operation]:
+    """The caches of the preempted that the host has room for, in order."""
+    cached = view.table.computed[rows]
+    slots = slots_for(cached, view.pool.kind[rows])
+    count = int(np.searchsorted(np.cumsum(slots), view.host.num_free, side="right"))
+    return [Checkpoint(rows[:count], np.zeros(count, np.int64), cached[:count])] if count else []
+
+
+def _back(view: View, rows: np.ndarray) -> list[Operation]:
+    """The caches on the host of those who start."""
+    swapped = rows[_on_host(view, rows) > 0]
+    return [Restore(swapped, np.zeros_like(swapped))] if len(swapped) else []

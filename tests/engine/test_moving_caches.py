@@ -15,7 +15,7 @@ from jaxserve.engine.moves import ON_THE_WAY, PIECE
 from jaxserve.engine.sizing import Demand, moving_workspace, pool_blocks
 from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
-from tests.engine.harness import SAMPLING, engine, generate, prompts
+from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts
 from tests.moving_caches import MovingCaches
 
 HOST = {"cache__host_gib": 0.001}
@@ -54,6 +54,21 @@ def test_seeded_text_survives_every_move(
     monkeypatch.setattr(choices, "make_policy", lambda name: MovingCaches(1))
     with engine(shapes["opt"], **HOST, cache__rho="0") as running:
         assert generate(running, prompts(), **sampling) == expected
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_text_survives_being_swapped_out(
+    shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    fields = {"scheduler__policy": "fastserve", "scheduler__params": {"quantum": 1.0}, **SCARCE}
+    with engine(shapes["opt"], **HOST, **fields, engine__overlap=overlap) as running:
+        load, loaded = running.executor.load, list[int]()
+        monkeypatch.setattr(
+            running.executor, "load", lambda key, slots: (loaded.append(key), load(key, slots))
+        )
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        assert running._scheduler.host.num_used == 0
+    assert len(loaded) > 5
 
 
 def test_host_memory_is_for_policies_that_use_it(shapes: dict[str, Path]) -> None:

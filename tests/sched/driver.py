@@ -36,6 +36,7 @@ class Drive:
         seed: int = 0,
         rho: float | None = None,
         projects: bool = False,
+        host_slots: int = 0,
         cost_model: CostModel = FLAT,
         **overrides: Any,
     ) -> None:
@@ -52,6 +53,7 @@ class Drive:
             seed=seed,
             rho=rho,
             projects=projects,
+            host_slots=host_slots,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []
@@ -89,6 +91,7 @@ class Drive:
         for row in done.tolist():
             self.scheduler.finish(row)
         pool.check()
+        self.scheduler.host.check()
         self._starts += [s for s in seq.tolist() if s not in self._starts]
         self.preempted += plan.preempted.tolist()
         self.projected += plan.to_kv.tolist()
@@ -102,6 +105,7 @@ class Drive:
         for _ in range(MAX_STEPS):
             if not self.live:
                 assert self.pool.num_free == self.pool.num_blocks
+                assert self.scheduler.host.num_used == 0
                 return
             preemptions = len(self.preempted)
             planned = self.step(float(len(self.plans)))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policies.fastserve import FastServe
 from tests.sched.driver import Drive
+from tests.sched.test_policy_properties import Case, cases, quick, serve
 
 # Four tokens of a prompt cost as much as a decode.
 FOUR_A_DECODE = LinearCostModel(Coefficients(0.25, 0, 0, 0, 0.75, 0, 0, 0, 0), 1)
@@ -65,3 +68,34 @@ def test_fastserve_preempts_for_a_higher_queue() -> None:
         run.step()
     second = run.add(4, 9)
     assert run.step() == {second: 4} and run.preempted == [first]
+
+
+def test_a_preempted_cache_comes_back_from_the_host() -> None:
+    """Four prompt tokens and two of the three written are cached, in two planes each."""
+    for slots, back in ((12, 1), (11, 7)):
+        run = drive("fastserve", rows=1, quantum=2.0, host_slots=slots)
+        first = run.add(4, 9)
+        for _ in range(3):
+            run.step()
+        second = run.add(4, 2)
+        assert run.step() == {second: 4} and run.preempted == [first]
+        assert run.scheduler.host.num_used == (12 if back == 1 else 0)
+        assert run.step() == {second: 1} and run.ended == [second]
+        assert run.step() == {first: back}
+        run.to_the_end()
+
+
+@pytest.mark.parametrize("slots", [20, 60, 10_000])
+@settings(quick, max_examples=20)
+@given(case=cases)
+def test_it_serves_everything_whatever_the_host_has_room_for(slots: int, case: Case) -> None:
+    drive = serve("fastserve:quantum=2.0", case, host_slots=slots)
+    assert len(drive.ended) == len(case.jobs)
+
+
+def test_nothing_is_computed_twice_with_room_on_the_host() -> None:
+    run = drive("fastserve", m=30, quantum=1.0, host_slots=1000)
+    rows = [run.add(9, 12) for _ in range(5)]
+    run.to_the_end()
+    assert len(run.preempted) > 5
+    assert sum(sum(plan.values()) for plan in run.plans) == len(rows) * (9 + 12 - 1)

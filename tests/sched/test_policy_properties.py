@@ -67,7 +67,7 @@ cases = st.builds(
 )
 
 
-def serve(policy: str, case: Case, rho: float | None = None) -> Drive:
+def serve(policy: str, case: Case, rho: float | None = None, host_slots: int = 0) -> Drive:
     """Runs the case to its end; `Drive` checks every step."""
     whole = not make_policy(policy).chunked
     c = max(case.budget, MAX_PROMPT + MAX_OUTPUT if whole else case.rows)
@@ -81,6 +81,7 @@ def serve(policy: str, case: Case, rho: float | None = None) -> Drive:
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         seed=case.budget,
         rho=rho,
+        host_slots=host_slots,
     )
     for job in case.jobs:
         for _ in range(job.gap if drive.live else 0):
