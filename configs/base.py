@@ -109,6 +109,11 @@ def _engine() -> dict[str, Any]:
         "overlap": True,
         # A compilation after the warm-up is an engine failure.
         "forbid_compile": False,
+        # File that all that is served is written to, without any text, so that
+        # python -m jaxserve.simulate --replay=FILE can serve it again; empty: nowhere.
+        "record": "",
+        # At this size, MiB, it goes on as FILE.1, replacing an older one, and FILE begins again.
+        "record_mib": 64,
     }
 
 

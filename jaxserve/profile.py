@@ -28,13 +28,13 @@ from tqdm import tqdm
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
-from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.engine.step_timer import Shape, StepTimer
 from jaxserve.machine import machine, versions
 from jaxserve.sched.cost_model import HostTerms, Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.request import Request, SamplingParams, Tier
+from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.server import launch
 
@@ -132,8 +132,8 @@ def measure_host(engine: Any, system: System) -> HostTerms:
     return HostTerms(launch=float(launch), launch_row=float(launch_row))
 
 
-class _Times:
-    """An observer: the host's time in steps in which all rows decode."""
+class _Times(Observer):
+    """The host's time in steps in which all rows decode."""
 
     def __init__(self, rows: int) -> None:
         self.taken: list[float] = []
@@ -142,15 +142,6 @@ class _Times:
     def on_step(self, stats: StepStats) -> None:
         if stats.num_decodes == stats.num_rows == self._rows:
             self.taken.append(stats.host_time)
-
-    def on_first_token(self, ttft: float, tier: Tier) -> None:
-        pass
-
-    def on_inter_token(self, tbt: float, tier: Tier) -> None:
-        pass
-
-    def on_finish(self, stats: RequestStats) -> None:
-        pass
 
 
 def _host_times(engine: Any, rows: int, length: int, steps: int) -> list[float]:

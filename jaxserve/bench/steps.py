@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.metrics import summarise
-from jaxserve.sched.request import Tier
 
 
-class StepRecorder:
-    """An `Observer` that keeps every step of the engine, in the order they end; nothing else."""
+class StepRecorder(Observer):
+    """Keeps every step of the engine, in the order they end; nothing else."""
 
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
@@ -19,15 +18,6 @@ class StepRecorder:
     def on_step(self, stats: StepStats) -> None:
         """Keeps it, on the engine thread."""
         self.steps.append(stats)
-
-    def on_first_token(self, ttft: float, tier: Tier) -> None:
-        """Ignored: latencies of requests are measured by whoever sends them."""
-
-    def on_inter_token(self, tbt: float, tier: Tier) -> None:
-        """Ignored likewise."""
-
-    def on_finish(self, stats: RequestStats) -> None:
-        """Ignored likewise."""
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:

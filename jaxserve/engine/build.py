@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ import jax
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from jaxserve import __version__
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
@@ -18,6 +21,7 @@ from jaxserve.engine.executor import Executor, JaxExecutor
 from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.model_options import tokenizer_path
 from jaxserve.engine.prior import Prior, find_prior
+from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.timing import Progress
 from jaxserve.models import sharding
@@ -25,6 +29,7 @@ from jaxserve.pallas_kernels import make_pool
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.simulation.recording import Header
 from jaxserve.weights import load_params
 
 
@@ -41,6 +46,7 @@ def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
 
 
 def _build(config: ConfigDict, progress: bool) -> Engine:
+    check_path(config.engine.record, config.engine.record_mib)
     use_compilation_cache(config.engine.compilation_cache_dir)
     chosen = choose(config)
     model, mesh = chosen.model.config, chosen.model.mesh
@@ -100,15 +106,43 @@ def assemble(
         rho=prior.rho,
         projects=chosen.model.hidden_read == PROJECTED,
     )
-    return Engine(
+    info = _info(config, chosen, scheduler, prior, pool_bytes)
+    engine = Engine(
         executor,
         scheduler,
         tokenizer,
-        _info(config, chosen, scheduler, prior, pool_bytes),
+        info,
         cost_model=cost_model,
         eos_ids=chosen.model.config.eos_token_ids,
         options=EngineOptions(config.engine.overlap, config.engine.forbid_compile),
         clock=clock,
+    )
+    if config.engine.record:
+        header = _header(config, chosen, info, prior)
+        limit = config.engine.record_mib * MIB
+        engine.add_observer(Recorder(config.engine.record, header, limit, clock))
+    return engine
+
+
+def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior) -> Header:
+    return Header(
+        began=datetime.datetime.now(datetime.UTC).isoformat(),
+        versions={"jaxserve": __version__, "jax": jax.__version__},
+        model=info.model,
+        dtype=info.dtype,
+        device=info.device,
+        policy=info.policy,
+        seed=config.scheduler.seed,
+        overlap=config.engine.overlap,
+        **dataclasses.asdict(chosen.limits),
+        max_queue=config.scheduler.max_queue,
+        max_model_len=info.max_model_len,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        host_slots=chosen.host_slots,
+        rho=info.rho,
+        cost_model=prior.model,
+        padding=chosen.buckets.padding,
     )
 
 

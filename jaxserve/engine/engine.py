@@ -231,6 +231,7 @@ class Engine:
         for command in commands:
             if isinstance(command, _Submit):
                 _refuse(command, FinishReason.CANCELLED)
+        self._serving.stop()
 
     # The loop, on the engine thread.
 
@@ -242,6 +243,8 @@ class Engine:
                 self._loop()
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._serving.stop()
 
     def _loop(self) -> None:
         pending: InFlight | None = None

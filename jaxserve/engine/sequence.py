@@ -14,7 +14,8 @@ NO_SLOT = -1
 class Continuation:
     """Host side of continuation `index` of a request. Engine thread only.
 
-    row: in the scheduler's table. slot: on the device while it holds cache, else NO_SLOT.
+    row: in the scheduler's table. number: from 0 in the order of arrival. slot: on the device while
+    it holds cache, else NO_SLOT.
     Results that arrive once `finished` is set belong to nobody.
     """
 
@@ -23,12 +24,14 @@ class Continuation:
         request: Request,
         index: int,
         row: int,
+        number: int,
         text: ContinuationText,
         on_output: Callable[[Output], None],
     ) -> None:
         self.request = request
         self.index = index
         self.row = row
+        self.number = number
         self.slot = NO_SLOT
         self.finished = False
         self.output_tokens: list[int] = []

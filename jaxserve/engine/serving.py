@@ -16,6 +16,7 @@ from jaxserve.engine.sampling import SampleResult, slot_params
 from jaxserve.engine.sequence import NO_SLOT, Continuation, time_or
 from jaxserve.engine.stats import EngineInfo, Observer, RequestStats, StepStats
 from jaxserve.engine.stops import ContinuationText
+from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
@@ -37,6 +38,7 @@ class InFlight:
     num_live: int
     num_admitted: int
     after_idle: bool
+    kv_used: int
     begin: float
     plan_time: float
     launch_time: float
@@ -70,6 +72,7 @@ class Serving:
         self._watch, self._clock, self._on_over = watch, clock, on_over
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
+        self._arrivals = 0
         self._preemptions = 0  # not told in any step yet
 
     def knows(self, request_id: str) -> bool:
@@ -85,9 +88,12 @@ class Serving:
         continuations = self._by_id[request.id] = []
         for index, text in enumerate(texts):
             row = self._scheduler.add(request)
-            continuation = Continuation(request, index, row, text, on_output)
+            number, self._arrivals = self._arrivals, self._arrivals + 1
+            continuation = Continuation(request, index, row, number, text, on_output)
             continuations.append(continuation)
             self.live[row] = continuation
+            for observer in self.observers:
+                observer.on_arrival(number, request)
 
     def cancel(self, request_id: str) -> None:
         """Ends what there is of it."""
@@ -101,6 +107,7 @@ class Serving:
         begin = self._clock()
         scheduler = self._scheduler
         num_live, step = len(self.live), scheduler.schedule(begin)
+        kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
         planned = self._clock()
         for row in step.preempted.tolist():
             self._release_slot(self.live[row])
@@ -137,6 +144,7 @@ class Serving:
             num_live=num_live,
             num_admitted=len(admitted),
             after_idle=idle,
+            kv_used=kv_used,
             begin=begin,
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
@@ -185,10 +193,12 @@ class Serving:
                 f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
                 f"{len(step.step)} rows and {step.padded_tokens} padded tokens"
             )
-        self._report(step, now, device_time)
+        self._report(step, tuple(c.number for _, c in mine), now, device_time)
 
-    def _report(self, step: InFlight, now: float, device_time: float) -> None:
-        """Tells the observers of a step whose tokens came now."""
+    def _report(
+        self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
+    ) -> None:
+        """Tells the observers of a step whose tokens came now, to whom."""
         booked = step.step
         stats = StepStats(
             num_rows=len(booked),
@@ -203,6 +213,11 @@ class Serving:
             num_moves=sum(not isinstance(move, Discard) for move in booked.moves),
             num_emitting=len(step.emitting),
             after_idle=step.after_idle,
+            features=step.watched.features,
+            received=received,
+            kv_used=step.kv_used,
+            num_hidden=int(np.count_nonzero(booked.plan.kinds == HIDDEN)),
+            end=now,
             step_time=now - step.begin,
             device_time=device_time,
             predicted_time=step.watched.predicted,
@@ -242,6 +257,12 @@ class Serving:
             self._free_slots.append(member.slot)
             member.slot = NO_SLOT
 
+    def stop(self) -> None:
+        """Tells the observers, for the last time."""
+        observers, self.observers = self.observers, []
+        for observer in observers:
+            observer.on_stop()
+
     def end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
         """Ends a continuation from outside the model."""
         now = self._clock()
@@ -263,6 +284,7 @@ class Serving:
             del self._by_id[request.id]
         ttft = continuation.first_token
         stats = RequestStats(
+            number=continuation.number,
             finish_reason=reason,
             tier=request.tier,
             prompt_tokens=len(request.prompt),

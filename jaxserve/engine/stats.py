@@ -6,10 +6,10 @@ Observers are called on the engine thread and must return quickly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.sched.request import Tier
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.request import Request, Tier
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class StepStats:
     num_live: requests when it was planned. num_admitted: rows that took a slot for sampling.
     num_moves: operations on the pool that were sent to the device. num_emitting: rows that sample.
     after_idle: whether the device had nothing to do when it came.
+    features: what the cost model knows of it. received: the numbers of the continuations that got a
+    token of it. kv_used: tokens whose K and V the blocks in use hold, once it was planned;
+    num_hidden: rows with hidden caches.
+    end: when its tokens were on the host, on the engine's clock.
     step_time: launch to tokens on the host. device_time: what it took the device, see
     `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch.
     plan_time: the policy's plan and its booking; launch_time: moves, building the batch and handing
@@ -40,6 +44,11 @@ class StepStats:
     num_moves: int
     num_emitting: int
     after_idle: bool
+    features: BatchFeatures
+    received: tuple[int, ...]
+    kv_used: int
+    num_hidden: int
+    end: float
     step_time: float
     device_time: float
     predicted_time: float
@@ -62,10 +71,11 @@ class StepStats:
 class RequestStats:
     """One finished continuation. Times in seconds.
 
-    queue_time: arrival to first scheduled; ttft: arrival to first token, None without one; e2e:
-    arrival to end. preemptions: how often it lost its cache.
+    number: as in `Observer.on_arrival`. queue_time: arrival to first scheduled; ttft: arrival to
+    first token, None without one; e2e: arrival to end. preemptions: how often it lost its cache.
     """
 
+    number: int
     finish_reason: FinishReason
     tier: Tier
     prompt_tokens: int
@@ -128,21 +138,23 @@ class EngineInfo:
     rho: float | None = None
 
 
-class Observer(Protocol):
-    """Told of what happens, on the engine thread."""
+class Observer:
+    """Told of what happens, on the engine thread; what it does not care for, it leaves as it is."""
+
+    def on_arrival(self, number: int, request: Request) -> None:
+        """A continuation. number: of it, from 0 in the order of arrival."""
 
     def on_step(self, stats: StepStats) -> None:
         """After each batch, once its tokens are on the host."""
-        ...
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """A continuation's first token. ttft: seconds since its arrival."""
-        ...
 
     def on_inter_token(self, tbt: float, tier: Tier) -> None:
         """Every later one. tbt: seconds since the token before."""
-        ...
 
     def on_finish(self, stats: RequestStats) -> None:
         """Once a continuation, whatever ended it."""
-        ...
+
+    def on_stop(self) -> None:
+        """The engine has ended; nothing follows."""

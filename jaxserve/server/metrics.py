@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Tier
 from jaxserve.server.contract import ServedEngine
 
@@ -71,7 +71,7 @@ class Histogram:
         return pairs, total
 
 
-class EngineMetrics(Collector):
+class EngineMetrics(Collector, Observer):
     """Observer of the engine (its thread writes) and collector for Prometheus (a scrape reads)."""
 
     def __init__(self, engine: ServedEngine) -> None:

@@ -14,7 +14,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
 from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send, wait_until_idle
 
@@ -188,7 +188,7 @@ def test_text_needs_a_tokenizer(roomy: Engine) -> None:
         roomy.encode("hello")
 
 
-class Recorder:
+class Recorder(Observer):
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
         self.firsts: list[float] = []

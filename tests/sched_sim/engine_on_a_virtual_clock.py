@@ -20,10 +20,9 @@ from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
-from jaxserve.engine.stats import RequestStats, StepStats
+from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
-from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.requests import Requests
 from jaxserve.sched.step import Step
@@ -133,7 +132,7 @@ class Device:
         return tokens
 
 
-class Served:
+class Served(Observer):
     """An engine that has served a workload on its virtual clock.
 
     plans: with the requests' numbers instead of rows, and of the operations only who lost all since
@@ -217,12 +216,3 @@ class Served:
     def on_step(self, stats: StepStats) -> None:
         self.steps.append(stats)
         self.errors.append(self.engine.stats().step_time_error)
-
-    def on_first_token(self, ttft: float, tier: Tier) -> None:
-        pass
-
-    def on_inter_token(self, tbt: float, tier: Tier) -> None:
-        pass
-
-    def on_finish(self, stats: RequestStats) -> None:
-        pass

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.request import Request, validate
 
 FIRST = 100
@@ -56,6 +57,11 @@ def step_stats(rows: int) -> StepStats:
         num_moves=0,
         num_emitting=rows,
         after_idle=False,
+        features=BatchFeatures(rows, 2 * rows, 8 * rows, rows, 0, 0, 0),
+        received=tuple(range(rows)),
+        kv_used=32,
+        num_hidden=0,
+        end=1.0,
         step_time=0.01,
         device_time=0.008,
         predicted_time=0.009,
@@ -250,7 +256,9 @@ class FakeEngine:
         request, produced = running.request, running.produced[index]
         for observer in self.observers:
             observer.on_finish(
-                RequestStats(reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3)
+                RequestStats(
+                    0, reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3
+                )
             )
         running.on_output(
             dataclasses.replace(

@@ -15,8 +15,7 @@ import pytest
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.stats import RequestStats, StepStats
-from jaxserve.sched.request import Tier
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.server.runner import Server
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120
 
 
-class Gate:
+class Gate(Observer):
     """An observer that holds the engine's thread after a step, and sees requests end."""
 
     def __init__(self) -> None:
@@ -37,10 +36,6 @@ class Gate:
     def on_step(self, stats: StepStats) -> None:
         assert self.open.wait(PATIENCE)
         self.steps += 1
-
-    def on_first_token(self, ttft: float, tier: Tier) -> None: ...
-
-    def on_inter_token(self, tbt: float, tier: Tier) -> None: ...
 
     def on_finish(self, stats: RequestStats) -> None:
         with self.ended:

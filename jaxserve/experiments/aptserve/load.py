@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jaxserve.bench import runs
 from jaxserve.bench.target import EngineTarget
 from jaxserve.configs import opt_125m_cpu
+from jaxserve.engine.stats import Observer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
@@ -105,7 +106,7 @@ def measure(
             engine.stop()
 
 
-class _Kinds:
+class _Kinds(Observer):
     """An observer: the largest share of the used blocks that are hidden."""
 
     def __init__(self, engine: Any) -> None:
@@ -117,15 +118,6 @@ class _Kinds:
         blocks = self._engine.stats().blocks
         hidden = sum(count for (kind, _), count in blocks.items() if kind == "hidden")
         self.share = max(self.share, hidden / max(1, sum(blocks.values())))
-
-    def on_first_token(self, ttft: float, tier: Any) -> None:
-        pass
-
-    def on_inter_token(self, tbt: float, tier: Any) -> None:
-        pass
-
-    def on_finish(self, stats: Any) -> None:
-        pass
 
 
 def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, count: int) -> Load:

@@ -1,0 +1,202 @@
+"""Writes down what is served, for `python -m jaxserve.simulate --replay`.
+
+The format is in `sched/simulation/recording.py`. The engine's thread only puts events into a queue;
+a thread of its own turns them into lines, so that serving never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.sched.request import Request
+from jaxserve.sched.simulation.recording import (
+    FEATURES,
+    Arrival,
+    End,
+    Event,
+    Header,
+    Lost,
+    Step,
+    first_line,
+    line,
+    older,
+)
+
+log = logging.getLogger(__name__)
+
+DEPTH = 10_000  # events that may wait to be written
+MIB = 2**20
+DIGITS = 9  # of seconds, behind the point
+
+_Told = StepStats | RequestStats | tuple[int, Request]
+_STEP_NUMBERS = [n for n in Step._fields if n not in ("end", "features", "received")]
+
+
+def check_path(path: str, mib: int) -> None:
+    """ConfigError if nothing could be recorded there. "" records nothing."""
+    if not path:
+        return
+    if mib < 1:
+        raise ConfigError(f"engine.record_mib must be at least 1, got {mib}")
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"engine.record: {path} is a folder")
+    if not file.parent.is_dir():
+        raise ConfigError(f"engine.record: there is no folder {file.parent}")
+    if not os.access(file.parent, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise ConfigError(f"engine.record: {path} cannot be written")
+
+
+class Recorder(Observer):
+    """An observer that writes to `path`, and moves it to PATH.1 when it has max_bytes; so it does
+    with what is there at the start. clock: the engine's. depth: events that may wait."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: Header,
+        max_bytes: int,
+        clock: Callable[[], float],
+        depth: int = DEPTH,
+    ) -> None:
+        self.lost = 0
+        self._start = clock()
+        self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
+        self._writer = _Writer(Path(path), header, max_bytes)
+        self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
+        self._thread.start()
+
+    def on_arrival(self, number: int, request: Request) -> None:
+        """Its lengths and what it asks for."""
+        self._tell((number, request))
+
+    def on_step(self, stats: StepStats) -> None:
+        """Its shape and its times."""
+        self._tell(stats)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Its length, and how it ended."""
+        self._tell(stats)
+
+    def on_stop(self) -> None:
+        """Returns when all is on the disk."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _tell(self, what: _Told) -> None:
+        try:
+            self._queue.put_nowait(what)
+        except queue.Full:
+            self.lost += 1
+
+    def _run(self) -> None:
+        try:
+            self._writer.begin(0.0)
+            while (what := self._queue.get()) is not None:
+                self._writer.write(_event(what, self._start), self.lost)
+                if self._queue.empty():
+                    self._writer.flush()
+            self._writer.end(self.lost)
+        except Exception as error:  # serving goes on
+            log.error("nothing more is recorded: %s", error, exc_info=error)
+            while self._queue.get() is not None:
+                pass
+
+
+def _event(what: _Told, start: float) -> Event:
+    """start: when the recording began."""
+    match what:
+        case StepStats():
+            numbers = {name: getattr(what, name) for name in _STEP_NUMBERS}
+            features = [int(getattr(what.features, name)) for name in FEATURES]
+            return Step(
+                end=round(what.end - start, DIGITS),
+                **{name: round(value, DIGITS) for name, value in numbers.items()},
+                features=features,
+                received=list(what.received),
+            )
+        case RequestStats():
+            lifetime = round(what.e2e, DIGITS)
+            return End(
+                what.number, what.output_tokens, what.finish_reason, what.preemptions, lifetime
+            )
+        case number, request:
+            return Arrival(
+                number,
+                round(request.arrival - start, DIGITS),
+                len(request.prompt),
+                request.sampling.max_tokens,
+                int(request.tier),
+                request.slo.ttft,
+                request.slo.tbt,
+                request.slo.jct,
+                int(request.sampling.is_plain_greedy),
+            )
+
+
+class _Writer:
+    """The file, and whose arrivals have to be in the next one."""
+
+    def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
+        self._path, self._header, self._max_bytes = path, header, max_bytes
+        self._live: dict[int, Arrival] = {}
+        self._file: TextIO | None = None
+        self._size, self._time, self._lost = 0, 0.0, 0
+
+    def begin(self, start: float) -> None:
+        """A new file; what is there is the older one from now on."""
+        if self._file is not None:
+            self._file.close()
+        if self._path.exists():
+            self._path.replace(older(self._path))
+        self._file = self._path.open("w", encoding="utf-8")
+        self._size = 0
+        self._put(first_line(self._header, start))
+        for number, arrival in self._live.items():
+            self._live[number] = arrival._replace(carried=1)
+            self._put(line(self._live[number]))
+
+    def write(self, event: Event, lost: int) -> None:
+        """lost: events so far, of all that there were."""
+        if lost != self._lost:
+            self._lost = lost
+            self._put(line(Lost(lost)))
+        text = line(event)
+        if self._size + len(text) > self._max_bytes:
+            self.begin(self._time)
+        self._put(text)
+        match event:
+            case Arrival():
+                self._live[event.number] = event
+            case End():
+                self._live.pop(event.number, None)
+            case Step():
+                self._time = event.end
+                for number in event.received:
+                    arrival = self._live.get(number)  # None if that was lost
+                    if arrival is not None:
+                        self._live[number] = arrival._replace(written=arrival.written + 1)
+
+    def flush(self) -> None:
+        """What was written can be read."""
+        assert self._file is not None
+        self._file.flush()
+
+    def end(self, lost: int) -> None:
+        """As `write`, without an event; then the file is complete."""
+        if lost != self._lost:
+            self._put(line(Lost(lost)))
+        assert self._file is not None
+        self._file.close()
+
+    def _put(self, text: str) -> None:
+        assert self._file is not None
+        self._size += self._file.write(text)

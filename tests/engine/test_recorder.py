@@ -1,0 +1,289 @@
+"""What is written of what was served, and what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine import recorder as module
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.recorder import Recorder, check_path
+from jaxserve.engine.stats import RequestStats
+from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.simulation import replay
+from jaxserve.sched.simulation.recording import Header, RecordingError, older
+from tests.cost_models import FLAT
+from tests.engine.harness import engine, send
+from tests.server.fake_engine import step_stats
+
+HEADER = Header(
+    began="2026-01-01T00:00:00+00:00",
+    versions={"jaxserve": "0"},
+    model="none",
+    dtype="float32",
+    device="none",
+    policy="sarathi",
+    seed=0,
+    overlap=True,
+    max_batch_tokens=64,
+    max_prefill_tokens=64,
+    max_rows=8,
+    max_queue=8,
+    max_model_len=64,
+    num_blocks=64,
+    block_size=4,
+    host_slots=0,
+    rho=None,
+    cost_model=FLAT,
+    padding=Padding((8,), (64,)),
+)
+TARGETS = SLO(ttft=0.5, jct=4.0)
+
+
+class Story:
+    """Tells a recorder of requests that come, get a token a step, and end. A second a step."""
+
+    def __init__(self, path: Path, max_bytes: int = 10**9, depth: int = module.DEPTH) -> None:
+        self.now = 100.0
+        self.recorder = Recorder(path, HEADER, max_bytes, lambda: self.now, depth)
+
+    def arrive(self, number: int) -> None:
+        params = SamplingParams(max_tokens=50, temperature=float(number % 2))
+        request = Request(
+            f"secret-{number}", (7,) * (number + 1), params, TARGETS, Tier(number % 2)
+        )
+        self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
+
+    def step(self, *received: int) -> None:
+        self.now += 1.0
+        n = len(received)
+        features = BatchFeatures(n, 8, np.int64(9 * n), n, 0, 0, 0)
+        told = dataclasses.replace(
+            step_stats(n), features=features, received=received, end=self.now, device_time=0.9
+        )
+        self.recorder.on_step(told)
+
+    def end(self, number: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
+        stats = RequestStats(number, reason, Tier.REALTIME, number + 1, tokens, 2, 0.1, 0.2, 7.5)
+        self.recorder.on_finish(stats)
+
+    def over(self) -> None:
+        self.recorder.on_stop()
+
+
+def test_what_is_told_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path)
+    story.arrive(0)
+    story.step(0)
+    story.arrive(1)
+    for _ in range(11):
+        story.step(0, 1)
+    story.end(0, 12)
+    story.end(1, 11, FinishReason.CANCELLED)
+    story.over()
+    recording = replay.read(path)
+    assert recording.header == HEADER
+    assert recording.notes == ()
+    assert recording.ends[1].reason == "cancelled" and recording.ends[0].lifetime == 7.5
+    assert recording.steps.device_time.tolist() == [0.9] * 12
+    assert recording.steps.features.decode_kv.tolist() == [9] + [18] * 11
+    traffic = replay.traffic_of(recording)
+    assert traffic.notes == ()
+    workload = traffic.workload
+    assert workload.arrival.tolist() == [0.0, 1.0]
+    assert workload.prompt_len.tolist() == [1, 2]
+    assert workload.output_len.tolist() == [12, 11]
+    assert workload.limit.tolist() == [50, 50]
+    assert workload.greedy.tolist() == [True, False]
+    assert workload.tier.tolist() == [0, 1]
+    assert workload.ttft.tolist() == [0.5, 0.5] and np.isinf(workload.tbt).all()
+    served = replay.served(recording)
+    assert served.requests.ttft.tolist() == [1.0, 1.0]
+    assert served.requests.preemptions.tolist() == [2, 2]
+    assert served.batches.start[0] == pytest.approx(0.1)
+    assert "secret" not in path.read_text()
+
+
+def test_a_large_file_goes_on_as_another_and_the_new_one_says_who_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story, steps = Story(path, max_bytes=4000), 40
+    story.arrive(0)
+    for number in range(1, steps):
+        story.arrive(number)
+        story.step(0, number)
+        story.end(number, 1)
+    story.step(0)
+    story.end(0, steps)
+    story.over()
+    assert path.stat().st_size <= 4000 and older(path).stat().st_size <= 4000
+    whole = replay.read(path)
+    assert whole.start > 0, "there were more than two files"
+    count = len(whole.steps)
+    assert 10 < count < steps
+    traffic = replay.traffic_of(whole)
+    assert any("older than the recording" in note for note in traffic.notes)
+    first = traffic.workload.take(np.array([0]))
+    assert first.output_len[0] == count
+    assert first.prompt_len[0] == 1 + steps - count, "what it had written counts as its prompt"
+    assert first.limit[0] == 50 - (steps - count)
+    assert np.isinf(first.ttft[0]) and np.isinf(first.jct[0])
+    assert len(traffic.workload) == count
+    assert replay.served(whole).requests.output_len.tolist() == traffic.workload.output_len.tolist()
+    # By itself, the newer one has less.
+    older(path).unlink()
+    assert len(replay.read(path).steps) < count
+
+
+def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    path.write_text(module.first_line(dataclasses.replace(HEADER, began="earlier"), 0.0))
+    story = Story(path)
+    story.arrive(0)
+    for _ in range(12):
+        story.step(0)
+    story.end(0, 12)
+    story.over()
+    recording = replay.read(path)
+    assert recording.notes == (f"{older(path)} is of another start of the server: left out",)
+    assert replay.read(older(path)).header.began == "earlier"
+
+
+def test_a_torn_last_line_is_dropped_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path)
+    story.arrive(0)
+    story.arrive(1)
+    for _ in range(12):
+        story.step(0)
+    story.over()
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    recording = replay.read(path)
+    assert recording.notes == (f"the last line of {path} is torn: left out",)
+    assert len(recording.steps) == 11
+    traffic = replay.traffic_of(recording)
+    assert traffic.workload.output_len.tolist() == [11]
+    assert traffic.notes == (
+        "1 requests ended, or were still waiting, without a token: left out",
+        "1 requests had not ended: they write what they had by then",
+    )
+    path.write_text(whole.replace('["step"', '["stop"', 1))
+    with pytest.raises(RecordingError, match=r"served\.jsonl, line 4: no part of a recording"):
+        replay.read(path)
+
+
+def test_what_comes_too_fast_is_counted_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, slow, writing = tmp_path / "served.jsonl", threading.Event(), threading.Event()
+    event = module._event
+
+    def stuck(*args: Any) -> Any:
+        writing.set()
+        assert slow.wait(60)
+        return event(*args)
+
+    monkeypatch.setattr(module, "_event", stuck)
+    story = Story(path, depth=4)
+    story.arrive(0)
+    assert writing.wait(60)
+    for _ in range(20):
+        story.step(0)  # four of them find room
+    assert story.recorder.lost == 16
+    slow.set()
+    story.over()
+    recording = replay.read(path)
+    assert len(recording.steps) == 4
+    assert recording.notes == ("16 events came too fast to be written: they are not in it",)
+
+
+def test_a_disk_that_is_full_does_not_stop_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module._Writer, "write", full)
+    story = Story(tmp_path / "served.jsonl", depth=4)
+    for number in range(100):
+        story.arrive(number)
+    story.over()
+    assert "nothing more is recorded: [Errno 28] No space left on device" in caplog.text
+
+
+def _no_folder(path: Path) -> str:
+    return str(path / "none" / "file")
+
+
+@pytest.mark.parametrize(
+    ("where", "mib", "message"),
+    [
+        (str, 64, "engine.record: .* is a folder"),
+        (_no_folder, 64, "engine.record: there is no folder .*none"),
+        (lambda path: str(path / "file"), 0, "engine.record_mib must be at least 1, got 0"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_first(
+    where: Callable[[Path], str], mib: int, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_path(where(tmp_path), mib)
+    check_path("", 0)
+    check_path(str(tmp_path / "file"), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a recording"),
+        ("Once upon a time", "not a recording"),
+        ("[1, 2]", "not a recording"),
+        ("{}", "not a recording, 'recording' is missing"),
+        (json.dumps({"recording": 99}), "recording format 99, this version reads 1"),
+        (
+            module.first_line(HEADER, 0.0).replace("jaxserve", "x").replace("began", "b"),
+            "not a rec",
+        ),
+        (module.first_line(HEADER, 0.0).replace('"num_blocks": 64', '"num_blocks": 0'), "num_blo"),
+    ],
+)
+def test_what_is_no_recording_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match=message):
+        replay.read(path)
+    with pytest.raises(RecordingError, match="No such file"):
+        replay.read(tmp_path / "none")
+
+
+def test_a_real_engine_records_what_it_serves(shapes: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    with engine(shapes["opt"], engine__record=str(path)) as running:
+        name, stream = send(running, [3] * 9, max_tokens=40, ignore_eos=True)
+        _, other = send(running, [4] * 5, max_tokens=20, ignore_eos=True, n=2, temperature=1.0)
+        other.wait()
+        stream.wait()
+        assert name not in path.read_text()
+    recording = replay.read(path)
+    assert recording.notes == replay.traffic_of(recording).notes == ()
+    workload = replay.traffic_of(recording).workload
+    assert workload.prompt_len.tolist() == [9, 5, 5]
+    assert workload.output_len.tolist() == [40, 20, 20]
+    assert workload.greedy.tolist() == [True, False, False]
+    served = replay.served(recording)
+    assert served.requests.ttft.min() > 0
+    times = np.array([t for output in stream.outputs for t in output.token_times])
+    assert np.diff(served.requests.token_times[:40]) == pytest.approx(np.diff(times), abs=1e-6)
+    system = replay.system_of(recording)
+    assert system.host.plan + system.host.plan_row > 0 and system.padding is not None
+    assert system.cost_model.batch_time(recording.steps.features).min() > 0
