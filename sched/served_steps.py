@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,28 +20,14 @@ MIN_STEPS = 10
 CLIP = 2.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
+MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
 NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
-
-
-class ServedStep(Protocol):
-    """One step, as `jaxserve.engine.stats.StepStats` explains its parts; times in seconds."""
-
-    features: BatchFeatures
-    device_time: float
-    plan_time: float
-    launch_time: float
-    finish_time: float
-    num_live: int
-    num_rows: int
-    num_admitted: int
-    num_moves: int
-    num_emitting: int
-    after_idle: bool
 
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """The same of many steps: arrays [n], and features of arrays [n]."""
+    """What was measured of many steps: arrays [n] of what `jaxserve.engine.stats.StepStats` has of
+    one, times in seconds, and features of arrays [n]."""
 
     features: BatchFeatures
     device_time: np.ndarray
@@ -56,8 +42,8 @@ class ServedSteps:
     after_idle: np.ndarray
 
     @classmethod
-    def of(cls, steps: Iterable[ServedStep]) -> ServedSteps:
-        """In their order."""
+    def of(cls, steps: Iterable[Any]) -> ServedSteps:
+        """steps: of `StepStats`, or whatever has its fields."""
         steps = list(steps)
         arrays = {
             field.name: np.array([getattr(step, field.name) for step in steps])
@@ -136,7 +122,8 @@ def _robust(
     design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: float = PRIOR
 ) -> np.ndarray:
     """Weights whose errors are relative: at first to what was measured, which pulls them down, and
-    then to what is expected, with outliers clipped."""
+    then to what is expected, with outliers clipped. In the end they are scaled, so that all rows
+    together take what was measured: disturbances that come again and again are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
         rows = design / expected[:, None]
@@ -144,7 +131,7 @@ def _robust(
         values = nearest(a, b, float(len(rows)), prior, held)
         expected = np.maximum(design @ values, 1e-9)
         wanted = np.clip(seconds, expected / clip, expected * clip)
-    return values
+    return np.asarray(values * (np.minimum(seconds, MOST * expected).sum() / expected.sum()))
 
 
 def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
