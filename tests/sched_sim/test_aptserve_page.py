@@ -32,7 +32,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arguments = ["--quick", "--jobs=1"]
     assert aptserve.main([*arguments, f"--out={tmp_path}"]) == 0
     page = (tmp_path / "aptserve.md").read_text()
-    for number in range(1, 11):
+    for number in range(1, 12):
         assert f"\n## {number}. " in page
     assert "Toy sizes" in page and str(tmp_path) not in page
     named = figures_of(page)

@@ -124,11 +124,11 @@ class Latencies(Part):
             return f"{1e3 * n.step:.0f} ms a step, {n.hidden:.0%} of requests hidden"
 
         return (
-            "A late request that keeps a share of its value keeps the share of a long wait: it "
-            "soon outweighs its penalty, and with many of them nearly all caches are hidden. "
-            f"Projected, that makes every step long ({LABELS[data]}: {of(DECAYED, 'projected')}; "
-            f"without decay {of(PROJECTED, 'projected')}); absorbed it does not "
-            f"({of(DECAYED, 'absorbed')})."
+            "A late request that keeps a share of its value keeps the share of a long wait, and "
+            "soon outweighs those who could still be in time: the tail is shorter at the expense "
+            "of attainment. Absorbed, it outweighs its penalty, too, and more caches are hidden "
+            f"({LABELS[data]}: {of(DECAYED, 'absorbed')}; without decay "
+            f"{of(PROJECTED, 'absorbed')}; projected {of(DECAYED, 'projected')})."
         )
 
     def table(self, found: Found) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.experiments.aptserve import load, plan, steps
+from jaxserve.experiments.aptserve.departures import Departures
 from jaxserve.experiments.aptserve.effective import Absorbed, Effective
 from jaxserve.experiments.aptserve.general import Chunked, LongContexts
 from jaxserve.experiments.aptserve.latency import Latencies
@@ -42,6 +43,7 @@ PARTS: tuple[type[Part], ...] = (
     Chunked,
     LongContexts,
     Absorbed,
+    Departures,
 )
 PLAN_AT = 4
 TIMES = "aptserve_plan.json"

@@ -39,7 +39,7 @@ class OnlineCase:
     max_batch_tokens: int = 2048
     hidden_read: str = "auto"
     hidden_cost: float = 1.0
-    switches: tuple[tuple[str, float], ...] = ()
+    switches: tuple[tuple[str, float | str], ...] = ()
     quantiles: bool = False
 
     @property

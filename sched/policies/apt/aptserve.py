@@ -5,7 +5,8 @@ Of those that wait, the greedy of `knapsack.py` picks who starts in the free blo
 V or with a hidden cache. Those that run go on as they are. Only when the pool lacks the blocks
 into which they grow does the greedy decide, over the whole pool, whom to preempt; the paper also
 recomputes caches to change their kind, here a hidden one becomes KV in place when there is memory
-to spare. `aptserve_s` puts the same on Sarathi's batches (section 6.7).
+to spare, and is charged for the steps that it lasts (`Penalty`). `aptserve_s` puts the same on
+Sarathi's batches (section 6.7). docs/aptserve.md lists all that is otherwise than in the paper.
 """
 
 from __future__ import annotations
