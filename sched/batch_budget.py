@@ -132,7 +132,8 @@ class BatchBudget:
         taken, limit = np.cumsum(new), self.free - keep_free
         if self._promises:
             self._growth[cands.rows[starts]] = peak[starts]
-            promised = np.cumsum(np.where(starts, peak, new)) + self._promised
+            more = np.maximum(new - self._growth[cands.rows], 0)  # than those that run promised
+            promised = np.cumsum(np.where(starts, peak, more)) + self._promised
             ok &= (taken <= self.free) & (~starts | (promised <= limit))
         else:
             ok &= np.where(starts, taken - new + peak <= limit, taken <= self.free)

@@ -14,28 +14,37 @@ import math
 import numpy as np
 
 BINS_PER_OCTAVE = 8
+BINS = 32 * BINS_PER_OCTAVE
 HALF_LIFE = 4096  # outputs after which an earlier one has half the weight
+DECAY = 0.5 ** (1 / HALF_LIFE)
+
+
+def bin_of(length: int) -> int:
+    """The bin of an output of that length, at least 1."""
+    return int(BINS_PER_OCTAVE * math.log2(length))
+
+
+def bins_above(generated: np.ndarray) -> np.ndarray:
+    """The first bin of the outputs that are longer than `generated`, int64 [n]."""
+    return np.ceil(BINS_PER_OCTAVE * np.log2(generated + 1)).astype(np.int64)
 
 
 class OutputLengths:
     """A histogram of lengths in tokens, with bins that grow by a tenth. It forgets: what ended
     HALF_LIFE outputs ago weighs half. count: outputs so far."""
 
-    _DECAY = 0.5 ** (1 / HALF_LIFE)
-
     def __init__(self) -> None:
-        bins = 32 * BINS_PER_OCTAVE
-        self._reached = np.zeros(bins)  # weight of those that ended, or were cut, in the bin
-        self._ended = np.zeros(bins)  # of those that ended there by themselves
-        self._mean = np.zeros(bins)  # length of the former
+        self._reached = np.zeros(BINS)  # weight of those that ended, or were cut, in the bin
+        self._ended = np.zeros(BINS)  # of those that ended there by themselves
+        self._mean = np.zeros(BINS)  # length of the former
         self._expected: np.ndarray | None = None
         self.count = 0
 
     def add(self, length: int, cut: bool = False) -> None:
         """Counts one output of `length` tokens, at least 1. cut: by its limit."""
-        index = int(BINS_PER_OCTAVE * math.log2(length))
-        self._reached *= self._DECAY
-        self._ended *= self._DECAY
+        index = bin_of(length)
+        self._reached *= DECAY
+        self._ended *= DECAY
         self._reached[index] += 1
         self._ended[index] += not cut
         self._mean[index] += (length - self._mean[index]) / self._reached[index]
@@ -47,8 +56,7 @@ class OutputLengths:
         [n]; one token more than generated where none was."""
         if self._expected is None:
             self._expected = self._by_bin()
-        bins = np.ceil(BINS_PER_OCTAVE * np.log2(generated + 1)).astype(np.int64)
-        return np.maximum(self._expected[bins], generated + 1)
+        return np.maximum(self._expected[bins_above(generated)], generated + 1)
 
     def _by_bin(self) -> np.ndarray:
         """Mean length of the outputs that get as far as each bin, float64 [bins]; 0 if none has.

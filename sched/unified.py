@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from jaxserve.sched.batch_budget import BatchBudget, Candidates, Expected
+from jaxserve.sched.keys import Form, Key, evaluate
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register_variant
 from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
 NOBODY = np.zeros(0, np.int64)
-
-Key = Callable[[View, np.ndarray, float], Sequence[np.ndarray]]
 
 
 class Phase(enum.Flag):
@@ -61,16 +60,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """All requests in the policy's order. waiting, running: rows, most urgent first. place: int64
-    by row, smaller is more urgent."""
-
-    waiting: np.ndarray
-    running: np.ndarray
-    place: np.ndarray
-
-
-@dataclass(frozen=True)
 class UnifiedPolicy(Policy):
     """groups: in order of priority. mixed_batches: prefills and decodes may share one. chunked: a
     prefill may be cut to what C and P leave.
@@ -80,11 +69,11 @@ class UnifiedPolicy(Policy):
     decodes do not preempt at once. max_rows: requests that hold cache, where that is the policy's
     own limit.
 
-    key: view, rows, now -> arrays by which to order requests, smallest first, the most significant
-    array first; ties, or all if there is no key, by arrival. Groups are gone through, and victims
-    chosen, in this one order. requeue: instead of by arrival alone, as InferMax's own simulator
-    does: a preempted request goes to the head of the waiting, and those running that arrived at the
-    same time are in the order of their last batches.
+    key: a number for each request, see `sched/keys.py`; the smallest comes first; ties, or all if
+    there is no key, by arrival. Groups are gone through, and victims chosen, in this one order.
+    Where the order changes with time, override `ranking`. requeue: instead of by arrival alone, as
+    InferMax's own simulator does: a preempted request goes to the head of the waiting, and those
+    running that arrived at the same time are in the order of their last batches.
 
     probing: a request that finds no room is passed over, and those behind it may start, also those
     behind a preempted one; otherwise they wait behind it (section 3.1: "can be probed or skipped").
@@ -104,7 +93,7 @@ class UnifiedPolicy(Policy):
     steady = True
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """Fills one batch, group after group (InferMax Algorithm 1). now: seconds, for the key."""
+        """Fills one batch, group after group (InferMax Algorithm 1)."""
         ranking = self.ranking(view, now)
         budget = BatchBudget(
             view,
@@ -123,10 +112,16 @@ class UnifiedPolicy(Policy):
         return budget.finish()
 
     def ranking(self, view: View, now: float) -> Ranking:
-        """Who is how urgent."""
+        """Who is how urgent. now: seconds."""
         key = self.key
-        keys = None if key is None else (lambda rows: key(view, rows, now))
+        keys = None if key is None else (lambda rows: evaluate(key, view, rows))
         return rank(view, keys, self.requeue)
+
+    def form(self) -> Form | None:
+        """For simulations that have it compiled; None if that cannot be. A class that overrides any
+        other method of this one overrides it, too, or there is no form."""
+        phases = [phase for group in self.groups for phase in group.phases]
+        return Form(self.key) if len(phases) == len(set(phases)) else None
 
     def expected(self, view: View) -> Expected | None:
         """What requests will take, if the policy has an idea."""
@@ -244,14 +239,15 @@ class _Filling:
 
     def _without_head(self, cands: Candidates, preempts: bool) -> Candidates:
         """What is left when the head found no memory, or no slot."""
-        budget, rest = self.budget, cands[1:]
-        if self._table.state[cands.rows[0]] != WAITING:
-            return rest[budget.new_blocks(rest) <= budget.free]
+        rest = cands[1:]
+        runs = self._table.state[rest.rows] == RUNNING
+        if self._table.state[cands.rows[0]] == RUNNING:
+            return rest[~runs | (self.budget.new_blocks(rest) <= self.budget.free)]
         if not self.policy.probing:
             self._last_start = -1
             return rest
         victims = self._victims(cands.rows[0]) if preempts else NOBODY
-        return rest[(self._table.state[rest.rows] == RUNNING) | self._would_fit(rest, victims)]
+        return rest[runs | self._would_fit(rest, victims)]
 
     def _make_room(self, head: Candidates) -> bool:
         """Preempts running requests of lower priority that are not in the batch, the lowest first,
@@ -278,37 +274,8 @@ class _Filling:
         budget = self.budget
         free = budget.free + int(budget.view.pool.returned_by(victims).sum())
         slots = budget.slots_left + len(victims)
-        return (slots > 0) & (budget.new_blocks(cands) + self._watermark <= free)
-
-
-def rank(
-    view: View,
-    keys: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
-    requeue: bool = False,
-) -> Ranking:
-    """The requests in order of the keys, then of arrival; see `UnifiedPolicy`."""
-    table = view.table
-    waiting, running = table.in_state(WAITING), table.in_state(RUNNING)
-    if keys is None and not requeue:
-        return Ranking(waiting, running, table.seq)
-    if requeue:
-        again = np.flatnonzero(table.preempted_order[waiting])
-        if len(again):
-            latest_first = again[np.argsort(-table.preempted_order[waiting[again]])]
-            waiting = np.concatenate([waiting[latest_first], np.delete(waiting, again)])
-        running = running[np.lexsort((table.last_batch_order[running], table.arrival[running]))]
-    rows = np.concatenate([running, waiting])
-    order = np.arange(len(rows))
-    if keys is not None:
-        if not requeue:
-            order = np.argsort(table.seq[rows], kind="stable")
-        for values in reversed(keys(rows)):
-            order = order[np.argsort(values[order], kind="stable")]
-    ranked = rows[order]
-    place = np.empty(table.capacity, np.int64)
-    place[ranked] = np.arange(len(ranked))
-    runs = order < len(running)
-    return Ranking(ranked[~runs], ranked[runs], place)
+        keep = 0 if budget.alone else self._watermark
+        return (slots > 0) & (budget.new_blocks(cands) + keep <= free)
 
 
 @lru_cache

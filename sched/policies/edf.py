@@ -7,9 +7,11 @@ the prefills and those that wait together, and the latest deadline is preempted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from jaxserve.sched.policy import View
+from jaxserve.sched.keys import where
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
@@ -25,15 +27,13 @@ def edf() -> UnifiedPolicy:
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_deadline)
 
 
-def _deadline(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
-    """When the next token is due, float64 [n]; infinite for a request without targets.
+def _deadline(r: Any) -> Any:
+    """When the next token is due, seconds; infinite for a request without targets.
 
     Without a TTFT, the tokens after the first are due one TBT after the one before. A JCT bounds
     them all.
     """
-    table = view.table
-    arrival, ttft, tbt = table.arrival[rows], table.ttft[rows], table.tbt[rows]
-    later = table.generated[rows] > 0
-    steps = np.where(later, tbt, 0.0) * np.maximum(table.generated[rows], 1)
-    due = np.where(later & np.isinf(ttft), table.last_token[rows] + tbt, arrival + ttft + steps)
-    return (np.minimum(due, arrival + table.jct[rows]),)
+    later = r.generated > 0
+    steps = where(later, r.tbt, 0.0) * np.maximum(r.generated, 1)
+    due = where(later & np.isinf(r.ttft), r.last_token + r.tbt, r.arrival + r.ttft + steps)
+    return np.minimum(due, r.arrival + r.jct)

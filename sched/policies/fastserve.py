@@ -23,8 +23,9 @@ from jaxserve.sched.blocks import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
+from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, Ranking, UnifiedPolicy, rank
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 NOBODY = -1
 
@@ -86,7 +87,7 @@ class FastServe(UnifiedPolicy):
 
     def ranking(self, view: View, now: float) -> Ranking:
         """By queue, the top one first, then by arrival."""
-        return rank(view, lambda rows: (self.queue_of(view, rows, now),), self.requeue)
+        return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
         """The queue that each request is in, 0 the top, int64 [n]. Takes note of new ones, and of

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.batch_budget import Expected
+from jaxserve.sched.keys import Form, where
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policy import View
+from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Ranking, UnifiedPolicy, rank
+from jaxserve.sched.unified import Group, UnifiedPolicy
 
 
 class Expect(enum.Enum):
@@ -60,6 +63,15 @@ class InferMax(UnifiedPolicy):
         place[plain.waiting] = np.arange(len(running), len(running) + len(plain.waiting))
         return Ranking(plain.waiting, running, place)
 
+    def form(self) -> Form:
+        """As the methods here have it."""
+        return Form(
+            _longest if self.longest_first else None,
+            expects=self.expect is not Expect.NOTHING,
+            promises=self.expect is Expect.RUNNING,
+            enough=self.enough,
+        )
+
     def expected(self, view: View) -> Expected | None:
         """Of each, its prompt and the mean output of those that got as long, at most max_tokens.
         None until `enough` outputs have ended."""
@@ -73,3 +85,8 @@ class InferMax(UnifiedPolicy):
             return np.maximum(table.prompt_len[rows] + output - 1, table.computed[rows])
 
         return Expected(peak, of_running=self.expect is Expect.RUNNING)
+
+
+def _longest(r: Any) -> Any:
+    """Those that wait behind all that run, in the order that they have."""
+    return where(r.waiting, np.inf, -r.computed)

@@ -7,11 +7,10 @@ own class.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from jaxserve.sched.policy import View
+from jaxserve.sched.keys import where
 from jaxserve.sched.registry import register
-from jaxserve.sched.table import State
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 
@@ -26,8 +25,5 @@ def priority() -> UnifiedPolicy:
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_tier_then_phase)
 
 
-def _tier_then_phase(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
-    table = view.table
-    waiting = table.state[rows] == State.WAITING
-    phase = np.where(waiting, 2, np.where(table.decoding(rows), 0, 1))
-    return (table.tier[rows] * 3 + phase,)
+def _tier_then_phase(r: Any) -> Any:
+    return r.tier * 3 + where(r.waiting, 2, where(r.decoding, 0, 1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
@@ -20,9 +21,9 @@ def random_order() -> UnifiedPolicy:
     return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_lot)
 
 
-def _lot(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
+def _lot(r: Any) -> Any:
     """A number that depends on the seed and on the request alone (the finaliser of SplitMix64)."""
-    x = view.table.seq[rows].astype(np.uint64) + np.uint64((view.seed + 1) << 32)
+    x = np.uint64(r.seq) + np.uint64((r.seed + 1) << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return (x ^ (x >> np.uint64(31)),)
+    return x ^ (x >> np.uint64(31))

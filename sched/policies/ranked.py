@@ -8,11 +8,11 @@ with P = C, and a request that finds no memory does not block those behind it:
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from jaxserve.sched.policy import View
+from jaxserve.sched.keys import Key
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Key, Phase, UnifiedPolicy
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 
 def _ranked(key: Key | None, hypothetical: bool = False) -> UnifiedPolicy:
@@ -52,9 +52,9 @@ def rank_o() -> UnifiedPolicy:
     return _ranked(_output_len, hypothetical=True)
 
 
-def _prompt_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
-    return (view.table.prompt_len[rows],)
+def _prompt_len(r: Any) -> Any:
+    return r.prompt_len
 
 
-def _output_len(view: View, rows: np.ndarray, now: float) -> tuple[np.ndarray]:
-    return (view.most_output(rows),)
+def _output_len(r: Any) -> Any:
+    return r.most_output

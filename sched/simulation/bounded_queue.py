@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 
-REFUSED = -1  # the replica of a request that found the queue full
-
 
 class BoundedQueue:
     """Counts the requests that are queued or running at each replica.

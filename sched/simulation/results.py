@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxserve.sched.metrics import Times, attained, group_metrics, split_metrics
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.bounded_queue import REFUSED
-from jaxserve.sched.simulation.replica import BATCH_COLUMNS, BatchRows
+from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED
+from jaxserve.sched.simulation.replica import BatchRows
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
@@ -124,13 +124,11 @@ class BatchRecords:
 
     @classmethod
     def of(cls, logs: list[np.ndarray]) -> BatchRecords:
-        """logs: one array [batches, len(BATCH_COLUMNS)] a replica."""
+        """logs: one array of records of BATCH a replica."""
         table = np.concatenate(logs)
-        columns = dict(zip(BATCH_COLUMNS, table.T, strict=True))
-        times = {name: columns.pop(name) for name in ("start", "duration")}
-        counts = {name: column.astype(np.int64) for name, column in columns.items()}
+        columns = {name: table[name].copy() for name in BATCH.names or ()}
         replica = np.repeat(np.arange(len(logs)), [len(log) for log in logs])
-        return cls(**times, **counts, replica=replica)
+        return cls(**columns, replica=replica)
 
     def __len__(self) -> int:
         return len(self.start)

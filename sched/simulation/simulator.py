@@ -1,33 +1,27 @@
 """Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock.
 
-Event-driven: the next thing to happen is an arrival, which is routed to a replica, or a replica's
-loop coming round (`replica.py`). Nothing depends on the machine's own clock.
+In Python (`replicas.py`), which is the reference, or compiled (`fast.py`), with the same outcome.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxserve.sched.blocks import blocks_for, slots_for, tokens_in
-from jaxserve.sched.cost_model import CostModel, LinearCostModel
-from jaxserve.sched.free_blocks import OutOfBlocks
-from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.cost_model import CostModel, HostTerms, LinearCostModel
 from jaxserve.sched.parameters import parameters
-from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
-from jaxserve.sched.simulation.bounded_queue import REFUSED, BoundedQueue
+from jaxserve.sched.simulation.compiled.setting import REFUSED, Setting
+from jaxserve.sched.simulation.fast import NotCompiled, run
 from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.replica import Replica
-from jaxserve.sched.simulation.requests import Requests
+from jaxserve.sched.simulation.replicas import ROUTERS, Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.sched.simulation.shortcut import shortened
-from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
@@ -42,21 +36,27 @@ class SimulationError(ValueError):
 @dataclass(frozen=True)
 class Rules:
     """How the accounting goes. overlap: a step is planned while the one before it runs, as the
-    engine does. block_size: tokens a block holds, where nothing else is said. policy: what policies
-    are made with."""
+    engine does. host: the work of the system's host takes time. block_size: tokens a block holds,
+    where nothing else is said. policy: what policies are made with."""
 
+    name: str
     overlap: bool
+    host: bool
     block_size: int
     policy: dict[str, Any] = field(default_factory=dict)
 
 
 RULES = {
     # As the engine serves.
-    "jaxserve": Rules(overlap=True, block_size=16),
+    "jaxserve": Rules("jaxserve", overlap=True, host=True, block_size=16),
     # As InferMax's published simulator counts: blocks of one token, all of them for whoever comes,
     # each batch planned when the one before it has ended, its own batch times.
     "infermax_paper": Rules(
-        overlap=False, block_size=1, policy={"watermark": 0.0, "requeue": True}
+        "infermax_paper",
+        overlap=False,
+        host=False,
+        block_size=1,
+        policy={"watermark": 0.0, "requeue": True},
     ),
 }
 
@@ -86,6 +86,7 @@ def simulate(
     rho: float | Literal["system"] | None = "system",
     seed: int = 0,
     checked: bool | None = None,
+    compiled: bool | None = None,
     coast: bool = True,
     online: LinearCostModel | None = None,
     record_rows: bool = False,
@@ -100,83 +101,78 @@ def simulate(
     memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
     beside max_rows; who comes then is refused. rho: what a token read from a hidden cache costs a
     step, see `View`; by default the system's, None for no hidden caches. checked: check plans as
-    the engine does; by default all but those of `registry.is_built_in` policies. coast: take steps
-    that are certain several at once; the outcome is the same. online: policies see a model that
-    begins as this one and learns from the steps, as a server's do, not the true one. record_rows:
-    keep who was in each batch. progress(n): n more have come.
-    SimulationError if a request can never be served, InvalidPlan for what cannot be booked.
+    the engine does; by default all but those of `registry.is_built_in` policies. compiled: with
+    numba (`fast.py`); by default if it can be. coast: in Python, take steps that are certain
+    several at once. Neither changes the outcome. online: policies see a model that begins as this
+    one and learns from the steps, as a server's do, not the true one. record_rows: keep who was in
+    each batch. progress(n): n more have come.
+    SimulationError if it cannot be simulated so, InvalidPlan for what cannot be booked.
     """
     chosen = rules_named(rules)
-    cost = system.cost_under(rules) if isinstance(system, System) else system
     policies = _policies(policy, chosen, replicas)
     limits = limits or default_limits(policies[0], system)
-    size = block_size or _block_size(system, chosen)
+    setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
+    routing, capacity = _routing(routing), _capacity(max_queue, limits)
+    setting = replace(setting, replicas=replicas, routing=routing, capacity=capacity, seed=seed)
+    longest, fixed = _check_fits(workload, policies[0], setting), _checked(checked, policy)
+    hidden = _hidden(rho, system, setting.cost_model)
+    slots = int(slots_for(host_tokens))
+    options = Options(slots, longest, fixed, coast, online, record_rows, **hidden)
+    compiled = _compiled(compiled, bool(checked or online or record_rows))
+    served = _run(policies, workload, setting, options, compiled, progress)
+    return _result(workload, setting, served)
+
+
+def _setting(
+    system: System | CostModel,
+    rules: Rules,
+    limits: Limits,
+    overlap: bool | None,
+    kv_tokens: int | None,
+    num_blocks: int | None,
+    block_size: int | None,
+) -> Setting:
+    """Of one replica, as the arguments of `simulate`, the rules and the system have it."""
+    size = block_size or _block_size(system, rules)
     blocks = _num_blocks(system, kv_tokens, num_blocks, size)
-    longest = _check_fits(workload, policies[0], limits, tokens_in(blocks, size))
-    books = _Books(workload, _capacity(max_queue, limits), replicas)
-    room: dict[str, Any] = {"num_blocks": blocks, "block_size": size, "max_model_len": longest}
-    room |= {"host_slots": int(slots_for(host_tokens)), **_hidden(rho, system, cost)}
-    room |= {"limits": limits, "seed": seed, "checked": _checked(checked, policy)}
-    room["padding"] = system.padding if isinstance(system, System) else None
-    how: dict[str, Any] = {"record_rows": record_rows, "coast": coast, "online": online}
-    how["overlap"] = chosen.overlap if overlap is None else overlap
-    machines = [books.replica(one, cost, room, **how) for one in policies]
-    _serve(machines, Requests(workload), router(routing), books, progress)
-    return books.result(machines, record_rows)
+    overlap = rules.overlap if overlap is None else overlap
+    if not isinstance(system, System):
+        return Setting(limits, blocks, size, system, overlap)
+    cost = system.cost_under(rules.name)
+    host = system.host if rules.host else HostTerms()
+    return Setting(limits, blocks, size, cost, overlap, system.padding, host)
 
 
-class _Books:
-    """What becomes of each request, written by the replicas. capacity: of each, see
-    `BoundedQueue`."""
+def _compiled(wanted: bool | None, in_python: bool) -> bool | None:
+    if wanted and in_python:
+        raise SimulationError("compiled simulations check no plans, learn nothing, record no rows")
+    return False if in_python else wanted
 
-    def __init__(self, workload: Workload, capacity: float, replicas: int) -> None:
-        self.offsets = np.cumsum(workload.output_len) - workload.output_len
-        self.token_times = np.full(int(workload.output_len.sum()), np.nan)
-        self.preemptions = np.zeros(len(workload), np.int64)
-        self.served_by = np.full(len(workload), REFUSED)
-        last = self.offsets + workload.output_len - 1
-        self.queue = BoundedQueue(capacity, replicas, last, self.token_times)
-        self._workload = workload
 
-    def replica(
-        self,
-        policy: Policy,
-        cost_model: CostModel,
-        room: dict[str, Any],
-        *,
-        coast: bool,
-        online: LinearCostModel | None,
-        **options: Any,
-    ) -> Replica:
-        """A replica that writes here. coast, online: see `simulate`; room: options of its
-        scheduler; the rest are its own."""
-        coast = coast and online is None  # what is learned may change any plan
-        return Replica(
-            SimulatedScheduler(
-                shortened(policy) if coast else policy,
-                cost_model=cost_model if online is None else OnlineCostModel(online),
-                **room,
-            ),
-            cost_model,
-            coasts=coast and policy.steady,
-            output_len=self._workload.output_len,
-            offsets=self.offsets,
-            token_times=self.token_times,
-            preemptions=self.preemptions,
-            **options,
-        )
+def _run(*args: Any) -> Served:
+    """As `fast.run`."""
+    try:
+        return run(*args)
+    except NotCompiled as error:
+        raise SimulationError(f"the simulation cannot run compiled: {error}") from error
 
-    def result(self, machines: Sequence[Replica], with_rows: bool) -> SimulationResult:
-        """When all requests have ended."""
-        served = np.repeat(self.served_by != REFUSED, self._workload.output_len)
-        requests = RequestRecords(
-            self._workload, self.preemptions, self.served_by, self.token_times[served]
-        )
-        batches = BatchRecords.of([machine.batches() for machine in machines])
-        rows = [machine.rows_log for machine in machines] if with_rows else None
-        kv_tokens = machines[0].scheduler.pool.pool_tokens
-        seed_read = any(machine.scheduler.view.seed_read for machine in machines)
-        return SimulationResult(requests, batches, rows, kv_tokens, seed_read)
+
+def _routing(routing: str) -> str:
+    if routing not in ROUTERS:
+        raise SimulationError(f"there is no routing {routing!r}; known: {', '.join(ROUTERS)}")
+    return routing
+
+
+def _result(workload: Workload, setting: Setting, served: Served) -> SimulationResult:
+    """When all requests have ended."""
+    outcome = served.outcome
+    wrote = np.repeat(outcome.replica != REFUSED, workload.output_len)
+    times = outcome.token_times[wrote]
+    requests = RequestRecords(workload, outcome.preemptions, outcome.replica, times)
+    tokens = tokens_in(setting.num_blocks, setting.block_size)
+    return SimulationResult(
+        requests, BatchRecords.of(outcome.batches), served.rows, tokens, served.seed_read
+    )
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:
@@ -235,56 +231,6 @@ def _hidden(
     return {"rho": rho, "projects": known is not None and known.projects}
 
 
-Router = Callable[[int, Sequence[Replica]], int]
-
-
-def router(name: str) -> Router:
-    """Which replica gets request number i: `round_robin`, or `least_loaded`, the first of those
-    with the fewest unfinished requests. SimulationError lists the names."""
-    if name not in ROUTERS:
-        raise SimulationError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
-    return ROUTERS[name]
-
-
-def _least_loaded(number: int, machines: Sequence[Replica]) -> int:
-    return min(range(len(machines)), key=lambda i: machines[i].live)
-
-
-ROUTERS: dict[str, Router] = {
-    "round_robin": lambda number, machines: number % len(machines),
-    "least_loaded": _least_loaded,
-}
-
-
-def _serve(
-    machines: list[Replica],
-    requests: Requests,
-    route: Router,
-    books: _Books,
-    progress: Callable[[int], None] | None,
-) -> None:
-    """The event loop. InvalidPlan if a plan that is not checked wants more than the pool has."""
-    number, count = 0, len(requests)
-    while True:
-        machine = min(machines, key=lambda m: m.next_time)
-        arrival = requests.arrival[number]
-        if number < count and arrival <= machine.next_time:
-            chosen = route(number, machines)
-            if books.queue.admits(chosen, number, arrival):
-                machines[chosen].receive(number, requests.make(number))
-                books.served_by[number] = chosen
-            number += 1
-            if progress is not None:
-                progress(1)
-        elif machine.next_time < math.inf:
-            try:
-                machine.run(arrival)
-            except OutOfBlocks as error:
-                raise InvalidPlan(f"more blocks than are free ({error})") from error
-        else:
-            return
-
-
 def _capacity(max_queue: int | None, limits: Limits) -> float:
     """Requests that a replica has at most, queued and running, as the engine counts them."""
     if max_queue is None:
@@ -310,10 +256,11 @@ def _num_blocks(
     return int(blocks_for(kv_tokens // block_size * block_size, block_size))
 
 
-def _check_fits(workload: Workload, policy: Policy, limits: Limits, kv_tokens: int) -> int:
+def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
     """The tokens that the longest request may get to have. SimulationError if M does not hold what
     every request may get to, as a server refuses it, or C what it does get to. The last token of a
     request is never stored."""
+    kv_tokens, limits = tokens_in(setting.num_blocks, setting.block_size), setting.limits
     allowed, total = workload.prompt_len + workload.limit, workload.lengths.total
     worst = int(np.lexsort((total, allowed))[-1])
     longest = int(allowed[worst])

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.sched.keys import evaluate
 from jaxserve.sched.plan import BatchPlan, Preempt
+from jaxserve.sched.ranking import rank
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
-from jaxserve.sched.unified import rank
 from tests.sched.driver import Drive
 
 
@@ -181,10 +182,10 @@ def test_edf_deadlines() -> None:
             run.add(4, 9, arrival=1.0, jct=7.0),
         ]
     )
-    assert key(run.scheduler.view, rows, 1.0)[0].tolist() == [3.0, np.inf, 3.0, 8.0]
+    assert evaluate(key, run.scheduler.view, rows).tolist() == [3.0, np.inf, 3.0, 8.0]
     for now in (2.0, 3.0):
         run.step(now)
-    assert key(run.scheduler.view, rows, 3.0)[0].tolist() == [4.0, 3.5, np.inf, 8.0]
+    assert evaluate(key, run.scheduler.view, rows).tolist() == [4.0, 3.5, np.inf, 8.0]
 
 
 def test_infermax_preempts_the_shortest() -> None:

@@ -14,7 +14,7 @@ from jaxserve.figures import plots
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO
-from jaxserve.sched.simulation.bounded_queue import REFUSED
+from jaxserve.sched.simulation.compiled.setting import REFUSED
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.terms import Terms

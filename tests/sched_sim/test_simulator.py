@@ -206,42 +206,6 @@ def test_taking_steps_together_changes_nothing(name: str) -> None:
 
 @given(
     seed=st.integers(0, 1 << 30),
-    policy=st.sampled_from(["sarathi", "sarathi_pc", "sarathi_nocp", "sarathi+ef"]),
-    kv_tokens=st.integers(350, 4000),
-    prefill=st.sampled_from([16, 100, 400]),
-    rows=st.integers(1, 40),
-    block_size=st.sampled_from([1, 8]),
-    rate=st.sampled_from([5.0, 50.0, 1e4]),
-    overlap=st.booleans(),
-)
-@settings(max_examples=25, deadline=None)
-def test_the_shortcut_of_sarathi_plans_what_the_policy_does(
-    seed: int,
-    policy: str,
-    kv_tokens: int,
-    prefill: int,
-    rows: int,
-    block_size: int,
-    rate: float,
-    overlap: bool,
-) -> None:
-    workload = random_workload(seed, 15, rate)
-    options: dict[str, Any] = {
-        "kv_tokens": kv_tokens,
-        "limits": Limits(400, prefill, rows),
-        "block_size": block_size,
-        "overlap": overlap,
-        "record_rows": True,
-        "checked": True,
-    }
-    compare(
-        simulate(policy, workload, SEVEN, coast=True, **options),
-        simulate(policy, workload, SEVEN, coast=False, **options),
-    )
-
-
-@given(
-    seed=st.integers(0, 1 << 30),
     policy=st.sampled_from(["vllm", "sarathi", "edf", "infermax", "fastserve", "orca"]),
     kv_tokens=st.integers(350, 3000),
     rules=st.sampled_from(["jaxserve", "infermax_paper"]),

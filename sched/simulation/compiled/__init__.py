@@ -1,0 +1,1 @@
+"""Policies of the unified scheduler's family simulated in machine code, by numba."""

@@ -1,0 +1,132 @@
+"""What still fits into the batch that the compiled simulation is making (`sched/batch_budget.py`),
+one request at a time, and who is preempted for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.blocks import blocks_a_plane, blocks_for
+from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.lengths import expected_peak
+from jaxserve.sched.simulation.compiled.order import before
+from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
+
+PLANES = int(blocks_for(1, 1))  # a cache is K and V
+a_plane = kernel(blocks_a_plane)
+
+
+@kernel
+def new_blocks(settings: np.record, r: np.record, tokens: int) -> int:
+    """Free blocks that the request needs to hold so many tokens."""
+    return max(a_plane(tokens, settings.block_size) - r.held, 0) * PLANES
+
+
+@kernel
+def open_budget(m: Machine, settings: np.record) -> None:
+    """Nobody is in the batch, or preempted for it."""
+    me = m.me[0]
+    me.batch_left, me.prefill_left = settings.max_batch_tokens, settings.max_prefill_tokens
+    me.rows_left = settings.max_rows
+    me.slots_left = max(settings.max_rows - me.running, 0)
+    me.holders, me.tail = me.running, me.running - 1
+    me.chosen = me.victims = me.promised = 0
+    me.barrier, me.prefills = ANYBODY, True
+    me.scanned = me.first
+    if settings.promises and me.outputs >= settings.enough:
+        for i in range(me.running):
+            r = m.requests[m.running[i]]
+            r.growth = new_blocks(settings, r, expected_peak(m, r))
+            me.promised += r.growth
+
+
+@kernel
+def fits_memory(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
+    """Whether it finds its blocks, and a slot if it starts. The only one to hold cache leaves
+    none free."""
+    me, new = m.me[0], new_blocks(settings, r, reserve)
+    if not r.waiting:
+        return new <= me.free
+    if me.slots_left < 1 or new > me.free:
+        return False
+    peak = new
+    if settings.expects and me.outputs >= settings.enough:
+        peak = max(new_blocks(settings, r, expected_peak(m, r)), new)
+        if settings.promises:
+            r.growth = peak
+    return me.holders == 0 or peak + me.promised <= me.free - settings.watermark
+
+
+@kernel
+def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int) -> None:
+    """Puts it into the batch; it fits."""
+    me, r = m.me[0], m.requests[number]
+    new = new_blocks(settings, r, reserve)
+    me.batch_left -= tokens
+    me.prefill_left -= tokens
+    me.rows_left -= 1
+    me.free -= new
+    if r.waiting:
+        me.slots_left -= 1
+        me.holders += 1
+    if settings.promises and me.outputs >= settings.enough:
+        me.promised += max(r.growth - new, 0) - (0 if r.waiting else r.growth)
+    r.decided, r.tokens, r.reserve = True, tokens, reserve
+    m.chosen[me.chosen] = number
+    me.chosen += 1
+
+
+@kernel
+def make_room(m: Machine, settings: np.record, number: int, reserve: int) -> bool:
+    """Preempts those that run, are less urgent and not in the batch, the last first, until the
+    request fits; it may be the last of them itself. Whether any was preempted."""
+    me, r = m.me[0], m.requests[number]
+    if r.waiting and not _would_fit(m, settings, r, reserve):
+        return False
+    some = False
+    while me.tail >= 0:
+        victim = m.running[me.tail]
+        v = m.requests[victim]
+        if v.decided:
+            me.tail -= 1
+            continue
+        if before(v, r):
+            break
+        me.tail -= 1
+        _preempt(m, settings, victim)
+        some = True
+        if victim == number or fits_memory(m, settings, r, reserve):
+            return True
+    return some
+
+
+@kernel
+def _would_fit(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
+    """Whether a request that waits could start if all that may be preempted for it were."""
+    me = m.me[0]
+    free, slots, i = me.free, me.slots_left, me.tail
+    while i >= 0:
+        v = m.requests[m.running[i]]
+        if not v.decided:
+            if before(v, r):
+                break
+            free += v.held * PLANES
+            slots += 1
+        i -= 1
+    return slots > 0 and new_blocks(settings, r, reserve) + settings.watermark <= free
+
+
+@kernel
+def _preempt(m: Machine, settings: np.record, victim: int) -> None:
+    """Takes its cache away. Whoever is behind it starts later, but for policies that probe."""
+    me, v = m.me[0], m.requests[victim]
+    me.free += v.held * PLANES
+    me.slots_left += 1
+    me.holders -= 1
+    me.promised -= v.growth
+    v.decided = True
+    m.victims[me.victims] = victim
+    me.victims += 1
+    if settings.probing or me.barrier == NOBODY:
+        return
+    if me.barrier == ANYBODY or before(v, m.requests[me.barrier]):
+        me.barrier = victim

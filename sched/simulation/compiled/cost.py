@@ -1,0 +1,126 @@
+"""How long the compiled simulation's batches take: the cost models' own functions, compiled."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import fields
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.cost_model import (
+    Coefficients,
+    InferMaxCostModel,
+    LinearCostModel,
+)
+from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.state import Machine
+
+Prices = namedtuple("Prices", [field.name for field in fields(Coefficients)])  # type: ignore[misc]
+_linear_time = kernel(LinearCostModel.batch_time)
+_paper_time = kernel(InferMaxCostModel.batch_time)
+
+
+class Linear(NamedTuple):
+    """A `LinearCostModel`."""
+
+    coefficients: Prices
+    num_layers: int
+
+
+class Paper(NamedTuple):
+    """An `InferMaxCostModel`."""
+
+    linear: Linear
+    residual: tuple[float, float, float]
+    attention_factor: float
+
+
+class Costs(NamedTuple):
+    """The model that counts is `paper` where is_paper, else its `linear`. rows, tokens: of the
+    padding, empty for none; decode_group: as there."""
+
+    paper: Paper
+    is_paper: bool
+    rows: np.ndarray
+    tokens: np.ndarray
+    decode_group: int
+
+
+class Features(NamedTuple):
+    """As `BatchFeatures`."""
+
+    num_tokens: int
+    padded_tokens: int
+    decode_kv: int
+    num_decodes: int
+    prefill_quad: int
+    num_prefills: int
+    prefill_m: int
+    hidden_tokens: int
+    projected_tokens: int
+    copied_slots: int
+    swapped_slots: int
+    hidden_prefill: int
+    sampled_rows: int
+
+
+@kernel
+def features(m: Machine, costs: Costs) -> Features:
+    """Of the batch that has been made; before it is booked."""
+    me = m.me[0]
+    tokens = decodes = kv = quad = cached = 0
+    sampling = False
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        tokens += r.tokens
+        sampling |= not r.greedy and r.computed + r.tokens == r.prompt_len + r.generated
+        if r.decoding:
+            m.scratch[decodes] = r.computed + 1
+            decodes += 1
+            kv += r.computed + 1
+        else:
+            quad += r.tokens * (r.tokens + 2 * r.computed)
+            cached += r.computed
+    padded, rows = tokens, me.chosen
+    if len(costs.rows):
+        padded = _next(costs.rows if tokens == me.chosen else costs.tokens, tokens)
+        rows = _next(costs.rows, padded)
+        if costs.decode_group > 1:
+            group = min(costs.decode_group, rows)
+            kv = _read_in_groups(m.scratch[:decodes], group)
+    sampled = rows if sampling else 0
+    prefills = me.chosen - decodes
+    return Features(tokens, padded, kv, decodes, quad, prefills, cached, 0, 0, 0, 0, 0, sampled)
+
+
+@kernel
+def batch_time(costs: Costs, batch: Features) -> float:
+    """Seconds."""
+    if costs.is_paper:
+        return _paper_time(costs.paper, batch)
+    return _linear_time(costs.paper.linear, batch)
+
+
+@kernel
+def _next(sizes: np.ndarray, size: int) -> int:
+    """As `Padding` rounds up."""
+    place = 0
+    while place < len(sizes) - 1 and sizes[place] < size:
+        place += 1
+    return int(sizes[place])
+
+
+@kernel
+def _read_in_groups(lengths: np.ndarray, group: int) -> int:
+    """As `Padding.read`: sorted, each of a group as long as the longest, the last group full."""
+    for i in range(1, len(lengths)):
+        length, to = lengths[i], i
+        while to > 0 and lengths[to - 1] > length:
+            lengths[to] = lengths[to - 1]
+            to -= 1
+        lengths[to] = length
+    total = 0
+    for i in range(len(lengths) - 1, -1, -group):
+        total += lengths[i]
+    return total * group

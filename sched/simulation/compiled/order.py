@@ -1,0 +1,118 @@
+"""The policy's order in the compiled simulation: who is before whom, and the two sorted lists.
+
+As in `unified.rank`: by the key, then by arrival. Where preempted requests wait at the head
+(requeue), those that run are before those that wait; of those that run by arrival, then the order
+of their last batches; of those that wait the preempted first, the latest of them at the head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.keys import Key
+from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.state import Machine
+
+
+@kernel
+def before(a: np.record, b: np.record) -> bool:
+    """Whether request a is more urgent than b."""
+    if a.key != b.key:
+        return a.key < b.key
+    if a.behind != b.behind:
+        return a.behind < b.behind
+    if a.first != b.first:
+        return a.first < b.first
+    return a.second < b.second
+
+
+@kernel
+def refresh(m: Machine, settings: np.record, key: Key) -> None:
+    """Puts those that run in order, and notes who decodes. They nearly are in order already."""
+    requests, running = m.requests, m.running
+    for place in range(m.me[0].running):
+        number = running[place]
+        r = requests[number]
+        r.decoding = r.generated > 0 and r.prompt_len + r.generated - r.computed == 1
+        if settings.requeue:
+            r.behind, r.first, r.second = 0, r.arrival, r.last_batch_order
+        if settings.keyed:
+            r.key = key(r)
+        to = place
+        while to > 0 and before(r, requests[running[to - 1]]):
+            running[to] = running[to - 1]
+            to -= 1
+        running[to] = number
+
+
+@kernel
+def wait(m: Machine, settings: np.record, key: Key, number: int) -> None:
+    """Puts a request among those that wait."""
+    r, me = m.requests[number], m.me[0]
+    r.waiting, r.decoding = True, False
+    r.behind, r.first, r.second = 0, 0.0, r.seq
+    if settings.requeue:
+        r.behind, r.first = 1, -float(r.preempted_order)
+    if settings.keyed:
+        r.key = key(r)
+    low, high = me.first, me.end
+    while low < high:
+        middle = (low + high) // 2
+        if before(m.requests[m.waiting[middle]], r):
+            low = middle + 1
+        else:
+            high = middle
+    _insert(m, low, number)
+
+
+@kernel
+def _insert(m: Machine, place: int, number: int) -> None:
+    """Moves those before or behind the place, whichever are fewer."""
+    me, waiting = m.me[0], m.waiting
+    if me.first == 0 or me.end == len(waiting):
+        place += _centre(m)
+    if place - me.first < me.end - place:
+        for i in range(me.first, place):
+            waiting[i - 1] = waiting[i]
+        me.first -= 1
+        waiting[place - 1] = number
+    else:
+        for i in range(me.end, place, -1):
+            waiting[i] = waiting[i - 1]
+        me.end += 1
+        waiting[place] = number
+
+
+@kernel
+def _centre(m: Machine) -> int:
+    """Gives the list as much room before as behind it. By how much it moves."""
+    me, count = m.me[0], m.me[0].end - m.me[0].first
+    first = (len(m.waiting) - count) // 2
+    moved = first - me.first
+    for i in range(count) if moved < 0 else range(count - 1, -1, -1):
+        m.waiting[first + i] = m.waiting[me.first + i]
+    me.first, me.end = first, first + count
+    return moved
+
+
+@kernel
+def leave_waiting(m: Machine, until: int) -> None:
+    """Takes those that do not wait any more off the list; all of them are before `until`."""
+    me, waiting = m.me[0], m.waiting
+    to = until
+    for i in range(until - 1, me.first - 1, -1):
+        if m.requests[waiting[i]].waiting:
+            to -= 1
+            waiting[to] = waiting[i]
+    me.first = to
+
+
+@kernel
+def leave_running(m: Machine, running_state: int) -> None:
+    """Takes those that are not in that state any more off the list."""
+    me, running, to = m.me[0], m.running, 0
+    for i in range(me.running):
+        if m.requests[running[i]].state == running_state:
+            running[to] = running[i]
+            to += 1
+    me.running = to

@@ -1,0 +1,155 @@
+"""InferMax Algorithm 1 in the compiled simulation: the plan of `sched/unified.py`, one by one.
+
+What is looked at, in which order and what becomes of it is as there; `budget.py` has the checks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.simulation.compiled.budget import add, fits_memory, make_room, open_budget
+from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.order import before
+from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
+from jaxserve.sched.unified import Reserve
+
+ANY_PHASE, DECODES, PREFILLS = -1, 0, 1
+CHUNK, WHOLE = list(Reserve).index(Reserve.CHUNK), list(Reserve).index(Reserve.WHOLE)
+
+
+@kernel
+def plan(m: Machine, settings: np.record, groups: np.ndarray) -> None:
+    """Fills the batch, group after group. Those that run are in order."""
+    open_budget(m, settings)
+    me = m.me[0]
+    for g in range(len(groups)):
+        group = groups[g]
+        if settings.mixed_batches:
+            _fill(m, settings, group, ANY_PHASE)
+            continue
+        if me.chosen:
+            head = m.requests[m.chosen[0]]
+            _fill(m, settings, group, DECODES if head.decoding else PREFILLS)
+            continue
+        phase = _phase_of_first(m, group)
+        if phase == ANY_PHASE:
+            continue
+        _fill(m, settings, group, phase)
+        if not me.chosen:
+            _fill(m, settings, group, PREFILLS if phase == DECODES else DECODES)
+
+
+@kernel
+def _phase_of_first(m: Machine, group: np.record) -> int:
+    """Of the most urgent of the group; ANY_PHASE if it is empty."""
+    me = m.me[0]
+    waits = group.waiting and me.first < me.end
+    for i in range(me.running):
+        r = m.requests[m.running[i]]
+        if not _is_member(r, group, ANY_PHASE):
+            continue
+        if waits and before(m.requests[m.waiting[me.first]], r):
+            return PREFILLS
+        return DECODES if r.decoding else PREFILLS
+    return PREFILLS if waits else ANY_PHASE
+
+
+@kernel
+def _is_member(r: np.record, group: np.record, phase: int) -> bool:
+    """Whether one that runs is in the group, and in the phase."""
+    if r.decoding:
+        return group.decode and phase != PREFILLS
+    return group.prefill and phase != DECODES
+
+
+@kernel
+def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None:
+    """Adds members of the group in order, as far as they fit."""
+    me = m.me[0]
+    runs, waits = 0, me.first
+    queue = group.waiting and phase != DECODES
+    while me.rows_left > 0 and me.batch_left > 0:
+        while runs < me.running and not _is_member(m.requests[m.running[runs]], group, phase):
+            runs += 1
+        more = queue and waits < me.end and me.prefills
+        if more and me.barrier != ANYBODY:
+            more = me.barrier != NOBODY and before(
+                m.requests[m.waiting[waits]], m.requests[me.barrier]
+            )
+        if runs < me.running:
+            number = m.running[runs]
+            if more and before(m.requests[m.waiting[waits]], m.requests[number]):
+                number = m.waiting[waits]
+                waits += 1
+            else:
+                runs += 1
+        elif more:
+            number = m.waiting[waits]
+            waits += 1
+        else:
+            break
+        _consider(m, settings, number, group.preempts)
+    if queue:
+        me.scanned = waits
+
+
+@kernel
+def _consider(m: Machine, settings: np.record, number: int, preempts: bool) -> None:
+    """Puts a request into the batch, whole or cut, if it fits or can be made to."""
+    me, r = m.me[0], m.requests[number]
+    tokens = r.prompt_len + r.generated - r.computed
+    reserve = r.computed + tokens
+    if settings.reserve == WHOLE:
+        reserve = max(reserve, r.prompt_len + r.most_output - 1)
+    while _may_join(m, r):
+        if tokens <= me.batch_left and (r.decoding or tokens <= me.prefill_left):
+            if fits_memory(m, settings, r, reserve):
+                add(m, settings, number, tokens, reserve)
+            elif preempts and make_room(m, settings, number, reserve):
+                continue
+            else:
+                _pass_over(m, settings, r)
+            return
+        room = min(me.batch_left, me.prefill_left)
+        if not settings.chunked or room <= 0:
+            if not settings.probing or room <= 0:
+                me.prefills = False
+            return
+        if settings.reserve == CHUNK:
+            reserve = r.computed + room
+        if _joins(m, settings, number, room, reserve, preempts):
+            me.prefills = False
+        else:
+            _pass_over(m, settings, r)
+        return
+
+
+@kernel
+def _may_join(m: Machine, r: np.record) -> bool:
+    """Whether it is not ruled out by what has happened in this plan."""
+    me = m.me[0]
+    if r.decided or not (me.prefills or r.decoding):
+        return False
+    if not r.waiting or me.barrier == ANYBODY:
+        return True
+    return me.barrier != NOBODY and before(r, m.requests[me.barrier])
+
+
+@kernel
+def _joins(
+    m: Machine, settings: np.record, number: int, tokens: int, reserve: int, preempts: bool
+) -> bool:
+    """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
+    r = m.requests[number]
+    while not fits_memory(m, settings, r, reserve):
+        if not (preempts and make_room(m, settings, number, reserve)) or r.decided:
+            return False
+    add(m, settings, number, tokens, reserve)
+    return True
+
+
+@kernel
+def _pass_over(m: Machine, settings: np.record, r: np.record) -> None:
+    """It found no memory, or no slot."""
+    if r.waiting and not settings.probing:
+        m.me[0].barrier = NOBODY

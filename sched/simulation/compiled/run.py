@@ -1,0 +1,196 @@
+"""Runs the compiled simulation: from a workload to what became of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core.errors import NumbaError
+
+from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.keys import Form
+from jaxserve.sched.output_lengths import BINS, bin_of, bins_above
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
+from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
+from jaxserve.sched.simulation.compiled.loop import DONE, FULL, STUCK
+from jaxserve.sched.simulation.compiled.setting import BATCH, Outcome, Setting
+from jaxserve.sched.simulation.compiled.state import (
+    GROUP,
+    HOST,
+    NOTHING,
+    REPLICA,
+    REQUEST,
+    SETTINGS,
+    Rules,
+    World,
+)
+from jaxserve.sched.table import WAITING
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.unified import Phase, Reserve, UnifiedPolicy
+from jaxserve.sched.workloads.workload import Workload
+
+LEAST_LOADED = "least_loaded"
+NO_CAPACITY = np.iinfo(np.int64).max
+_FIRST_LIVE, _FIRST_BATCHES = 256, 4096
+_PAUSES = 200  # for the progress
+
+
+class NotCompilable(ValueError):
+    """numba does not compile a key."""
+
+
+def key_of(form: Form) -> Any:
+    """The form's key, compiled. NotCompilable if that cannot be."""
+    try:
+        return compiled_key(form.key or _no_key)
+    except (NumbaError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise NotCompilable(" ".join(lines[1:2])) from error
+
+
+def run(
+    policy: UnifiedPolicy,
+    form: Form,
+    key: Any,
+    workload: Workload,
+    setting: Setting,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Serves the workload to its end. key: `key_of` the form. InvalidPlan if the policy plans
+    nothing where it could."""
+    rules, costs = _rules(policy, form, setting), _costs(setting)
+    world = _world(workload, setting, knows=policy.hypothetical)
+    serve = compiled_serve(*(numba.typeof(fixed) for fixed in (world, rules, costs)))
+    count, seen = len(workload), 0
+    every = count if progress is None else max(count // _PAUSES, 1)
+    while True:
+        status = serve(world, rules, costs, key, min(seen + every, count))
+        arrived = int(world.arrived[0])
+        if progress is not None and arrived > seen:
+            progress(arrived - seen)
+        seen = arrived
+        if status == STUCK:
+            raise InvalidPlan(f"the policy plans nothing for {_most_live(world)} requests")
+        if status == FULL:
+            world = _larger(world)
+        elif status == DONE:
+            break
+    logs = [log[:n].copy() for log, n in zip(world.log, world.replicas["batches"], strict=True)]
+    requests = world.requests
+    preemptions, replica = requests["preemptions"].copy(), requests["replica"].copy()
+    return Outcome(world.token_times, preemptions, replica, logs)
+
+
+def _no_key(request: Any) -> float:
+    return 0.0
+
+
+def _most_live(world: World) -> int:
+    return int(world.replicas["live"].max())
+
+
+def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
+    limits = setting.limits
+    s = np.zeros(1, SETTINGS)
+    s["max_batch_tokens"] = limits.max_batch_tokens
+    s["max_prefill_tokens"] = limits.max_prefill_tokens
+    if policy.full_prefill:
+        s["max_prefill_tokens"] = limits.max_batch_tokens
+    s["max_rows"] = min(policy.max_rows or limits.max_rows, limits.max_rows)
+    s["watermark"] = int(policy.watermark * setting.num_blocks)
+    s["reserve"] = list(Reserve).index(policy.reserve)
+    s["num_blocks"], s["block_size"] = setting.num_blocks, setting.block_size
+    for name in ("mixed_batches", "chunked", "requeue", "probing"):
+        s[name] = getattr(policy, name)
+    s["keyed"] = form.key is not None
+    s["expects"], s["promises"], s["enough"] = form.expects, form.promises, form.enough
+    s["overlap"], s["least_loaded"] = setting.overlap, setting.routing == LEAST_LOADED
+    s["capacity"] = min(setting.capacity, NO_CAPACITY)
+    groups = np.zeros(len(policy.groups), GROUP)
+    for i, group in enumerate(policy.groups):
+        phases = group.phases
+        members = (Phase.DECODE in phases, Phase.PREFILL in phases, Phase.WAITING in phases)
+        groups[i] = (*members, group.preempts)
+    host = np.zeros(1, HOST)
+    for name in HOST.names or ():
+        host[name] = getattr(setting.host, name)
+    return Rules(s, host, groups)
+
+
+def _costs(setting: Setting) -> Costs:
+    model = setting.cost_model
+    linear = model.linear if isinstance(model, InferMaxCostModel) else model
+    assert isinstance(linear, LinearCostModel)
+    prices = Prices(*(float(value) for value in linear.coefficients.as_dict().values()))
+    residual, factor = (0.0, 0.0, 0.0), 1.0
+    if isinstance(model, InferMaxCostModel):
+        a, b, c = model.residual
+        residual, factor = (float(a), float(b), float(c)), float(model.attention_factor)
+    plain = Linear(prices, linear.num_layers)
+    padding = setting.padding
+    return Costs(
+        Paper(plain, residual, factor),
+        isinstance(model, InferMaxCostModel),
+        np.array(padding.rows if padding else (), np.int64),
+        np.array(padding.tokens if padding else (), np.int64),
+        padding.decode_group if padding else 1,
+    )
+
+
+def _world(workload: Workload, setting: Setting, *, knows: bool) -> World:
+    count, replicas = len(workload), setting.replicas
+    requests = _requests(workload, setting, knows=knows)
+    machines = np.zeros(replicas, REPLICA)
+    machines["next_time"], machines["free"] = math.inf, setting.num_blocks
+    machines["flying"] = NOTHING
+    room = min(_FIRST_LIVE, max(count, 2))
+    machines["first"] = machines["end"] = room
+    longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing
+    return World(
+        requests,
+        np.full(int(workload.output_len.sum()), np.nan),
+        np.zeros(1, np.int64),
+        machines,
+        running=np.zeros((replicas, room), np.int64),
+        waiting=np.zeros((replicas, 2 * room), np.int64),
+        chosen=np.zeros((replicas, room), np.int64),
+        victims=np.zeros((replicas, room), np.int64),
+        flying=np.zeros((replicas, 2, room), np.int64),
+        scratch=np.zeros((replicas, room), np.int64),
+        log=np.zeros((replicas, _FIRST_BATCHES), BATCH),
+        reached=np.zeros((replicas, BINS)),
+        ended=np.zeros((replicas, BINS)),
+        mean=np.zeros((replicas, BINS)),
+        expected=np.zeros((replicas, BINS)),
+        bins_above=bins_above(np.arange(longest + 1)),
+        bin_of=np.array([0, *map(bin_of, range(1, longest + 1))]),
+    )
+
+
+def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarray:
+    """knows: whether the policy knows how much each will write."""
+    requests = np.zeros(len(workload), REQUEST)
+    requests["arrival"] = requests["last_token"] = workload.arrival
+    for name in TARGETS:
+        requests[name] = getattr(workload, name)
+    for name in ("prompt_len", "output_len", "tier", "greedy"):
+        requests[name] = getattr(workload, name)
+    requests["max_tokens"] = workload.limit
+    requests["most_output"] = workload.output_len if knows else workload.limit
+    requests["offset"] = np.cumsum(workload.output_len) - workload.output_len
+    requests["seed"], requests["state"] = setting.seed, int(WAITING)
+    return requests
+
+
+def _larger(world: World) -> World:
+    """The same with room for twice as many live requests and batches."""
+    lists = ("running", "waiting", "chosen", "victims", "flying", "scratch", "log")
+    return world._replace(**{name: _twice(getattr(world, name)) for name in lists})
+
+
+def _twice(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([array, np.zeros_like(array)], axis=-1)

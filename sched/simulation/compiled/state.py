@@ -1,0 +1,142 @@
+"""What the compiled simulation keeps, as arrays of records.
+
+A request is known by its number in the workload, and is one record all the way. Blocks are counted,
+not named: the family neither shares them nor moves caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.cost_model import HostTerms
+from jaxserve.sched.keys import FLOATS, INTEGERS
+
+# key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
+# tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
+# reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
+# it. state: as in `sched/table.py`.
+REQUEST = np.dtype(
+    [(name, np.float64) for name in (*FLOATS, "key", "first")]
+    + [
+        (name, np.int64)
+        for name in (
+            *INTEGERS,
+            *("seed", "most_output", "max_tokens", "output_len", "offset", "replica"),
+            *("behind", "second", "received", "held", "growth", "tokens", "reserve", "state"),
+            *("preemptions", "preempted_order", "last_batch_order"),
+        )
+    ]
+    + [(name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy")],
+    align=True,
+)
+
+# Of a replica. next_time: when its loop comes round. live: requests that are not over. first, end:
+# where in its list those that wait are. free: blocks. arrivals, batch_order, preempted: how many
+# there have been. gone: preempted since the last batch. flying: rows of the launched step that
+# sample, -1 where none is in flight; flying_end: when it ends; side: which list has them.
+# outputs: how many have ended; ended: with the last tokens that reached the host, at `landed`.
+#
+# Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
+# promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
+# something for them; barrier: only those before this request may start, ANYBODY or NOBODY; chosen,
+# victims: how many; tail: the last of those that run who has not been looked at as a victim;
+# scanned: how far in the list of those that wait.
+REPLICA = np.dtype(
+    [(name, np.float64) for name in ("clock", "device_free", "next_time", "flying_end", "landed")]
+    + [
+        (name, np.int64)
+        for name in (
+            *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
+            *("gone", "flying", "side", "batches", "outputs", "ended"),
+            *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
+            *("barrier", "chosen", "victims", "tail", "scanned"),
+        )
+    ]
+    + [("prefills", np.bool_)],
+    align=True,
+)
+
+# What is the same for all, and never changes. Groups are in an array of their own.
+SETTINGS = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("max_batch_tokens", "max_prefill_tokens", "max_rows", "watermark", "reserve"),
+            *("num_blocks", "block_size", "enough", "capacity"),
+        )
+    ]
+    + [
+        (name, np.bool_)
+        for name in (
+            *("mixed_batches", "chunked", "keyed", "requeue", "probing", "expects", "promises"),
+            *("overlap", "least_loaded"),
+        )
+    ],
+    align=True,
+)
+HOST = np.dtype([(field.name, np.float64) for field in fields(HostTerms)])
+GROUP = np.dtype([(name, np.bool_) for name in ("decode", "prefill", "waiting", "preempts")])
+
+ANYBODY, NOBODY = -1, -2  # as a barrier
+NOTHING = -1  # in flight
+
+
+class Rules(NamedTuple):
+    """What never changes. settings, host: one record each, [1]; groups: [any]."""
+
+    settings: np.ndarray
+    host: np.ndarray
+    groups: np.ndarray
+
+
+class World(NamedTuple):
+    """All there is, as arrays by replica where nothing else is said.
+
+    requests, token_times: of all, [n] and [tokens]. arrived: [1], how many have. running: those
+    that hold cache. waiting: those that wait. chosen, victims: of the batch in the making. flying:
+    [replicas, 2, :], those that sample in the launched step, and in the one before. scratch: for
+    sorting. log: batches so far. reached, ended, mean, expected, by bin, and bins_above, bin_of, by
+    length: see `output_lengths.py`.
+    """
+
+    requests: np.ndarray
+    token_times: np.ndarray
+    arrived: np.ndarray
+    replicas: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    chosen: np.ndarray
+    victims: np.ndarray
+    flying: np.ndarray
+    scratch: np.ndarray
+    log: np.ndarray
+    reached: np.ndarray
+    ended: np.ndarray
+    mean: np.ndarray
+    expected: np.ndarray
+    bins_above: np.ndarray
+    bin_of: np.ndarray
+
+
+class Machine(NamedTuple):
+    """One replica's part of it. me: its own record, [1]. running is in the policy's order once
+    `order.refresh` has put it there; waiting always is, from me.first to me.end."""
+
+    requests: np.ndarray
+    me: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    chosen: np.ndarray
+    victims: np.ndarray
+    flying: np.ndarray
+    scratch: np.ndarray
+    log: np.ndarray
+    reached: np.ndarray
+    ended: np.ndarray
+    mean: np.ndarray
+    expected: np.ndarray
+    bins_above: np.ndarray
+    bin_of: np.ndarray

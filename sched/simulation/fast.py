@@ -1,0 +1,74 @@
+"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python (`replicas.py`),
+which is the reference: where both can, the outcome is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.keys import Form, knows_the_seed
+from jaxserve.sched.policy import Policy
+from jaxserve.sched.simulation.compiled.setting import Setting
+from jaxserve.sched.simulation.replicas import Options, Served, run_in_python
+from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.sched.workloads.workload import Workload
+
+# A form says nothing about what a class of its own does in these.
+_METHODS = {"plan", "ranking", "expected", "candidates", "cut", "form"}
+
+
+class NotCompiled(ValueError):
+    """Why a simulation cannot run compiled, in a line."""
+
+
+def form_of(policy: Policy) -> Form:
+    """What the compiled simulation has of the policy. NotCompiled if that is not all of it."""
+    own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
+    form = None
+    if isinstance(policy, UnifiedPolicy) and own is not None and "form" in vars(own):
+        form = policy.form()
+    if form is None:
+        raise NotCompiled("the policy is more than settings of the unified scheduler")
+    return form
+
+
+def run(
+    policies: Sequence[Policy],
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    compiled: bool | None,
+    progress: Callable[[int], None] | None,
+) -> Served:
+    """Serves the workload to its end, with one policy for each replica. compiled: or NotCompiled;
+    None for if it can be."""
+    if compiled is not False:
+        try:
+            return _run_compiled(policies[0], workload, setting, progress)
+        except NotCompiled:
+            if compiled:
+                raise
+    return run_in_python(policies, workload, setting, options, progress)
+
+
+def _run_compiled(
+    policy: Policy,
+    workload: Workload,
+    setting: Setting,
+    progress: Callable[[int], None] | None,
+) -> Served:
+    form = form_of(policy)
+    assert isinstance(policy, UnifiedPolicy)
+    if not isinstance(setting.cost_model, LinearCostModel | InferMaxCostModel):
+        raise NotCompiled("its cost model is none of the product's own")
+    try:
+        from jaxserve.sched.simulation.compiled import run
+    except ImportError as error:
+        raise NotCompiled(f"pip install 'jaxserve[fast]' ({error})") from error
+    try:
+        key = run.key_of(form)
+    except run.NotCompilable as error:
+        raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
+    outcome = run.run(policy, form, key, workload, setting, progress)
+    seed_read = form.key is not None and knows_the_seed(form.key)
+    return Served(outcome, None, seed_read)
