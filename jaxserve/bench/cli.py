@@ -6,15 +6,16 @@
     python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     python -m jaxserve.bench plan
+    python -m jaxserve.bench simulate
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
 
-`plan` has no engine: it times the policies, see plan.py. `kernels` times the attention kernels,
-and `gpu` is everything there is to measure on a GPU; see kernels.py and gpu.py. For the others the
-engine runs in this process, with the presets and flags of serve.py (--config, --model,
---load_format, --policy, --config.x.y=); `load --address` goes to a running server instead. Prompts
-are random token ids, and the end-of-sequence token is ignored.
+`plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
+simulate.py. `kernels` times the attention kernels, and `gpu` is everything there is to measure on a
+GPU; see kernels.py and gpu.py. For the others the engine runs in this process, with the presets and
+flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address` goes
+to a running server instead. Prompts are random token ids, and the end-of-sequence token is ignored.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ Measure = Callable[[Target], dict[str, Any]]
 # Commands with a parse(argv) and a show(args) of their own; imported when named (jax is slow).
 STANDALONE = {
     "plan": "jaxserve.bench.plan",
+    "simulate": "jaxserve.bench.simulate",
     "kernels": "jaxserve.bench.kernels",
     "gpu": "jaxserve.bench.gpu",
 }

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.policies` and `python -m jaxserve.bench plan`."""
+"""`python -m jaxserve.policies`, `python -m jaxserve.bench plan` and `simulate`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,32 @@ def test_the_situations_are_what_they_say() -> None:
         started = len(decided) - (16 - waiting)
         assert 0 <= started <= waiting and (decided.num_tokens[: 16 - waiting] == 1).all()
         assert bool(started) == bool(waiting)
+
+
+def test_a_workload_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--workload=nowhere.csv"]) == 1
+    assert "nowhere.csv" in capsys.readouterr().err
+
+
+def test_times_simulations(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--policies=sarathi,aptserve_kv", "--workload=fixed:64x8x20", "--json"]
+    assert cli.main(["simulate", *argv]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["simulate_s"]
+    assert set(found) == {"sarathi", "aptserve_kv"}
+    assert found["sarathi"]["compiled"] >= 0 and found["sarathi"]["latency_s"] > 0
+    assert found["aptserve_kv"]["compiled"] is None and found["aptserve_kv"]["python"] > 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--policies=nobody"], ["--ways=slowly"], ["--num_requests=0"]],
+)
+def test_wrong_command_lines_of_simulations(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["simulate", *argv])
+    assert error.value.code == 2 and "error:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

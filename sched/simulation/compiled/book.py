@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.keys import Key
-from jaxserve.sched.simulation.compiled.budget import PLANES, a_plane
+from jaxserve.sched.simulation.compiled.blocks import PLANES, a_plane
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.lengths import learn
 from jaxserve.sched.simulation.compiled.order import leave_running, leave_waiting, wait

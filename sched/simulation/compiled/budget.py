@@ -5,20 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_a_plane, blocks_for
+from jaxserve.sched.simulation.compiled.blocks import PLANES, new_blocks
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.lengths import expected_peak
 from jaxserve.sched.simulation.compiled.order import before
 from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
-
-PLANES = int(blocks_for(1, 1))  # a cache is K and V
-a_plane = kernel(blocks_a_plane)
-
-
-@kernel
-def new_blocks(settings: np.record, r: np.record, tokens: int) -> int:
-    """Free blocks that the request needs to hold so many tokens."""
-    return max(a_plane(tokens, settings.block_size) - r.held, 0) * PLANES
 
 
 @kernel
@@ -32,6 +23,9 @@ def open_budget(m: Machine, settings: np.record) -> None:
     me.chosen = me.victims = me.promised = 0
     me.barrier, me.prefills = ANYBODY, True
     me.scanned = me.first
+    me.undecided = 0
+    for i in range(me.running):
+        me.undecided += m.requests[m.running[i]].held * PLANES
     if settings.promises and me.outputs >= settings.enough:
         for i in range(me.running):
             r = m.requests[m.running[i]]
@@ -68,6 +62,8 @@ def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int)
     if r.waiting:
         me.slots_left -= 1
         me.holders += 1
+    else:
+        me.undecided -= r.held * PLANES
     if settings.promises and me.outputs >= settings.enough:
         me.promised += max(r.growth - new, 0) - (0 if r.waiting else r.growth)
     r.decided, r.tokens, r.reserve = True, tokens, reserve
@@ -120,6 +116,7 @@ def _preempt(m: Machine, settings: np.record, victim: int) -> None:
     """Takes its cache away. Whoever is behind it starts later, but for policies that probe."""
     me, v = m.me[0], m.requests[victim]
     me.free += v.held * PLANES
+    me.undecided -= v.held * PLANES
     me.slots_left += 1
     me.holders -= 1
     me.promised -= v.growth

@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"_nrt": False}
 def kernel(function: Callable[..., Any]) -> Any:
     """The function compiled with what calls it. It may neither allocate nor return arrays to
     Python."""
-    return njit(**OPTIONS)(function)
+    return njit(forceinline=True, **OPTIONS)(function)
 
 
 @overload(keys.where)

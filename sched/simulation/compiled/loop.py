@@ -52,6 +52,7 @@ def _machine(world: World, index: int) -> Machine:
         world.replicas[index : index + 1],
         world.running[index],
         world.waiting[index],
+        world.needs,
         world.chosen[index],
         world.victims[index],
         world.flying[index],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.keys import Key
+from jaxserve.sched.simulation.compiled.blocks import new_blocks, whole_reserve
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.state import Machine
 
@@ -50,6 +51,7 @@ def wait(m: Machine, settings: np.record, key: Key, number: int) -> None:
     """Puts a request among those that wait."""
     r, me = m.requests[number], m.me[0]
     r.waiting, r.decoding = True, False
+    m.needs[number] = new_blocks(settings, r, whole_reserve(settings, r))
     r.behind, r.first, r.second = 0, 0.0, r.seq
     if settings.requeue:
         r.behind, r.first = 1, -float(r.preempted_order)

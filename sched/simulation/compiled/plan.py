@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.sched.simulation.compiled.blocks import whole_reserve
 from jaxserve.sched.simulation.compiled.budget import add, fits_memory, make_room, open_budget
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import before
@@ -14,7 +15,7 @@ from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
 from jaxserve.sched.unified import Reserve
 
 ANY_PHASE, DECODES, PREFILLS = -1, 0, 1
-CHUNK, WHOLE = list(Reserve).index(Reserve.CHUNK), list(Reserve).index(Reserve.WHOLE)
+CHUNK = list(Reserve).index(Reserve.CHUNK)
 
 
 @kernel
@@ -24,24 +25,22 @@ def plan(m: Machine, settings: np.record, groups: np.ndarray) -> None:
     me = m.me[0]
     for g in range(len(groups)):
         group = groups[g]
-        if settings.mixed_batches:
-            _fill(m, settings, group, ANY_PHASE)
-            continue
-        if me.chosen:
-            head = m.requests[m.chosen[0]]
-            _fill(m, settings, group, DECODES if head.decoding else PREFILLS)
-            continue
-        phase = _phase_of_first(m, group)
-        if phase == ANY_PHASE:
-            continue
-        _fill(m, settings, group, phase)
-        if not me.chosen:
-            _fill(m, settings, group, PREFILLS if phase == DECODES else DECODES)
+        empty = me.chosen == 0
+        phase = ANY_PHASE
+        if not settings.mixed_batches:
+            phase = _phase_of_first(m, group)
+            if not empty:
+                phase = DECODES if m.requests[m.chosen[0]].decoding else PREFILLS
+        while True:
+            _fill(m, settings, group, phase)
+            if me.chosen or not empty or phase == ANY_PHASE:
+                break
+            phase, empty = PREFILLS if phase == DECODES else DECODES, False
 
 
 @kernel
 def _phase_of_first(m: Machine, group: np.record) -> int:
-    """Of the most urgent of the group; ANY_PHASE if it is empty."""
+    """Of the most urgent of the group; any if it is empty."""
     me = m.me[0]
     waits = group.waiting and me.first < me.end
     for i in range(me.running):
@@ -68,6 +67,7 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
     me = m.me[0]
     runs, waits = 0, me.first
     queue = group.waiting and phase != DECODES
+    passes = settings.probing and settings.reserve != CHUNK
     while me.rows_left > 0 and me.batch_left > 0:
         while runs < me.running and not _is_member(m.requests[m.running[runs]], group, phase):
             runs += 1
@@ -86,6 +86,8 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
         elif more:
             number = m.waiting[waits]
             waits += 1
+            if passes and m.needs[number] > me.free + (me.undecided if group.preempts else 0):
+                continue  # it would be looked at and passed over
         else:
             break
         _consider(m, settings, number, group.preempts)
@@ -98,9 +100,7 @@ def _consider(m: Machine, settings: np.record, number: int, preempts: bool) -> N
     """Puts a request into the batch, whole or cut, if it fits or can be made to."""
     me, r = m.me[0], m.requests[number]
     tokens = r.prompt_len + r.generated - r.computed
-    reserve = r.computed + tokens
-    if settings.reserve == WHOLE:
-        reserve = max(reserve, r.prompt_len + r.most_output - 1)
+    reserve = whole_reserve(settings, r)
     while _may_join(m, r):
         if tokens <= me.batch_left and (r.decoding or tokens <= me.prefill_left):
             if fits_memory(m, settings, r, reserve):

@@ -157,6 +157,7 @@ def _world(workload: Workload, setting: Setting, *, knows: bool) -> World:
         machines,
         running=np.zeros((replicas, room), np.int64),
         waiting=np.zeros((replicas, 2 * room), np.int64),
+        needs=np.zeros(count, np.int64),
         chosen=np.zeros((replicas, room), np.int64),
         victims=np.zeros((replicas, room), np.int64),
         flying=np.zeros((replicas, 2, room), np.int64),

@@ -43,7 +43,8 @@ REQUEST = np.dtype(
 # promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
 # something for them; barrier: only those before this request may start, ANYBODY or NOBODY; chosen,
 # victims: how many; tail: the last of those that run who has not been looked at as a victim;
-# scanned: how far in the list of those that wait.
+# scanned: how far in the list of those that wait; undecided: blocks of those that run
+# and are not decided.
 REPLICA = np.dtype(
     [(name, np.float64) for name in ("clock", "device_free", "next_time", "flying_end", "landed")]
     + [
@@ -52,7 +53,7 @@ REPLICA = np.dtype(
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
             *("gone", "flying", "side", "batches", "outputs", "ended"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
-            *("barrier", "chosen", "victims", "tail", "scanned"),
+            *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
         )
     ]
     + [("prefills", np.bool_)],
@@ -96,7 +97,8 @@ class World(NamedTuple):
     """All there is, as arrays by replica where nothing else is said.
 
     requests, token_times: of all, [n] and [tokens]. arrived: [1], how many have. running: those
-    that hold cache. waiting: those that wait. chosen, victims: of the batch in the making. flying:
+    that hold cache. waiting: those that wait; needs: [n], by request, the blocks
+    for which such a one would start. chosen, victims: of the batch in the making. flying:
     [replicas, 2, :], those that sample in the launched step, and in the one before. scratch: for
     sorting. log: batches so far. reached, ended, mean, expected, by bin, and bins_above, bin_of, by
     length: see `output_lengths.py`.
@@ -108,6 +110,7 @@ class World(NamedTuple):
     replicas: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    needs: np.ndarray
     chosen: np.ndarray
     victims: np.ndarray
     flying: np.ndarray
@@ -129,6 +132,7 @@ class Machine(NamedTuple):
     me: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
+    needs: np.ndarray
     chosen: np.ndarray
     victims: np.ndarray
     flying: np.ndarray
