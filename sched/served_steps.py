@@ -20,6 +20,7 @@ MIN_STEPS = 10
 CLIP = 2.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
+MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
 NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
 
 
@@ -136,7 +137,8 @@ def _robust(
     design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: float = PRIOR
 ) -> np.ndarray:
     """Weights whose errors are relative: at first to what was measured, which pulls them down, and
-    then to what is expected, with outliers clipped."""
+    then to what is expected, with outliers clipped. In the end they are scaled, so that all rows
+    together take what was measured: disturbances that come again and again are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
         rows = design / expected[:, None]
@@ -144,7 +146,7 @@ def _robust(
         values = nearest(a, b, float(len(rows)), prior, held)
         expected = np.maximum(design @ values, 1e-9)
         wanted = np.clip(seconds, expected / clip, expected * clip)
-    return values
+    return np.asarray(values * (np.minimum(seconds, MOST * expected).sum() / expected.sum()))
 
 
 def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:

@@ -10,12 +10,17 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
     python -m jaxserve.simulate --policy=vllm,sarathi --workload=sharegpt --find=capacity \
         --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
     python -m jaxserve.simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
+    python -m jaxserve.simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, or a trace's path: a CSV of
 prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may say what each
 request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or
 false for one that is sampled). Several policies and rates, separated by commas, run beside each
 other on all cores.
+
+--replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
+system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
+and pool, instead. What became of it then is the first row.
 
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
 their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and
@@ -41,9 +46,9 @@ from typing import Any
 from jaxserve import workload_flags
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate import as_json, flags, output
+from jaxserve.simulate import as_json, flags, output, replay
 from jaxserve.simulate.report import capacity_report, report
-from jaxserve.simulate.runs import REFUSED, Run
+from jaxserve.simulate.runs import REFUSED, Run, Source
 from jaxserve.simulate.search import search
 from jaxserve.simulate.sweep import paired, sweep
 from jaxserve.simulate.workers import Workers
@@ -57,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         parser.error(problem)
     try:
+        if args.replay:
+            return _replay(args)
         return _find(args) if args.find else _compare(args)
     except REFUSED as error:
         print(f"jaxserve.simulate: {error}", file=sys.stderr)
@@ -67,22 +74,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     """Every policy at every rate."""
-    runs = _runs(args)
+    runs = _runs(args, _specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
     compared = paired(points)
     output.write(args, points)
-    seeds = range(args.seed, args.seed + args.seeds)
-    _say(args, report(points, compared, seeds), as_json.comparison(points, compared))
+    _say(args, report(points, compared, _seeds(args)), as_json.comparison(points, compared))
     return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Every policy on what was served, and what became of it then."""
+    recorded = replay.read(args)
+    runs = _runs(args, [recorded.workload])
+    if args.system is None:
+        runs = [recorded.on_the_recorded(run) for run in runs]
+    output.check(args, len(runs))
+    served = recorded.served(runs[0])
+    with Workers(args.jobs) as workers:
+        points = sweep(runs, args.seeds, workers)
+    output.write(args, points, served)
+    points = [served, *points]
+    compared = paired(points)
+    text = report(points, compared, _seeds(args))
+    found = as_json.comparison(points, compared) | {"recording": recorded.as_json()}
+    _say(args, "\n".join([text, "", *recorded.notes]), found)
+    return 0
+
+
+def _seeds(args: argparse.Namespace) -> range:
+    return range(args.seed, args.seed + args.seeds)
 
 
 def _find(args: argparse.Namespace) -> int:
     """The capacity of every policy."""
     args.rate = args.rate or [flags.FIRST_RATE]
     level = flags.ATTAINMENT if args.attainment is None else args.attainment
-    runs = _runs(args)
+    runs = _runs(args, _specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         searches = search(runs, level, args.seeds, workers)
@@ -102,11 +131,10 @@ def _say(args: argparse.Namespace, text: str, found: dict[str, Any]) -> None:
         print(json.dumps(found, allow_nan=False), flush=True)
 
 
-def _runs(args: argparse.Namespace) -> list[Run]:
-    """One a policy and rate, with the first seed. What is wrong with any is said before anything
-    runs."""
+def _specs(args: argparse.Namespace) -> list[WorkloadSpec]:
+    """One a rate."""
     asked = workload_flags.options(args)
-    specs = [
+    return [
         WorkloadSpec(
             args.workload,
             args.num_requests,
@@ -119,10 +147,15 @@ def _runs(args: argparse.Namespace) -> list[Run]:
         )
         for rate in args.rate or [None]
     ]
+
+
+def _runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
+    """One a policy and source, with the first seed. What is wrong with any is said before anything
+    runs."""
     runs = [
         Run(
             policy,
-            args.system,
+            args.system or flags.SYSTEM,
             spec,
             args.rules,
             args.kv_tokens,
@@ -140,7 +173,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
             max_queue=args.max_queue,
         )
         for policy in args.policy
-        for spec in specs
+        for spec in sources
     ]
     for run in runs:
         run.limits()

@@ -13,10 +13,23 @@ from jaxserve.sched.simulation.hardware import HIDDEN_READS
 from jaxserve.sched.workloads.specs import ARRIVALS
 from jaxserve.workload_flags import positive_int
 
+SYSTEM = "llama-2-7b@a100"
 SEEDS = 5
 ATTAINMENT = 0.9
 FIRST_RATE = 1.0  # of a search, requests/s
 MAX_SEED = 2**31 - 1
+NOT_REPLAYED = (  # with --replay, which says all of it
+    "workload",
+    "num_requests",
+    "arrivals",
+    "rate",
+    "cv",
+    "on_s",
+    "off_s",
+    "classes",
+    "max_tokens",
+    "find",
+)
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
 
@@ -43,6 +56,14 @@ def parser(description: str) -> Parser:
 
 def check(args: argparse.Namespace) -> str:
     """Which flags contradict each other, or would have no effect, in a line; "" if none do."""
+    if args.replay is None and args.workload is None:
+        return "--workload or --replay is needed"
+    if args.replay is not None:
+        for name in NOT_REPLAYED:
+            if getattr(args, name) is not None:
+                return f"--{name} does not go with --replay: the recording has requests of its own"
+        if args.rules != "jaxserve":
+            return "--replay is of an engine: --rules are its own"
     if args.find is not None:
         if args.rate is not None and len(args.rate) > 1:
             return "--find=capacity begins its search at one --rate, got several"
@@ -70,9 +91,10 @@ def _add_what_is_simulated(parser: Parser) -> None:
         default=["sarathi"],
         help="names, separated by commas, with parameters: edf:watermark=0.05 (sarathi)",
     )
-    add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
+    add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({SYSTEM})")
     add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
-    add("--workload", required=True, help="see above")
+    add("--workload", help="see above")
+    add("--replay", type=_path, metavar="PATH", help="a recording, instead of --workload")
     add("--num_requests", type=positive_int, help="of a sampler (1000), or the first of a trace")
     add("--arrivals", choices=ARRIVALS, help="(the trace's; else poisson with --rate, else all)")
     add("--rate", type=_rates, help="requests/s, several separated by commas")

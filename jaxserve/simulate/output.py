@@ -48,10 +48,10 @@ def check(args: argparse.Namespace, points: int) -> None:
         plots.check_views(args.views)
 
 
-def write(args: argparse.Namespace, points: Sequence[Point]) -> None:
-    """All that was asked for."""
+def write(args: argparse.Namespace, points: Sequence[Point], served: Point | None = None) -> None:
+    """All that was asked for. served: what was not simulated; it is in the summary only."""
     if args.summary:
-        write_summary(points, Path(args.summary))
+        write_summary(points if served is None else [served, *points], Path(args.summary))
     if not keeps(args):
         return
     results = [_result(point) for point in points]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.systems import system
-from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.sched.workloads.workload import Workload
 
 REFUSED = (ValueError, InvalidPlan, OSError)
 
@@ -28,14 +29,38 @@ class Outcome:
     result: SimulationResult | None
 
 
+class Source(Protocol):
+    """Where a workload comes from: `WorkloadSpec`, or a recording."""
+
+    @property
+    def lengths(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def rate(self) -> float | None:
+        """Requests/s; None if it is not given."""
+        ...
+
+    def make(self, seed: int) -> Workload:
+        """The workload; the same for the same seed."""
+        ...
+
+    def drawn(self) -> bool:
+        """Whether the seed matters."""
+        ...
+
+
 @dataclass(frozen=True)
 class Run:
-    """One simulation: a policy on a workload. Holds only what can go to another process. keep:
-    whether its outcome has all of the result; record_rows: who was in each batch, too."""
+    """One simulation: a policy on a workload. Holds only what can go to another process. system: or
+    the name of one, see `systems.system`. num_blocks: of the pool, instead of kv_tokens. overlap:
+    instead of the rules'. keep: whether its outcome has all of the result; record_rows: who was in
+    each batch, too."""
 
     policy: str
-    system: str
-    workload: WorkloadSpec
+    system: System | str
+    workload: Source
     rules: str
     kv_tokens: int | None
     host_tokens: int
@@ -50,17 +75,30 @@ class Run:
     record_rows: bool = False
     hidden_read: str = "auto"
     max_queue: int | None = None
+    num_blocks: int | None = None
+    overlap: bool | None = None
 
     @property
     def rate(self) -> float | None:
         """Requests/s; None if it is not given."""
         return self.workload.rate
 
+    @property
+    def system_name(self) -> str:
+        """As it was given, if it was by name."""
+        return self.system.name if isinstance(self.system, System) else self.system
+
+    def place(self) -> System:
+        """The system. Raises one of REFUSED for an unknown one."""
+        if isinstance(self.system, System):
+            return self.system
+        return system(self.system, self.hidden_read)
+
     def limits(self) -> Limits:
         """C, P and rows. Raises one of REFUSED, also for an unknown policy or system."""
         return simulator.default_limits(
             make_policy(self.policy),
-            system(self.system, self.hidden_read),
+            self.place(),
             max_batch_tokens=self.max_batch_tokens,
             max_prefill_tokens=self.max_prefill_tokens,
             max_rows=self.max_rows,
@@ -74,12 +112,14 @@ class Run:
         result = simulator.simulate(
             self.policy,
             workload,
-            system(self.system, self.hidden_read),
+            self.place(),
             limits=self.limits(),
             kv_tokens=self.kv_tokens,
+            num_blocks=self.num_blocks,
             host_tokens=self.host_tokens,
             block_size=self.block_size,
             rules=self.rules,
+            overlap=self.overlap,
             replicas=self.replicas,
             routing=self.routing,
             max_queue=self.max_queue,

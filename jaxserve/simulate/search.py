@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxserve.sched.metrics import has_targets
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
+from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.simulate.runs import Run
 from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
@@ -30,7 +31,9 @@ class Search:
 
     def at(self, index: int) -> Run:
         """The policy at that rate."""
-        return replace(self.run, workload=replace(self.run.workload, rate=FINE.rate(index)))
+        workload = self.run.workload
+        assert isinstance(workload, WorkloadSpec)  # recorded ones have one rate
+        return replace(self.run, workload=replace(workload, rate=FINE.rate(index)))
 
     def capacity(self) -> Crossing:
         """When the search is over: the rate, or the last one tried as a bound."""

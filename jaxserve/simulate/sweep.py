@@ -26,7 +26,7 @@ class Point:
         return {
             "policy": self.run.policy,
             "rate": self.run.rate,
-            "system": self.run.system,
+            "system": self.run.system_name,
             "workload": self.run.workload.lengths,
             "rules": self.run.rules,
             "replicas": self.run.replicas,

@@ -159,7 +159,8 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
         model = fit_device(steps, header.cost_model)
     except FitError as error:
         raise RecordingError(f"the recording says too little: {error}") from error
-    predicted, taken = model.batch_time(steps.features).sum(), steps.device_time.sum()
+    took = steps.device_time > 0
+    off = np.abs(model.batch_time(steps.features)[took] / steps.device_time[took] - 1.0)
     return System(
         name,
         model,
@@ -176,7 +177,7 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
             "dtype": header.dtype,
             "device": header.device,
             "versions": header.versions,
-            "predicted_over_taken": float(predicted / taken),
+            "mean_error": float(off.mean()),
         },
         rho=header.rho,
     )

@@ -1,0 +1,103 @@
+"""A recording as what runs are made of: `--replay`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve import workload_flags
+from jaxserve.sched.request import SLO
+from jaxserve.sched.simulation import replay
+from jaxserve.sched.simulation.profiles import System
+from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.workloads.classes import with_targets
+from jaxserve.sched.workloads.workload import Workload
+from jaxserve.simulate.runs import Outcome, Run
+from jaxserve.simulate.sweep import Point
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A workload that is there already, for `Run.workload`. lengths: what it is called."""
+
+    lengths: str
+    workload: Workload
+    rate: float | None = None
+
+    def make(self, seed: int) -> Workload:
+        """The same for every seed."""
+        return self.workload
+
+    def drawn(self) -> bool:
+        """Whether the seed matters: it does not."""
+        return False
+
+
+@dataclass(frozen=True)
+class Replay:
+    """recording: what was served. workload: its traffic; system: fitted to its steps. notes: what
+    is left out, and how good the fit is, a line each."""
+
+    recording: Recording
+    workload: Recorded
+    system: System
+    notes: tuple[str, ...]
+    slo: SLO
+
+    def on_the_recorded(self, run: Run) -> Run:
+        """The run on the system that served it. Where the command line says nothing of it, it is as
+        that was."""
+        header = self.recording.header
+        return dataclasses.replace(
+            run,
+            system=self.system,
+            num_blocks=header.num_blocks if run.kv_tokens is None else None,
+            host_tokens=run.host_tokens or header.host_slots // 2,
+            max_queue=header.max_queue if run.max_queue is None else run.max_queue,
+            overlap=header.overlap,
+        )
+
+    def served(self, run: Run) -> Point:
+        """What became of it as it was served, beside runs like this one."""
+        result = replay.served(self.recording)
+        workload = with_slo(result.requests.workload, self.slo)
+        requests = dataclasses.replace(result.requests, workload=workload)
+        result = dataclasses.replace(result, requests=requests)
+        outcome = Outcome(result.summary(), result.kv_tokens, False, result if run.keep else None)
+        named = dataclasses.replace(
+            run, policy=f"served: {self.recording.header.policy}", system=self.system
+        )
+        return Point(named, (outcome,), seed_matters=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """What it is."""
+        header = self.recording.header
+        return {
+            "began": header.began,
+            "policy": header.policy,
+            "steps": len(self.recording.steps),
+            "system": self.system.about,
+            "host_s": self.system.host.as_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def read(args: argparse.Namespace) -> Replay:
+    """The recording that --replay names. ValueError for what is none."""
+    recording = replay.read(args.replay)
+    traffic, system = replay.traffic_of(recording), replay.system_of(recording, "recorded")
+    slo = workload_flags.options(args)["slo"]
+    fit = (
+        f"fitted to {len(recording.steps)} steps of {recording.header.model} on "
+        f"{recording.header.device}; mean error of one: {system.about['mean_error']:.1%}"
+    )
+    workload = Recorded(args.replay, with_slo(traffic.workload, slo))
+    return Replay(recording, workload, system, (*recording.notes, *traffic.notes, fit), slo)
+
+
+def with_slo(workload: Workload, slo: SLO) -> Workload:
+    """Those requests have the targets that have none of their own."""
+    terms = with_targets(workload.terms, slo)
+    return Workload.of(workload.arrival, workload.lengths, limit=workload.limit, terms=terms)
