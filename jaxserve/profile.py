@@ -22,36 +22,45 @@ from typing import Any
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
-from scipy.optimize import nnls
 from tqdm import tqdm
 
 from jaxserve.configs import base
+from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
-from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.engine.stats import StepRecorder
 from jaxserve.engine.step_timer import Shape, StepTimer
 from jaxserve.machine import machine, versions
 from jaxserve.sched.cost_model import HostTerms, Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.served_steps import ServedSteps, fit_host
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.server import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 ROUNDS = 7
 TIME_LIMIT = 60.0  # seconds after which no further round begins
-HOST_STEPS = 60
+HOST_STEPS = 60  # of each request that the host's part is measured with
+HOST_SINGLES = 8
 
 
 def shapes(
-    padding: Padding, max_rows: int, max_prefill: int, max_len: int, hidden: bool = False
+    padding: Padding,
+    *,
+    max_rows: int,
+    max_prefill: int,
+    max_len: int,
+    hidden: bool = False,
+    swaps: bool = False,
 ) -> list[Shape]:
     """What to measure: every row bucket at four context lengths, every token bucket as one chunk
-    and as several after different contexts, and chunks beside decodes. None is longer than
-    max_len tokens in a row or max_prefill in a batch. hidden: those that read a cache, once more
-    with hidden ones."""
-    found = []
+    and as several after different contexts, chunks beside decodes, and sampled steps; and what an
+    engine times by itself (`timing.shapes`, which explains hidden and swaps). None is longer than
+    max_len tokens in a row or max_prefill in a batch."""
+    limits: dict[str, int] = {"max_rows": max_rows, "max_prefill": max_prefill, "max_len": max_len}
+    found = timing.shapes(padding, **limits, hidden=hidden, swaps=swaps)
     most = max(1, int(0.9 * max_len))
     lengths = sorted({max(1, int(max_len * share)) for share in (0.02, 0.25, 0.5)} | {most})
     quarter, half = max(1, max_len // 4), max(1, max_len // 2)
@@ -59,12 +68,14 @@ def shapes(
         found += [Shape(decodes=(length,) * rows) for length in lengths]
         mixed = np.linspace(1, most, rows).astype(int)
         found.append(Shape(decodes=tuple(mixed.tolist())))
+        found.append(Shape((quarter,) * rows, sampling=True))
     sizes = [t for t in padding.tokens if t <= max_prefill] or [max_prefill]
     for size in sizes:
         for before in (0, quarter, half):
             count = min(size, max_len - before)
             if count > 0:
                 found.append(Shape(chunks=((count, before),)))
+        found.append(Shape(chunks=((min(size, max_len), 0),), sampling=True))
         for parts in (2, 4):
             count = min(size // parts, max_len)
             if parts <= max_rows and count > 1:
@@ -75,8 +86,9 @@ def shapes(
                 found.append(Shape((quarter,) * rows, ((count, 0),)))
                 found.append(Shape((half,) * rows, ((count, min(quarter, max_len - count)),)))
     if hidden:
-        reading = [shape for shape in found if shape.contexts.any()]
+        reading = [s for s in found if s.contexts.any() and not (s.sampling or s.widened)]
         found += [dataclasses.replace(shape, hidden=True) for shape in reading]
+        found += [Shape((quarter,), widened=length) for length in lengths]
     return list(dict.fromkeys(found))
 
 
@@ -86,14 +98,16 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit, list[Sample]]:
     """Measures an engine that has been built but not started; the host's part is not in it
     (`measure_host`)."""
-    info, limits = engine.info(), engine._scheduler.view.limits
+    info, scheduler = engine.info(), engine._scheduler
+    limits = scheduler.view.limits
     timer = StepTimer(engine.executor, info.num_blocks)
     wanted = shapes(
         timer.padding,
-        limits.max_rows,
-        limits.max_prefill_tokens,
-        min(info.max_model_len, info.pool_tokens),
+        max_rows=limits.max_rows,
+        max_prefill=limits.max_prefill_tokens,
+        max_len=min(info.max_model_len, info.pool_tokens),
         hidden=info.hidden_read is not None,
+        swaps=scheduler.policy.moves_cache,
     )
     taken: list[list[float]] = [[] for _ in wanted]
     begin = time.perf_counter()
@@ -112,53 +126,37 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
 
 
 def measure_host(engine: Any, system: System) -> HostTerms:
-    """What a running engine's thread takes for steps of few, some and all rows, by least squares
-    over the medians of each. Starts the engine if it was not."""
+    """What a running engine's thread takes: of single requests, one after the other, of half as
+    many as fit into a batch, and of twice as many, where half of them wait. Starts the engine if it
+    was not."""
     if engine._thread is None:
         engine.start()
-    max_rows = system.max_rows or 1
-    length = max(1, min(engine.info().max_model_len - HOST_STEPS - 1, 32))
-    steps = min(HOST_STEPS, engine.info().max_model_len - length - 1)
-    found = []
-    for rows in sorted({1, max(1, max_rows // 2), max_rows}):
-        if rows * (length + steps) <= engine.info().pool_tokens:
-            times = _host_times(engine, rows, length, steps)
-            if times:
-                found.append((1.0, rows, statistics.median(times)))
-    if not found:
-        return HostTerms()
-    design = np.array(found)
-    (launch, launch_row), _ = nnls(design[:, :2], design[:, 2])
-    return HostTerms(launch=float(launch), launch_row=float(launch_row))
-
-
-class _Times(Observer):
-    """The host's time in steps in which all rows decode."""
-
-    def __init__(self, rows: int) -> None:
-        self.taken: list[float] = []
-        self._rows = rows
-
-    def on_step(self, stats: StepStats) -> None:
-        if stats.num_decodes == stats.num_rows == self._rows:
-            self.taken.append(stats.host_time)
-
-
-def _host_times(engine: Any, rows: int, length: int, steps: int) -> list[float]:
-    """Serves `rows` requests at once; the host's seconds for each step in which all decode."""
-    recorder, done = _Times(rows), threading.Semaphore(0)
+    info, max_rows = engine.info(), system.max_rows or 1
+    length = max(1, min(info.max_model_len - HOST_STEPS - 1, 32))
+    steps = min(HOST_STEPS, info.max_model_len - length - 1)
+    most = min(max_rows, info.pool_tokens // (length + steps))
+    recorder = StepRecorder()
     engine.add_observer(recorder)
+    for _ in range(HOST_SINGLES):
+        _serve(engine, 1, length, min(steps, 4))
+    _serve(engine, max(1, most // 2), length, steps)
+    _serve(engine, max(1, min(2 * most, engine._scheduler.table.capacity)), length, steps)
+    return fit_host(ServedSteps.of(recorder.steps), system.cost_model)
+
+
+def _serve(engine: Any, count: int, length: int, steps: int) -> None:
+    """Serves `count` requests at once, of so many tokens in and out."""
+    done = threading.Semaphore(0)
 
     def on_output(output: Output) -> None:
         if output.finish_reason is not None:
             done.release()
 
-    sampling = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
-    for i in range(rows):
-        engine.submit(Request(f"host-{rows}-{i}", (1,) * length, sampling), on_output)
-    for _ in range(rows):
+    sampling = SamplingParams(max_tokens=steps, ignore_eos=True)
+    for i in range(count):
+        engine.submit(Request(f"host-{i}", (1,) * length, sampling), on_output)
+    for _ in range(count):
         done.acquire()
-    return recorder.taken
 
 
 def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +24,10 @@ MOST = 5.0  # a step counts as at most so many times the expected in what all of
 NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
 
 
-class ServedStep(Protocol):
-    """One step, as `jaxserve.engine.stats.StepStats` explains its parts; times in seconds."""
-
-    features: BatchFeatures
-    device_time: float
-    plan_time: float
-    launch_time: float
-    finish_time: float
-    num_live: int
-    num_rows: int
-    num_admitted: int
-    num_moves: int
-    num_emitting: int
-    after_idle: bool
-
-
 @dataclass(frozen=True)
 class ServedSteps:
-    """The same of many steps: arrays [n], and features of arrays [n]."""
+    """What was measured of many steps: arrays [n] of what `jaxserve.engine.stats.StepStats` has of
+    one, times in seconds, and features of arrays [n]."""
 
     features: BatchFeatures
     device_time: np.ndarray
@@ -57,8 +42,8 @@ class ServedSteps:
     after_idle: np.ndarray
 
     @classmethod
-    def of(cls, steps: Iterable[ServedStep]) -> ServedSteps:
-        """In their order."""
+    def of(cls, steps: Iterable[Any]) -> ServedSteps:
+        """steps: of `StepStats`, or whatever has its fields."""
         steps = list(steps)
         arrays = {
             field.name: np.array([getattr(step, field.name) for step in steps])

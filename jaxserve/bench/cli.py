@@ -34,11 +34,12 @@ from ml_collections import ConfigDict
 from jaxserve import workload_flags
 from jaxserve.bench import fidelity, runs
 from jaxserve.bench.report import text
-from jaxserve.bench.steps import StepRecorder, step_metrics
+from jaxserve.bench.steps import step_metrics
 from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
 from jaxserve.sched.fit import FitError
 from jaxserve.sched.workloads.specs import WorkloadSpec

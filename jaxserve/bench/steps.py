@@ -1,23 +1,12 @@
-"""What the engine's own steps took: an observer, and a summary of what it saw."""
+"""A summary of what the engine's own steps took."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.engine.stats import StepStats
 from jaxserve.sched.metrics import summarise
-
-
-class StepRecorder(Observer):
-    """Keeps every step of the engine, in the order they end; nothing else."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepStats] = []
-
-    def on_step(self, stats: StepStats) -> None:
-        """Keeps it, on the engine thread."""
-        self.steps.append(stats)
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior)
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         host_slots=chosen.host_slots,
+        hidden_read=info.hidden_read,
         rho=info.rho,
         cost_model=prior.model,
         padding=chosen.buckets.padding,

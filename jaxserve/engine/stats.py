@@ -158,3 +158,14 @@ class Observer:
 
     def on_stop(self) -> None:
         """The engine has ended; nothing follows."""
+
+
+class StepRecorder(Observer):
+    """Keeps every step of the engine, in the order they end; nothing else."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        """Keeps it, on the engine thread."""
+        self.steps.append(stats)

@@ -121,6 +121,7 @@ class Header:
     num_blocks: int
     block_size: int
     host_slots: int
+    hidden_read: str | None
     rho: float | None
     cost_model: LinearCostModel
     padding: Padding

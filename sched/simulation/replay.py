@@ -180,6 +180,7 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
             "mean_error": float(off.mean()),
         },
         rho=header.rho,
+        projects=header.hidden_read == "projected",
     )
 
 

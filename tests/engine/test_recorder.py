@@ -42,6 +42,7 @@ HEADER = Header(
     num_blocks=64,
     block_size=4,
     host_slots=0,
+    hidden_read=None,
     rho=None,
     cost_model=FLAT,
     padding=Padding((8,), (64,)),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench.steps import StepRecorder
 from jaxserve.engine import choices
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies

@@ -12,7 +12,9 @@ from ml_collections import ConfigDict
 from jaxserve import profile
 from jaxserve.bench import fidelity
 from jaxserve.configs import base
-from jaxserve.sched.cost_model import Padding
+from jaxserve.engine import timing
+from jaxserve.sched.cost_model import Coefficients, Padding
+from jaxserve.sched.fit import columns
 from jaxserve.sched.simulation.profiles import load
 from tests.engine.harness import write_shape
 
@@ -35,14 +37,32 @@ def tiny(folder: Path) -> ConfigDict:
 @pytest.mark.parametrize("max_len", [8, 50, 4096])
 def test_the_shapes_are_ones_that_the_engine_can_run(max_len: int) -> None:
     padding = Padding((1, 2, 4, 8), (16, 32, 64))
-    found = profile.shapes(padding, max_rows=8, max_prefill=64, max_len=max_len)
+    limits: dict[str, int] = {"max_rows": 8, "max_prefill": 64, "max_len": max_len}
+    found = profile.shapes(padding, **limits, hidden=True, swaps=True)
     assert len(found) == len(set(found)) > 10
     for shape in found:
         assert len(shape.decodes) + len(shape.chunks) <= 8
         assert shape.tokens <= 64
         assert all(1 <= before < max(max_len, 2) for before in shape.decodes)
         assert all(count >= 1 and count + before <= max_len for count, before in shape.chunks)
+        assert shape.widened <= max_len
     assert any(not s.chunks for s in found) and any(not s.decodes for s in found)
+    assert set(timing.shapes(padding, **limits, hidden=True, swaps=True)) <= set(found)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_every_feature_of_a_step_is_measured(hidden: bool) -> None:
+    padding = Padding((1, 2, 4, 8), (16, 32, 64))
+    found = profile.shapes(
+        padding, max_rows=8, max_prefill=64, max_len=200, hidden=hidden, swaps=hidden
+    )
+    design = np.array([columns(shape.features(padding)) for shape in found])
+    seen = dict(zip(Coefficients.__dataclass_fields__, (design > 0).any(axis=0), strict=True))
+    never = {name for name, there in seen.items() if not there}
+    only = {"hidden_token", "hidden_prefill", "projected_token", "swapped_slot"}
+    assert never == {"copied_slot"} | (set() if hidden else only)
+    several = {name for name in seen if len(set(design[:, list(seen).index(name)].tolist())) > 1}
+    assert several >= seen.keys() - never - {"token_bias"}
 
 
 def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
@@ -55,7 +75,9 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
         assert (system.max_rows, system.max_prefill_tokens, system.block_size) == (4, 32, 4)
         assert system.about["r2"] == found.r2
         host = profile.measure_host(engine, system)
+        assert 0 < host.plan + 4 * host.plan_row < 1
         assert 0 < host.launch + 4 * host.launch_row < 1
+        assert 0 < host.finish + 4 * host.finish_row < 1
         measured = dataclasses.replace(system, host=host)
         measured.save(tmp_path / "tiny.json")
         assert load(tmp_path / "tiny.json") == measured
