@@ -123,10 +123,12 @@ class FastServe(UnifiedPolicy):
 
 def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
     """Tokens of each that come back from the host when it starts, int64 [n]."""
-    if not view.host.num_used:
-        return np.zeros(len(rows), np.int64)
-    segments = map(view.host.segments, rows.tolist())
-    return np.array([own[0].end if own else 0 for own in segments], np.int64)
+    found = np.zeros(len(rows), np.int64)
+    if view.host.num_used:
+        for i in np.flatnonzero(view.table.preemptions[rows]).tolist():  # no others are there
+            own = view.host.segments(int(rows[i]))
+            found[i] = own[0].end if own else 0
+    return found
 
 
 def _out(view: View, rows: np.ndarray) -> list[Operation]:
