@@ -6,7 +6,7 @@
     python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     python -m jaxserve.bench plan
-    python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py
+    python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
 
@@ -41,7 +41,7 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
-from jaxserve.sched.fit import FitError
+from jaxserve.sched.simulation.recording import RecordingError
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.server import launch
@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = parse(sys.argv[1:] if argv is None else argv)
         if args.command in STANDALONE:
             return int(importlib.import_module(STANDALONE[args.command]).show(args))
-        result = _fidelity(args, config) if args.command == "fidelity" else measure(args, config)
+        result = _fidelity(args) if args.command == "fidelity" else measure(args, config)
     except (UsageError, launch.UsageError) as error:
         return _complain(error, 2)
-    except (ConfigError, WorkloadError, BenchError, ServerError, FitError) as error:
+    except (ConfigError, WorkloadError, BenchError, ServerError, RecordingError) as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return 130
-    shown = fidelity.text(result) if args.command == "fidelity" else text(result)
+    shown = _fidelity_text(result) if args.command == "fidelity" else text(result)
     print(shown, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         sys.stderr.flush()
@@ -101,12 +101,32 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
             if rest:
                 raise UsageError(f"{rest[0]}: the server at --address has its own configuration")
             return args, None
+    if args.command == "fidelity":
+        if args.rate is not None and not (math.isfinite(args.rate) and args.rate > 0):
+            raise UsageError(f"--rate must be a positive number, got {args.rate}")
+        args.configs = [_config(each) for each in _each_config(rest)]
+        return args, None
+    return args, _config(rest)
+
+
+def _config(rest: Sequence[str]) -> ConfigDict:
+    """What the flags of serve.py say."""
     values = flags.FlagValues()
     launch.parse_flags(["jaxserve.bench", *rest], str(DEFAULT_CONFIG), values)
     for name in ("port", "metrics_port"):
         if values[name].value is not None:
             raise UsageError(f"--{name} is for serve.py; the bench opens no port")
-    return args, launch.read_config(values)
+    return launch.read_config(values)
+
+
+def _each_config(rest: Sequence[str]) -> list[list[str]]:
+    """The same flags for each file of --config, separated by commas."""
+    begin = "--config="
+    given = [flag for flag in rest if flag.startswith(begin)]
+    if not given:
+        return [list(rest)]
+    others = [flag for flag in rest if not flag.startswith(begin)]
+    return [[begin + file, *others] for file in given[-1].removeprefix(begin).split(",")]
 
 
 def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
@@ -134,15 +154,17 @@ def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, An
     }
 
 
-def _fidelity(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
-    assert config is not None
-    return fidelity.run(
-        config,
-        num_requests=args.num_requests,
-        rate=args.rate,
-        seed=args.seed,
-        repeats=args.repeats,
-    )
+def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
+    """One object a model."""
+    asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
+    return {
+        "command": "fidelity",
+        "models": [fidelity.run(config, **asked) for config in args.configs],
+    }
+
+
+def _fidelity_text(result: dict[str, Any]) -> str:
+    return "\n\n".join(fidelity.text(one) for one in result["models"])
 
 
 def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
@@ -259,11 +281,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(
         "fidelity",
         help="how well the simulator predicts this engine",
-        description="profiles the engine, simulates loads, serves them, and compares",
+        description="serves and records loads, simulates each on a system fitted to the others, "
+        "and compares; --config may name several files, separated by commas",
         allow_abbrev=False,
     )
     _number(sub, "num_requests", int, 32, "requests of each load (32)")
-    _number(sub, "rate", float, None, "requests/s of an online load beside the offline ones")
+    _number(sub, "rate", float, None, "requests/s of the online load (70% of what can be done)")
     _number(sub, "repeats", int, 3, "times that each load is served; the median counts (3)")
     _number(sub, "seed", int, 0, "of prompts, lengths and arrivals (0)")
     sub.add_argument("--json", action="store_true", help="one JSON object as the last line")

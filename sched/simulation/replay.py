@@ -10,6 +10,7 @@ import dataclasses
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from jaxserve.sched.simulation.recording import (
     older,
 )
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.terms import TARGETS, Terms
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
@@ -59,14 +61,11 @@ class Recording:
     def part(self, first: int, behind: int) -> Recording:
         """Requests number first to behind - 1, and the steps from the first one's arrival to that
         of number `behind`, if there is one: for recordings in which they are alone then."""
-        begin = self.arrivals[first].time
-        until = self.arrivals[behind].time if behind in self.arrivals else np.inf
-        end = self.columns["end"]
-        steps = (end > begin) & (end <= until)
+        steps = self.within(first, behind)
         mine = steps[self.token_step]
         return dataclasses.replace(
             self,
-            start=begin,
+            start=self.arrivals[first].time,
             arrivals={n: one for n, one in self.arrivals.items() if first <= n < behind},
             ends={n: one for n, one in self.ends.items() if first <= n < behind},
             steps=self.steps.take(steps),
@@ -74,6 +73,12 @@ class Recording:
             token_request=self.token_request[mine],
             token_step=(np.cumsum(steps) - 1)[self.token_step[mine]],
         )
+
+    def within(self, first: int, behind: int) -> np.ndarray:
+        """The steps of that part, bool [s]."""
+        until = self.arrivals[behind].time if behind in self.arrivals else np.inf
+        end = self.columns["end"]
+        return np.asarray((end > self.arrivals[first].time) & (end <= until))
 
 
 def read(path: str | Path) -> Recording:
@@ -214,6 +219,22 @@ def traffic_of(recording: Recording) -> Traffic:
         notes.append(f"{sum(early)} requests are older than the recording: they come at its start")
     count = np.array([outputs[one.number] for one in there], np.int64)
     return Traffic(_workload(recording, there, count), tuple(notes))
+
+
+def again(recording: Recording, system: System, **options: Any) -> SimulationResult:
+    """The traffic, simulated under the policy that served it, with its limits and its pool. system:
+    that it runs on; options: others of `simulate`."""
+    header = recording.header
+    how: dict[str, Any] = {
+        "limits": header.limits,
+        "num_blocks": header.num_blocks,
+        "block_size": header.block_size,
+        "host_tokens": header.host_slots // 2,
+        "max_queue": header.max_queue,
+        "overlap": header.overlap,
+        "seed": header.seed,
+    }
+    return simulate(header.policy, traffic_of(recording).workload, system, **(how | options))
 
 
 def served(recording: Recording) -> SimulationResult:

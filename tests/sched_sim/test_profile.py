@@ -87,16 +87,42 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
 
 
 def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
-    result = fidelity.run(tiny(tmp_path), num_requests=4, rate=50.0, seed=0, repeats=2)
-    assert len(result["loads"]) == 6
-    errors = []
-    for row in result["loads"]:
+    asked = {"num_requests": 4, "seed": 0, "repeats": 2}
+    result = fidelity.run(tiny(tmp_path), rate=50.0, **asked)
+    rows = result["loads"]
+    assert [row["load"] for row in rows][-1] == "mixed, 50 requests/s"
+    assert len(rows) == 6
+    for row in rows:
         for name in fidelity.MEASURES:
             predicted, measured = row["predicted"][name], row["measured"][name]
+            first, second = (one[name] for one in row["repeats"])
             assert predicted > 0 and measured > 0
-            assert measured == pytest.approx(np.median([one[name] for one in row["repeats"]]))
+            assert measured == pytest.approx((first + second) / 2)
             assert row["error"][name] == pytest.approx(abs(predicted - measured) / measured)
-        errors.append(row["error"]["total_s"])
-    assert result["mean_error_of_total"] == pytest.approx(np.mean(errors))
-    assert result["worst_error_of_total"] == max(errors)
-    assert f"worst {result['worst_error_of_total']:.1%}" in fidelity.text(result)
+            assert row["scatter"][name] == pytest.approx(abs(first - second) / 2 / measured)
+        # No load's own steps are among those that predict it.
+        fitted = int(row["system"]["source"].split()[2])
+        assert row["steps"] > 0 and fitted == result["steps"] - row["steps"]
+    assert sum(row["steps"] for row in rows) < result["steps"], "some were to warm up"
+    found = result["summary"]["total_s"]
+    errors = [row["error"]["total_s"] for row in rows]
+    assert found["mean_error"] == pytest.approx(np.mean(errors))
+    assert found["worst_error"] == max(errors)
+    assert f"{found['worst_error']:.1%}" in fidelity.text(result)
+
+
+def test_a_target_is_missed_beyond_the_scatter_only() -> None:
+    zero = dict.fromkeys(fidelity.MEASURES, 0.0)
+
+    def met(total: float, scatter: float) -> bool:
+        rows = [
+            {"error": zero | {"total_s": total}, "scatter": zero | {"total_s": scatter}},
+            {"error": zero, "scatter": zero},
+        ]
+        return bool(fidelity._summary(rows)["total_s"]["met"])
+
+    assert met(0.05, 0.0), "3% mean"
+    assert not met(0.07, 0.0)
+    assert met(0.07, 0.07)
+    assert not met(0.5, 0.49)
+    assert met(0.12, 0.12) and not met(0.12, 0.11)

@@ -14,7 +14,6 @@ from jaxserve.sched.simulation import replay
 from jaxserve.sched.simulation.recording import RecordingError
 from jaxserve.sched.simulation.replay import Recording
 from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.sched_sim.engine_on_a_virtual_clock import Served, configured
 from tests.sched_sim.test_engine_agrees import FIELDS, LARGE, PRIOR, SMALL, TRUE, trace
@@ -40,22 +39,10 @@ def recorded(
     return served, path
 
 
-def again(recording: Recording, policy: str) -> SimulationResult:
-    """The recorded traffic under a policy, on the system fitted to the steps."""
-    header = recording.header
-    return simulate(
-        policy,
-        replay.traffic_of(recording).workload,
-        replay.system_of(recording),
-        limits=header.limits,
-        num_blocks=header.num_blocks,
-        max_queue=header.max_queue,
-        overlap=header.overlap,
-        seed=header.seed,
-        checked=True,
-        coast=False,
-        record_rows=True,
-    )
+def again(recording: Recording) -> SimulationResult:
+    """The recorded traffic, on the system fitted to the steps."""
+    place = replay.system_of(recording)
+    return replay.again(recording, place, checked=True, coast=False, record_rows=True)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -71,7 +58,7 @@ def test_a_recording_is_replayed_as_it_was_served(
     assert not recording.notes
     host = replay.system_of(recording).host.as_dict()
     assert max(host.values()) < 1e-6, "the clock stands still on the host"
-    result = again(recording, recording.header.policy)
+    result = again(recording)
     assert result.rows is not None
     assert len(served.plans) == len(result.rows[0])
     for i, (plan, batch) in enumerate(zip(served.plans, result.rows[0], strict=True)):
@@ -96,7 +83,7 @@ def test_requests_that_sample_cost_what_they_cost(tmp_path: Path) -> None:
     _, path = recorded(tmp_path, dataclasses.replace(workload, greedy=greedy), true=true)
     recording = replay.read(path)
     assert replay.traffic_of(recording).workload.greedy.tolist() == greedy.tolist()
-    sampled = again(recording, "sarathi").batches.duration.sum()
+    sampled = again(recording).batches.duration.sum()
     assert sampled == pytest.approx(recording.steps.device_time.sum(), rel=1e-3)
 
 
