@@ -7,7 +7,6 @@ a thread of its own turns them into lines, so that serving never waits for a dis
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from jaxserve.sched.simulation.recording import (
     line,
     older,
 )
+from jaxserve.writable import check_file
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +41,12 @@ _STEP_NUMBERS = [n for n in Step._fields if n not in ("end", "features", "receiv
 
 
 def check_path(path: str, mib: int) -> None:
-    """ConfigError if nothing could be recorded there. "" records nothing."""
+    """ConfigError or ValueError if nothing could be recorded there. "" records nothing."""
     if not path:
         return
     if mib < 1:
         raise ConfigError(f"engine.record_mib must be at least 1, got {mib}")
-    file = Path(path)
-    if file.is_dir():
-        raise ConfigError(f"engine.record: {path} is a folder")
-    if not file.parent.is_dir():
-        raise ConfigError(f"engine.record: there is no folder {file.parent}")
-    if not os.access(file.parent, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
-        raise ConfigError(f"engine.record: {path} cannot be written")
+    check_file("config.engine.record", Path(path))
 
 
 class Recorder(Observer):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import recorder as module
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.stats import RequestStats
@@ -229,15 +228,15 @@ def _no_folder(path: Path) -> str:
 @pytest.mark.parametrize(
     ("where", "mib", "message"),
     [
-        (str, 64, "engine.record: .* is a folder"),
-        (_no_folder, 64, "engine.record: there is no folder .*none"),
+        (str, 64, "--config.engine.record: .* is a folder"),
+        (_no_folder, 64, "--config.engine.record: there is no folder .*none"),
         (lambda path: str(path / "file"), 0, "engine.record_mib must be at least 1, got 0"),
     ],
 )
 def test_where_nothing_can_be_written_is_said_first(
     where: Callable[[Path], str], mib: int, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         check_path(where(tmp_path), mib)
     check_path("", 0)
     check_path(str(tmp_path / "file"), 1)
