@@ -17,6 +17,7 @@ from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, Li
 from jaxserve.sched.fit import PRIOR, FitError, columns, nearest
 
 MIN_STEPS = 10
+MIN_IDLE = 5  # steps that say what a step takes longer after idle
 CLIP = 2.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
@@ -111,9 +112,9 @@ def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
 
 
 def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
-    """The median; 0 if the model is of nothing but such steps."""
+    """The median; 0 if there are few, or the model is of nothing but such steps."""
     idle = steps.take(steps.after_idle & (steps.device_time > 0))
-    if not len(idle) or np.count_nonzero(~steps.after_idle) < MIN_STEPS:
+    if len(idle) < MIN_IDLE or np.count_nonzero(~steps.after_idle) < MIN_STEPS:
         return 0.0
     return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
 
