@@ -14,12 +14,14 @@ import pytest
 
 from jaxserve.bench import cli, runs
 from jaxserve.bench.target import BenchError, EngineTarget
+from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
+from jaxserve.server.launch import UsageError
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine, write_shape
 
@@ -33,6 +35,7 @@ SMALL = (
     "--config.engine.token_buckets=(64,)",
     "--config.engine.compilation_cache_dir=",
 )
+CONFIGS = Path(base.__file__).parent
 LENGTHS = ("--num_requests=6", "--input_len=9", "--output_len=5")
 
 
@@ -308,3 +311,16 @@ def test_without_json_the_summary_is_for_people(
     assert cli.main(["throughput", model, *SMALL, *LENGTHS, "--repeats=1"]) == 0
     out = capsys.readouterr().out
     assert "output tokens/s" in out and "host work in it" in out and "preemptions" in out
+
+
+def test_fidelity_takes_several_configs() -> None:
+    files = ",".join(str(CONFIGS / name) for name in ("tiny_cpu.py", "opt_125m_cpu.py"))
+    args, _ = cli.parse(["fidelity", f"--config={files}", "--policy=vllm", "--repeats=2"])
+    assert [config.model.preset for config in args.configs] == ["", "opt-125m"]
+    assert [config.scheduler.policy for config in args.configs] == ["vllm", "vllm"]
+    assert args.configs[0].scheduler.max_rows != args.configs[1].scheduler.max_rows
+    args, _ = cli.parse(["fidelity"])
+    assert len(args.configs) == 1
+    for flag, problem in (("--rate=0", "positive"), ("--config=a,b", "no file 'a'")):
+        with pytest.raises((cli.UsageError, UsageError), match=problem):
+            cli.parse(["fidelity", flag])
