@@ -42,11 +42,11 @@ def recorded(
 def again(recording: Recording) -> SimulationResult:
     """The recorded traffic, on the system fitted to the steps."""
     place = replay.system_of(recording)
-    return replay.again(recording, place, checked=True, coast=False, record_rows=True)
+    return replay.again(recording, place, checked=True, record_rows=True)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf"])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "aptserve"])
 @pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, True), (6.0, LARGE, False)])
 def test_a_recording_is_replayed_as_it_was_served(
     policy: str, overlap: bool, rate: float, blocks: int, early: bool, tmp_path: Path
