@@ -15,6 +15,7 @@ import pytest
 from jaxserve.configs import base
 from jaxserve.engine import recorder as module
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.stats import RequestStats
