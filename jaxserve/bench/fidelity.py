@@ -21,7 +21,14 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
+from jaxserve.bench.target import (
+    BenchError,
+    EngineTarget,
+    check_fits,
+    drive,
+    must_finish,
+    random_jobs,
+)
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms
 from jaxserve.sched.simulation import replay
@@ -105,6 +112,8 @@ def run(
         path = Path(folder) / "served.jsonl"
         names, info = _serve(config, path, num_requests, rate, seed, repeats)
         recording = replay.read(path)
+    if recording.notes:
+        raise BenchError(f"the recording is not complete: {recording.notes[0]}")
     parts = [
         [(1 + r * len(names) + i) * num_requests for r in range(repeats)]  # after the warm-up
         for i in range(len(names))

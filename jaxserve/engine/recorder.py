@@ -143,6 +143,7 @@ class _Writer:
         self._path, self._header, self._max_bytes = path, header, max_bytes
         self._live: dict[int, Arrival] = {}
         self._file: TextIO | None = None
+        self._most_live = header.max_queue + header.max_rows
         self._size, self._time, self._lost = 0, 0.0, 0
 
     def begin(self, start: float) -> None:
@@ -170,6 +171,8 @@ class _Writer:
         match event:
             case Arrival():
                 self._live[event.number] = event
+                if len(self._live) > self._most_live:  # the end of the oldest one was lost
+                    del self._live[next(iter(self._live))]
             case End():
                 self._live.pop(event.number, None)
             case Step():

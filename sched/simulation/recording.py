@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ KINDS: dict[str, type[Event]] = {
     "end": End,
     "lost": Lost,
 }
+_LISTS = ("features", "received")  # the last fields of a step; all others are numbers
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _COLUMNS = {name: list(kind._fields) for name, kind in KINDS.items()} | {"features": list(FEATURES)}
 
@@ -216,6 +218,18 @@ def _event(text: str) -> Event:
     """ValueError, TypeError or KeyError if the line is none."""
     name, *values = json.loads(text)
     event = KINDS[name](*values)
-    if isinstance(event, Step) and len(event.features) != len(FEATURES):
-        raise ValueError("features are missing")
+    numbers: list[Any]
+    match event:
+        case Arrival():
+            numbers = [value for value in event if value is not None]
+        case Step():
+            numbers = [*event[: -len(_LISTS)], *event.features, *event.received]
+            if len(event.features) != len(FEATURES):
+                raise ValueError("features are missing")
+        case End():
+            numbers = [value for value in event if value is not event.reason]
+        case Lost():
+            numbers = list(event)
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+        raise ValueError("a number is none")
     return event

@@ -293,16 +293,11 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     terms = Terms(tier, ttft, tbt, jct, np.zeros(len(there), np.int64), greedy)
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
-    return Workload.of(
-        time - time.min(),
-        Lengths(prompt, output_len),
-        limit=limit,
-        terms=terms,
-    )
+    return Workload.of(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)
 
 
 def _begin(recording: Recording, arrival: Arrival) -> float:
-    return recording.start if arrival.carried else arrival.time
+    return max(recording.start, arrival.time)
 
 
 def _kv_tokens(recording: Recording) -> int:

@@ -144,6 +144,20 @@ def test_a_large_file_goes_on_as_another_and_the_new_one_says_who_is_there(tmp_p
     assert len(replay.read(path).steps) < count
 
 
+def test_requests_whose_ends_were_lost_do_not_pile_up(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path, max_bytes=4000)
+    for number in range(60):
+        story.arrive(number)
+        story.step(number)
+    story.over()
+    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+    carried = [values for name, *values in lines if name == "arrival" and values[9]]
+    assert 0 < len(carried) <= HEADER.max_queue + HEADER.max_rows
+    older(path).unlink()
+    replay.traffic_of(replay.read(path))
+
+
 def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     path.write_text(module.first_line(dataclasses.replace(HEADER, began="earlier"), 0.0))
@@ -177,9 +191,15 @@ def test_a_torn_last_line_is_dropped_and_said(tmp_path: Path) -> None:
         "1 requests ended, or were still waiting, without a token: left out",
         "1 requests had not ended: they write what they had by then",
     )
-    path.write_text(whole.replace('["step"', '["stop"', 1))
-    with pytest.raises(RecordingError, match=r"served\.jsonl, line 4: no part of a recording"):
-        replay.read(path)
+    for old, new in (
+        ('["step"', '["stop"'),
+        (",0.9,", ',"",'),
+        (",0.9,", ",NaN,"),
+        ("[0]", '["a"]'),
+    ):
+        path.write_text(whole.replace(old, new, 1))
+        with pytest.raises(RecordingError, match=r"served\.jsonl, line 4: no part of a recording"):
+            replay.read(path)
 
 
 def test_what_comes_too_fast_is_counted_and_nobody_waits(
