@@ -42,7 +42,7 @@ def recorded(
 def again(recording: Recording) -> SimulationResult:
     """The recorded traffic, on the system fitted to the steps."""
     place = replay.system_of(recording)
-    return replay.again(recording, place, checked=True, coast=False, record_rows=True)
+    return replay.again(recording, place, checked=True, record_rows=True)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
