@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.configs import base
 from jaxserve.engine import recorder as module
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.stats import RequestStats
@@ -260,6 +263,14 @@ def test_where_nothing_can_be_written_is_said_first(
         check_path(where(tmp_path), mib)
     check_path("", 0)
     check_path(str(tmp_path / "file"), 1)
+
+
+def test_an_engine_says_it_before_it_loads_anything(tmp_path: Path) -> None:
+    config = base.get_config()
+    config.model.path = str(tmp_path / "no model")
+    config.engine.record = str(tmp_path / "none" / "file")
+    with pytest.raises(ConfigError, match=r"--config\.engine\.record: there is no folder"):
+        build_engine(config, progress=False)
 
 
 @pytest.mark.parametrize(

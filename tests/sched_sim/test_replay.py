@@ -46,7 +46,7 @@ def again(recording: Recording) -> SimulationResult:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf"])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "aptserve"])
 @pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, True), (6.0, LARGE, False)])
 def test_a_recording_is_replayed_as_it_was_served(
     policy: str, overlap: bool, rate: float, blocks: int, early: bool, tmp_path: Path
