@@ -50,10 +50,11 @@ class Replay:
         """The run on the system that served it. Where the command line says nothing of it, it is as
         that was."""
         header = self.recording.header
+        its_pool = run.kv_tokens is None and run.block_size is None
         return dataclasses.replace(
             run,
             system=self.system,
-            num_blocks=header.num_blocks if run.kv_tokens is None else None,
+            num_blocks=header.num_blocks if its_pool else None,
             host_tokens=run.host_tokens or header.host_slots // 2,
             max_queue=header.max_queue if run.max_queue is None else run.max_queue,
             overlap=header.overlap,

@@ -71,6 +71,8 @@ def test_flags_may_say_otherwise(served: Path, capsys: pytest.CaptureFixture[str
     mine = replay.traffic_of(replay.read(served)).workload
     others = (mine.ttft == float("inf")).mean()
     assert then["mean"]["ttft_attainment"] == 1 - others
+    large = found(capsys, *argv, "--block_size=16")["points"][1]
+    assert large["kv_tokens"] == 3200, "the pool is as large, in larger blocks"
     fast = found(capsys, *argv, "--system=llama-2-7b@a100", "--max_batch_tokens=512")
     assert fast["points"][1]["system"] == "llama-2-7b@a100"
     assert fast["points"][1]["kv_tokens"] > 3200
