@@ -25,16 +25,18 @@ class Expected:
     of_running: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidates:
     """Parallel arrays [n], most urgent first. tokens: to compute now; reserve: cache tokens to
-    have room for; kinds: `CacheKind`; prefill: whether P applies."""
+    have room for; kinds: `CacheKind`; prefill: whether P applies. new: free blocks that each takes,
+    once `BatchBudget.new_blocks` has been asked."""
 
     rows: np.ndarray
     tokens: np.ndarray
     reserve: np.ndarray
     kinds: np.ndarray
     prefill: np.ndarray
+    new: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,6 +49,7 @@ class Candidates:
             self.reserve[part],
             self.kinds[part],
             self.prefill[part],
+            None if self.new is None else self.new[part],
         )
 
 
@@ -101,12 +104,14 @@ class BatchBudget:
 
     def new_blocks(self, cands: Candidates) -> np.ndarray:
         """Free blocks each candidate takes, [n]."""
-        return self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
+        if cands.new is None:
+            cands.new = self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
+        return cands.new
 
     def fits_budget(self, cands: Candidates) -> int:
         """How many candidates, taken in order, stay within C, P and the rows of a batch."""
         ok = len(cands)
-        total = int(cands.tokens.sum())
+        total = int(np.add.reduce(cands.tokens))
         if total > self.batch_left or total > self.prefill_left:
             tokens = np.cumsum(cands.tokens)
             ok = _prefix(
@@ -119,7 +124,7 @@ class BatchBudget:
         that those who start leave free. The only one to hold cache leaves none."""
         new = self.new_blocks(cands)
         starts = self.view.table.state[cands.rows] == WAITING
-        total, starting = int(new.sum()), int(np.count_nonzero(starts))
+        total, starting = int(np.add.reduce(new)), int(np.count_nonzero(starts))
         if starting == 0:
             return len(cands) if total <= self.free else _prefix(np.cumsum(new) <= self.free)
         if self._expected is None:
@@ -145,7 +150,7 @@ class BatchBudget:
         """Puts all of them into the batch; the caller has checked that they fit."""
         if not len(cands):
             return
-        used = int(cands.tokens.sum())
+        used = int(np.add.reduce(cands.tokens))
         new = self.new_blocks(cands)
         starts = self.view.table.state[cands.rows] == WAITING
         starting = int(np.count_nonzero(starts))
@@ -154,7 +159,7 @@ class BatchBudget:
         self.rows_left -= len(cands)
         self.slots_left -= starting
         self._holders += starting
-        self.free -= int(new.sum())
+        self.free -= int(np.add.reduce(new))
         if self._promises:
             growth = self._growth[cands.rows]
             before = growth[~starts].sum() if starting else growth.sum()
@@ -179,6 +184,9 @@ class BatchBudget:
             operations = (Preempt.whole(np.asarray(self.preempted, np.int64)),)
         if not self.chosen:
             return BatchPlan(operations=operations)
+        if len(self.chosen) == 1:
+            only = self.chosen[0]
+            return BatchPlan(only.rows, only.tokens, only.reserve, only.kinds, operations)
         fields = ("rows", "tokens", "reserve", "kinds")
         rows, tokens, reserve, kinds = (
             np.concatenate([getattr(c, name) for c in self.chosen]).astype(np.int64, copy=False)
@@ -193,4 +201,4 @@ class BatchBudget:
 
 
 def _prefix(ok: np.ndarray) -> int:
-    return len(ok) if ok.all() else int(np.argmin(ok))
+    return len(ok) if np.count_nonzero(ok) == len(ok) else int(np.argmin(ok))

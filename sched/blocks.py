@@ -181,18 +181,21 @@ class BlockPool:
     def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Makes room for tokens[i] tokens in all in each of the rows, which are different.
         OutOfBlocks, or ValueError if a row would be wider than a table."""
-        short = tokens > self.held[rows] * self.block_size
-        if not np.count_nonzero(short):
+        short = np.flatnonzero(tokens > self.held[rows] * self.block_size)
+        if not len(short):
             return
         rows, tokens = rows[short], tokens[short]
         want = blocks_a_plane(tokens, self.block_size)
         if int(want.max()) > self.width:
-            i = int(np.argmax(want))
-            raise ValueError(
-                f"row {rows[i]}: {tokens[i]} tokens need {want[i]} blocks, limit {self.width}"
-            )
-        have, planes = self.held[rows], _PLANES[self.kind[rows]]
-        counts = (want - have) * planes
+            need = f"{tokens.max()} tokens need {want.max()} blocks, limit {self.width}"
+            raise ValueError(f"row {rows[np.argmax(want)]}: {need}")
+        have, kinds = self.held[rows], self.kind[rows]
+        if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
+            ids = self._take(np.repeat(rows, 2))  # one block of K and one of V each
+            self.tables[rows, 0, have], self.tables[rows, 1, have] = ids[::2], ids[1::2]
+            self.held[rows] = want
+            return
+        counts = (want - have) * (planes := _PLANES[kinds])
         owner = np.repeat(rows, counts)
         ids = self._take(owner)
         each = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -308,11 +311,14 @@ class BlockPool:
 
     def _give_back(self, ids: np.ndarray, row: int) -> None:
         side = self.direction[row]
+        if not self._shared:
+            self.refs[ids], self.owners[ids, side] = 0, NOBODY
+            self._free.push(ids)
+            return
         self.refs[ids] -= 1
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
-        self._free.push(ids if not self._shared else ids[self.refs[ids] == 0])
-        if self._shared:
-            self._shared = bool((self.refs > 1).any())
+        self._free.push(ids[self.refs[ids] == 0])
+        self._shared = bool((self.refs > 1).any())
 
     def _take(self, owner: np.ndarray) -> np.ndarray:
         """A free block for each of these rows, now its own, as often as it is named."""

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 
 
-@dataclass(frozen=True)
 class Ranking:
-    """All requests in the policy's order. waiting, running: rows, most urgent first. place: int64
-    by row, smaller is more urgent."""
+    """All requests in the policy's order. waiting, running: rows, most urgent first. order: all of
+    them; if not given, those that run are before those that wait."""
 
-    waiting: np.ndarray
-    running: np.ndarray
-    place: np.ndarray
+    def __init__(
+        self,
+        table: RequestTable,
+        waiting: np.ndarray,
+        running: np.ndarray,
+        order: np.ndarray | None = None,
+    ) -> None:
+        self.waiting, self.running = waiting, running
+        self._table, self._order = table, order
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """int64 by row, smaller is more urgent."""
+        rows = self._order
+        if rows is None:
+            rows = np.concatenate([self.running, self.waiting])
+        place = np.empty(self._table.capacity, np.int64)
+        place[rows] = np.arange(len(rows))
+        return place
+
+
+class ByArrival(Ranking):
+    """All in order of arrival."""
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """int64 by row, smaller is more urgent."""
+        return self._table.seq
 
 
 def rank(
@@ -29,23 +53,19 @@ def rank(
     """The requests in order of their keys, then of arrival; see `UnifiedPolicy`. keys: rows to
     numbers [n]."""
     table = view.table
-    waiting, running = table.in_state(WAITING), table.in_state(RUNNING)
-    if keys is None and not requeue:
-        return Ranking(waiting, running, table.seq)
+    running = table.in_state(RUNNING)
     if requeue:
-        again = np.flatnonzero(table.preempted_order[waiting])
-        if len(again):
-            latest_first = again[np.argsort(-table.preempted_order[waiting[again]])]
-            waiting = np.concatenate([waiting[latest_first], np.delete(waiting, again)])
-        running = running[np.lexsort((table.last_batch_order[running], table.arrival[running]))]
+        waiting, arrival = table.requeued(), table.arrival[running]
+        if np.count_nonzero(arrival[1:] == arrival[:-1]):
+            running = running[np.lexsort((table.last_batch_order[running], arrival))]
+        if keys is None:
+            return Ranking(table, waiting, running)
+    else:
+        waiting = table.in_state(WAITING)
+        if keys is None:
+            return ByArrival(table, waiting, running)
     rows = np.concatenate([running, waiting])
-    order = np.arange(len(rows))
-    if keys is not None:
-        if not requeue:
-            order = np.argsort(table.seq[rows], kind="stable")
-        order = order[np.argsort(keys(rows)[order], kind="stable")]
-    ranked = rows[order]
-    place = np.empty(table.capacity, np.int64)
-    place[ranked] = np.arange(len(ranked))
-    runs = order < len(running)
-    return Ranking(ranked[~runs], ranked[runs], place)
+    order = np.arange(len(rows)) if requeue else np.argsort(table.seq[rows], kind="stable")
+    order = order[np.argsort(keys(rows)[order], kind="stable")]
+    ranked, runs = rows[order], order < len(running)
+    return Ranking(table, ranked[~runs], ranked[runs], ranked)

@@ -26,8 +26,8 @@ class State(enum.IntEnum):
     DRAINING = 3
 
 
-# Looking a member up in an enum takes longer than the comparison it is for.
-FREE, WAITING, RUNNING, DRAINING = State
+# Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
+FREE, WAITING, RUNNING, DRAINING = map(int, State)
 _LISTED = (WAITING, RUNNING)
 
 
@@ -63,9 +63,11 @@ class RequestTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy
-        self._order = {state: np.zeros(0, np.int64) for state in _LISTED}
-        self._stale = dict.fromkeys(_LISTED, False)
-        self._joined: dict[State, list[np.ndarray]] = {state: [] for state in _LISTED}
+        # By state.
+        self._order = [np.zeros(0, np.int64) for _ in State]
+        self._stale = [False for _ in State]
+        self._joined: list[list[np.ndarray]] = [[] for _ in State]
+        self._requeued = (self._order[WAITING], self._order[WAITING])
 
     @property
     def num_free(self) -> int:
@@ -101,11 +103,14 @@ class RequestTable:
         self.move(np.array([row]), FREE)
         self._free.append(row)
 
-    def move(self, rows: np.ndarray, to: State) -> None:
+    def move(self, rows: np.ndarray, to: int) -> None:
         """Gives the rows another state."""
+        if not len(rows):
+            return
         before = self.state[rows]
         for state in _LISTED:
-            self._stale[state] |= bool((before == state).any())
+            if not self._stale[state]:
+                self._stale[state] = bool(np.count_nonzero(before == state))
         self.state[rows] = to
         if to in _LISTED:
             self._joined[to].append(rows)
@@ -119,25 +124,39 @@ class RequestTable:
         """Which rows have all but their newest generated token in the cache, bool [len(rows)]."""
         return (self.generated[rows] > 0) & (self.pending(rows) == 1)
 
-    def in_state(self, state: State) -> np.ndarray:
-        """Rows in `state` (WAITING or RUNNING), in order of arrival. Not to be written to."""
-        rows = self._order[state]
-        count = np.count_nonzero(self.state == state)
-        if self._stale[state] or len(rows) != count:
-            rows = self._order[state] = self._reorder(state, int(count))
+    def in_state(self, state: int) -> np.ndarray:
+        """Rows in `state` (WAITING or RUNNING), in order of arrival. Not to be written to; the same
+        array as long as they are the same."""
+        if self._stale[state]:
+            self._order[state] = self._reorder(state)
             self._joined[state] = []
             self._stale[state] = False
-        return rows
+        return self._order[state]
 
-    def _reorder(self, state: State, count: int) -> np.ndarray:
+    def requeued(self) -> np.ndarray:
+        """Rows that wait, in order of arrival, but that the preempted ones are at the head, the
+        latest of them first. Not to be written to."""
+        waiting = self.in_state(WAITING)
+        if self._requeued[0] is not waiting:
+            order = self.preempted_order[waiting]
+            again = np.flatnonzero(order)
+            first = waiting[again[np.argsort(-order[again])]]
+            rows = np.concatenate([first, waiting[order == 0]]) if len(again) else waiting
+            self._requeued = (waiting, rows)
+        return self._requeued[1]
+
+    def _reorder(self, state: int) -> np.ndarray:
         """From what was in the state before and what joined it: sorting that is nearly free. A row
         may have left and come back meanwhile, as itself or as another request."""
-        rows = np.concatenate([self._order[state], *self._joined[state]])
+        rows, joined = self._order[state], self._joined[state]
+        if joined:
+            rows = np.concatenate([rows, *joined])
         rows = rows[self.state[rows] == state]
-        rows = rows[np.argsort(self.seq[rows], kind="stable")]
-        if len(rows) > count:
-            rows = rows[np.append(True, rows[1:] != rows[:-1])]
-        return rows
+        seq = self.seq[rows] if joined else rows[:0]
+        if not np.count_nonzero(seq[1:] <= seq[:-1]):
+            return rows
+        rows = rows[np.argsort(seq, kind="stable")]
+        return rows[np.append(True, rows[1:] != rows[:-1])]
 
 
 def _targets(request: Request) -> tuple[float | None, float | None, float | None]:

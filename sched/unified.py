@@ -46,6 +46,10 @@ class Reserve(enum.Enum):
     WHOLE = "prompt and max_tokens, but for the last one, which is never stored"
 
 
+# Looking a member up in an enum takes a while.
+_CHUNK, _WHOLE = Reserve.CHUNK, Reserve.WHOLE
+
+
 @dataclass(frozen=True)
 class Group:
     """Requests in some phases, considered one after the other in the policy's order.
@@ -104,6 +108,8 @@ class UnifiedPolicy(Policy):
         filling = _Filling(self, budget, ranking)
         decoding = view.table.decoding(ranking.running)
         for group in self.groups:
+            if not (_parts(group.phases)[0] or filling.takes_prefills):
+                continue
             rows = _members(group.phases, ranking, decoding)
             if self.mixed_batches:
                 filling.fill(rows, group.preempts)
@@ -134,7 +140,7 @@ class UnifiedPolicy(Policy):
         tokens = table.pending(rows)
         prefill = (tokens != 1) | (table.generated[rows] == 0)
         reserve = table.computed[rows] + tokens
-        if self.reserve is Reserve.WHOLE:
+        if self.reserve is _WHOLE:
             whole = table.prompt_len[rows] + view.most_output(rows) - 1
             reserve = np.maximum(reserve, whole)
         return Candidates(rows, tokens, reserve, np.zeros(len(rows), np.int64), prefill)
@@ -145,7 +151,7 @@ class UnifiedPolicy(Policy):
         if not (self.chunked and head.prefill[0] and 0 < room < head.tokens[0]):
             return None
         tokens, reserve = np.array([room]), head.reserve
-        if self.reserve is Reserve.CHUNK:
+        if self.reserve is _CHUNK:
             reserve = budget.view.table.computed[head.rows] + tokens
         return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
 
@@ -172,6 +178,11 @@ class _Filling:
         # Whoever is preempted waits again, at its place in the queue: those behind it start later.
         self._last_start = NEVER
         self._prefills = True  # C and P leave something
+
+    @property
+    def takes_prefills(self) -> bool:
+        """Whether C and P leave something for a prefill."""
+        return self._prefills and self.budget.prefill_left > 0
 
     def fill(self, rows: np.ndarray, preempts: bool) -> None:
         """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked

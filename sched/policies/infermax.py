@@ -58,10 +58,7 @@ class InferMax(UnifiedPolicy):
             return plain
         # The waiting keep their order, and are many: only those that run are sorted.
         running = plain.running[np.argsort(-view.table.computed[plain.running], kind="stable")]
-        place = np.empty(view.table.capacity, np.int64)
-        place[running] = np.arange(len(running))
-        place[plain.waiting] = np.arange(len(running), len(running) + len(plain.waiting))
-        return Ranking(plain.waiting, running, place)
+        return Ranking(view.table, plain.waiting, running)
 
     def form(self) -> Form:
         """As the methods here have it."""
