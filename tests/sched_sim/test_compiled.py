@@ -24,7 +24,7 @@ from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.terms import TARGETS, Terms
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
-from jaxserve.sched.workloads.workload import Lengths, Workload
+from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 
 SEVEN = system("llama-2-7b@a100")
 PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6)
@@ -128,6 +128,21 @@ def test_many_live_requests_and_many_batches(policy: str) -> None:
         }
         assert_same(found[True], found[False])
     assert len(found[True].batches) > 4096
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sarathi_pc", "infermax", "rank_o", "sarathi+ef"])
+@pytest.mark.parametrize("shape", [(1024, 128, 32, 100_000), (64, 200, 60, 6_000)])
+def test_runs_of_the_infermax_page(policy: str, shape: tuple[int, int, int, int]) -> None:
+    """One with memory for all, and one in which they fight for it."""
+    prompt, output, count, memory = shape
+    workload = Workload.of(all_at_once(count), fixed_lengths(prompt, output, count))
+    slow, quick = (
+        simulate(
+            policy, workload, SEVEN, kv_tokens=memory, rules="infermax_paper", compiled=compiled
+        )
+        for compiled in (False, True)
+    )
+    assert_same(quick, slow)
 
 
 def test_which_policies_have_a_form() -> None:

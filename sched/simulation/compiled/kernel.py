@@ -28,12 +28,14 @@ def compiled_serve(world: types.Type, rules: types.Type, costs: types.Type) -> A
     What numba keeps is good for as long as the file of the function itself is the same. This one's
     code is in several, so there is a directory for each state of them.
     """
+    signature = types.int64(world, rules, costs, types.FunctionType(KEY), types.int64)
     before = _CONFIG.CACHE_DIR
     root = Path(before or _DIRECTORY).expanduser()
     _CONFIG.CACHE_DIR = str(root / _digest())
     try:
-        signature = types.int64(world, rules, costs, types.FunctionType(KEY), types.int64)
         return njit(signature, cache=True, **OPTIONS)(serve)
+    except RuntimeError:  # nothing can be written anywhere
+        return njit(signature, **OPTIONS)(serve)
     finally:
         _CONFIG.CACHE_DIR = before
 
