@@ -112,7 +112,8 @@ def _engine() -> dict[str, Any]:
         # File that all that is served is written to, without any text, so that
         # python -m jaxserve.simulate --replay=FILE can serve it again; empty: nowhere.
         "record": "",
-        # At this size, MiB, it goes on as FILE.1, replacing an older one, and FILE begins again.
+        # At this size, MiB, and at each start of the server, what is there goes on as FILE.1,
+        # replacing an older one, and FILE begins again.
         "record_mib": 64,
     }
 

@@ -7,6 +7,7 @@ a thread of its own turns them into lines, so that serving never waits for a dis
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -46,7 +47,16 @@ def check_path(path: str, mib: int) -> None:
         return
     if mib < 1:
         raise ConfigError(f"engine.record_mib must be at least 1, got {mib}")
-    check_file("config.engine.record", Path(path))
+    place = _place(path)
+    check_file("config.engine.record", place)
+    if place.exists() and not place.is_file():  # a device, which would be moved away
+        raise ConfigError(f"engine.record: {place} is not a file")
+    if older(place).is_dir() or not os.access(place.parent, os.W_OK):
+        raise ConfigError(f"engine.record: {place} cannot go on as {older(place)}")
+
+
+def _place(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path))
 
 
 class Recorder(Observer):
@@ -64,7 +74,7 @@ class Recorder(Observer):
         self.lost = 0
         self._start = clock()
         self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
-        self._writer = _Writer(Path(path), header, max_bytes)
+        self._writer = _Writer(_place(path), header, max_bytes)
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
 from jaxserve.sched.policy import Limits
 
 FORMAT = 1
+MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
 
 
@@ -96,7 +97,6 @@ KINDS: dict[str, type[Event]] = {
     "end": End,
     "lost": Lost,
 }
-_LISTS = ("features", "received")  # the last fields of a step; all others are numbers
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _COLUMNS = {name: list(kind._fields) for name, kind in KINDS.items()} | {"features": list(FEATURES)}
 
@@ -132,6 +132,34 @@ class Header:
     def limits(self) -> Limits:
         """C, P and rows."""
         return Limits(self.max_batch_tokens, self.max_prefill_tokens, self.max_rows)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _is_number(value: Any) -> bool:
+    return _is_count(value) or (type(value) is float and math.isfinite(value))
+
+
+_IS: dict[Any, Callable[[Any], bool]] = {
+    int: _is_count,
+    float: _is_number,
+    float | None: lambda value: value is None or _is_number(value),
+    str: lambda value: isinstance(value, str),
+    str | None: lambda value: value is None or isinstance(value, str),
+    bool: lambda value: isinstance(value, bool),
+    list[int]: lambda value: isinstance(value, list) and all(map(_is_count, value)),
+}
+
+
+def _checks(kind: type) -> dict[str, Callable[[Any], bool]]:
+    """By field, what its values have to be."""
+    return {name: _IS[hint] for name, hint in get_type_hints(kind).items() if hint in _IS}
+
+
+_CHECKS = {kind: tuple(_checks(kind).values()) for kind in _NAMES}
+_HEADER_CHECKS = _checks(Header)
 
 
 def first_line(header: Header, start: float) -> str:
@@ -201,10 +229,13 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
         content["padding"] = Padding(rows, tokens, padding["decode_group"])
         header = Header(**content)
-        assert header.limits  # ValueError where there can be none
+        for name, fits in _HEADER_CHECKS.items():
+            if not fits(getattr(header, name)):
+                raise ValueError(f"{name} cannot be {getattr(header, name)!r:.40}")
         for name in ("num_blocks", "block_size", "max_model_len"):
             if not getattr(header, name) > 0:
                 raise ValueError(f"{name} must be positive")
+        _ = header.limits  # ValueError where there can be none
         return header, start
     except RecordingError:
         raise
@@ -218,18 +249,8 @@ def _event(text: str) -> Event:
     """ValueError, TypeError or KeyError if the line is none."""
     name, *values = json.loads(text)
     event = KINDS[name](*values)
-    numbers: list[Any]
-    match event:
-        case Arrival():
-            numbers = [value for value in event if value is not None]
-        case Step():
-            numbers = [*event[: -len(_LISTS)], *event.features, *event.received]
-            if len(event.features) != len(FEATURES):
-                raise ValueError("features are missing")
-        case End():
-            numbers = [value for value in event if value is not event.reason]
-        case Lost():
-            numbers = list(event)
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
-        raise ValueError("a number is none")
+    if not all(fits(value) for fits, value in zip(_CHECKS[type(event)], event, strict=True)):
+        raise ValueError("a value is none of its field")
+    if isinstance(event, Step) and len(event.features) != len(FEATURES):
+        raise ValueError("features are missing")
     return event

@@ -82,16 +82,20 @@ class Recording:
 
 
 def read(path: str | Path) -> Recording:
-    """A recording, that of PATH.1 included where it is of the same engine. RecordingError says what
-    is wrong with which file."""
+    """A recording, that of PATH.1 included where it is of the same engine: the server moves there
+    whatever it finds at its start. RecordingError says what is wrong with which file."""
     notes, before = list[str](), older(Path(path))
     files = [newest := RecordedFile(Path(path))]
     if before.exists():
-        file = RecordedFile(before)
-        if file.header == newest.header:
-            files.insert(0, file)
+        try:
+            file = RecordedFile(before)
+        except RecordingError as error:  # of another version, say
+            notes.append(f"{error}: left out")
         else:
-            notes.append(f"{before} is of another start of the server: left out")
+            if file.header == newest.header:
+                files.insert(0, file)
+            else:
+                notes.append(f"{before} is of another start of the server: left out")
     reader = _Reader()
     for file in files:
         for event in file.events():
