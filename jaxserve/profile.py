@@ -38,6 +38,7 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.served_steps import ServedSteps, fit_host
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.server import launch
+from jaxserve.writable import check_file
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 ROUNDS = 7
@@ -132,8 +133,9 @@ def measure_host(engine: Any, system: System) -> HostTerms:
     if engine._thread is None:
         engine.start()
     info, max_rows = engine.info(), system.max_rows or 1
-    length = max(1, min(info.max_model_len - HOST_STEPS - 1, 32))
-    steps = min(HOST_STEPS, info.max_model_len - length - 1)
+    longest = min(info.max_model_len, info.pool_tokens)
+    length = max(1, min(longest - HOST_STEPS - 1, 32))
+    steps = min(HOST_STEPS, longest - length - 1)
     most = min(max_rows, info.pool_tokens // (length + steps))
     recorder = StepRecorder()
     engine.add_observer(recorder)
@@ -219,6 +221,14 @@ def build(config: ConfigDict, *, progress: bool) -> Any:
     return build_engine(config, progress=progress)
 
 
+def _check_out(path: str) -> None:
+    """ConfigError if nothing can be written there, which should show before the work."""
+    try:
+        check_file("out", Path(path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     parser = argparse.ArgumentParser(
@@ -233,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show = sys.stderr.isatty()
     try:
         launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values)
+        _check_out(args.out)
         engine = build(launch.read_config(values), progress=show)
         try:
             system, _, samples = profile_engine(

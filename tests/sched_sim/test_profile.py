@@ -15,7 +15,8 @@ from jaxserve.configs import base
 from jaxserve.engine import timing
 from jaxserve.sched.cost_model import Coefficients, Padding
 from jaxserve.sched.fit import columns
-from jaxserve.sched.simulation.profiles import load
+from jaxserve.sched.simulation.profiles import System, load
+from tests.cost_models import FLAT
 from tests.engine.harness import write_shape
 
 
@@ -84,6 +85,29 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
         assert "R^2" in profile.report(measured, len(samples))
     finally:
         engine.stop()
+
+
+def test_the_host_is_measured_in_a_pool_smaller_than_the_longest_request(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    config.cache.num_blocks = 16
+    engine = profile.build(config, progress=False)
+    try:
+        info = engine.info()
+        assert info.pool_tokens == 32 < info.max_model_len
+        system = System("small", FLAT, kv_tokens=32, max_rows=4)
+        assert profile.measure_host(engine, system).plan >= 0
+    finally:
+        engine.stop()
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile, "build", lambda *args, **kwargs: pytest.fail("it began"))
+    assert profile.main([f"--out={tmp_path / 'none' / 'a.json'}"]) == 1
+    assert capsys.readouterr().err == (
+        f"jaxserve.profile: --out: there is no folder {tmp_path / 'none'}\n"
+    )
 
 
 def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
