@@ -17,6 +17,7 @@ SYSTEM = "llama-2-7b@a100"
 SEEDS = 5
 ATTAINMENT = 0.9
 FIRST_RATE = 1.0  # of a search, requests/s
+RATES = (1e-6, 1e9)  # requests/s
 MAX_SEED = 2**31 - 1
 NOT_REPLAYED = (  # with --replay, which says all of it
     "workload",
@@ -62,6 +63,10 @@ def check(args: argparse.Namespace) -> str:
         for name in NOT_REPLAYED:
             if getattr(args, name) is not None:
                 return f"--{name} does not go with --replay: the recording has requests of its own"
+        if args.hidden_read != "auto" and args.system is None:
+            return (
+                "--hidden_read is of --system=MODEL@DEVICE, the recording has a system of its own"
+            )
         if args.rules != "jaxserve":
             return "--replay is of an engine: --rules are its own"
     if args.find is not None:
@@ -153,8 +158,9 @@ def _rates(text: str) -> list[float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
     for rate in rates:
-        if not (math.isfinite(rate) and rate > 0):
-            raise argparse.ArgumentTypeError(f"must be positive, got {rate:g}")
+        if not RATES[0] <= rate <= RATES[1]:
+            limits = f"must be from {RATES[0]:g} to {RATES[1]:g}"
+            raise argparse.ArgumentTypeError(f"{limits} requests/s, got {rate:g}")
     return _different(rates)
 
 

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.sched.simulation.recording import older
 from jaxserve.sched.simulation.results import SimulationResult, write_table
 from jaxserve.simulate.spread import flat
 from jaxserve.simulate.sweep import Point
 from jaxserve.writable import check_file, check_folder
 
 FILES = ("requests_table", "batches_table", "chrome_trace", "summary")
+INPUTS = ("workload", "replay", "system")
 OF_RESULTS = ("requests_table", "batches_table", "chrome_trace", "plots")  # of the first seed
 
 
@@ -29,8 +31,9 @@ def records_rows(args: argparse.Namespace) -> bool:
 
 
 def check(args: argparse.Namespace, points: int) -> None:
-    """ValueError names the flag of the first output that cannot be written. points: policies times
-    rates."""
+    """ValueError names the flag of the first output that cannot be written, or that something is
+    read from. points: policies times rates."""
+    read = {Path(path).resolve(): name for name, path in _inputs(args)}
     taken: dict[Path, str] = {}
     for name in FILES:
         given = getattr(args, name)
@@ -38,6 +41,8 @@ def check(args: argparse.Namespace, points: int) -> None:
             continue
         for path in [Path(given)] if name == "summary" else _numbered(given, points):
             check_file(name, path)
+            if path.resolve() in read:
+                raise ValueError(f"--{name}: {path} is what --{read[path.resolve()]} reads")
             other = taken.setdefault(path.resolve(), name)
             if other != name:
                 raise ValueError(f"--{name}: {path} is what --{other} writes")
@@ -46,6 +51,15 @@ def check(args: argparse.Namespace, points: int) -> None:
         from jaxserve.figures import plots  # matplotlib takes a second
 
         plots.check_views(args.views)
+
+
+def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Flags that may name a file to read, and what they say."""
+    for name in INPUTS:
+        if getattr(args, name):
+            yield name, getattr(args, name)
+    if args.replay:
+        yield "replay", str(older(Path(args.replay)))
 
 
 def write(args: argparse.Namespace, points: Sequence[Point], served: Point | None = None) -> None:

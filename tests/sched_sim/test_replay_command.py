@@ -79,6 +79,14 @@ def test_flags_may_say_otherwise(served: Path, capsys: pytest.CaptureFixture[str
     assert fast["points"][0]["mean"] == found(capsys, *argv)["points"][0]["mean"]
 
 
+@pytest.mark.parametrize("end", ["", ".1"])
+def test_the_recording_is_not_written_over(
+    end: str, served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"--replay={served}", f"--summary={served}{end}"]) == 1
+    assert f"--summary: {served}{end} is what --replay reads" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "problem"),
     [
@@ -87,6 +95,7 @@ def test_flags_may_say_otherwise(served: Path, capsys: pytest.CaptureFixture[str
         ("--find=capacity", "--find does not go with --replay"),
         ("--classes=a:1", "--classes does not go with --replay"),
         ("--rules=infermax_paper", "--replay is of an engine"),
+        ("--hidden_read=absorbed", "the recording has a system of its own"),
     ],
 )
 def test_what_the_recording_says_already_is_refused(

@@ -183,6 +183,18 @@ def test_mistakes_get_one_line(
     assert error.count("\n") == 1
 
 
+def test_what_is_read_is_not_written_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(content := "prompt_tokens,output_tokens\n3,4\n")
+    argv = [f"--workload={path}", "--seeds=1", "--jobs=1"]
+    assert main([*argv, f"--chrome_trace={tmp_path / '..' / tmp_path.name / 'trace.csv'}"]) == 1
+    assert main([*argv, f"--summary={path}"]) == 1
+    assert f"--summary: {path} is what --workload reads" in capsys.readouterr().err
+    assert path.read_text() == content
+
+
 def nothing_runs(self: Run, *more: object) -> None:
     raise AssertionError("something ran")
 
@@ -194,8 +206,9 @@ def nothing_runs(self: Run, *more: object) -> None:
         (["--policy=vllm,,edf"], "--policy: a name is missing in 'vllm,,edf'"),
         (["--policy=vllm,edf,vllm"], "--policy: vllm is given twice"),
         (["--rate=1,1"], "--rate: 1.0 is given twice"),
-        (["--rate=0"], "--rate: must be positive, got 0"),
-        (["--rate=nan"], "--rate: must be positive, got nan"),
+        (["--rate=0"], "--rate: must be from 1e-06 to 1e+09 requests/s, got 0"),
+        (["--rate=nan"], "--rate: must be from 1e-06 to 1e+09 requests/s, got nan"),
+        (["--rate=2,1e308"], "--rate: must be from 1e-06 to 1e+09 requests/s, got 1e+308"),
         (["--rate="], "--rate: must be numbers, got ''"),
         (["--seeds=0"], "--seeds: must be at least 1, got 0"),
         (["--seed=-1"], "--seed: must be from 0 to 2147483647, got '-1'"),
