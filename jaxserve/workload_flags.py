@@ -12,6 +12,8 @@ from jaxserve.sched.workloads.classes import SloClass, parse_classes
 from jaxserve.sched.workloads.specs import MaxTokens
 from jaxserve.sched.workloads.workload import WorkloadError
 
+MOST = 2**31 - 1  # what arrays of int32 count to
+
 
 def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Adds --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, --classes and --max_tokens. max_tokens: what
@@ -31,10 +33,12 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
 
 
 def positive_int(text: str) -> int:
-    """A flag's value from 1 up. argparse says what is wrong with any other."""
+    """A flag's value from 1 to MOST. argparse says what is wrong with any other."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST}, got {value}")
     return value
 
 

@@ -106,6 +106,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
         if args.rate is not None and not (math.isfinite(args.rate) and args.rate > 0):
             raise UsageError(f"--rate must be a positive number, got {args.rate}")
         args.configs = [_config(each) for each in _each_config(rest)]
+        if any(config.engine.record for config in args.configs):
+            raise UsageError("--config.engine.record: fidelity makes recordings of its own")
         return args, None
     return args, _config(rest)
 

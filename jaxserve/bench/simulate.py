@@ -75,18 +75,20 @@ def show(args: argparse.Namespace) -> int:
     result = {}
     for name in args.policies:
         result[name] = found = measure(name, workload, args.ways)
-        cells = (found.get(way) for way in args.ways)
-        row = "".join(f"{'-' if cell is None else f'{cell:.3f}':>10}" for cell in cells)
-        print(f"{name:<{width}}{row}{found['latency_s']:>12.3f}", file=out, flush=True)
+        cells = [(found[way], 10) for way in args.ways] + [(found["latency_s"], 12)]
+        row = "".join(f"{'-' if cell is None else f'{cell:.3f}':>{w}}" for cell, w in cells)
+        print(f"{name:<{width}}{row}", file=out, flush=True)
     if args.json:
         sys.stderr.flush()
-        print(json.dumps({"command": "simulate", "simulate_s": result}), flush=True)
+        content = {"command": "simulate", "simulate_s": result}
+        print(json.dumps(content, allow_nan=False), flush=True)
     return 0
 
 
 def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, float | None]:
-    """Seconds by way, None for a policy that is not compiled, and the latency."""
-    found: dict[str, float | None] = {"latency_s": float("nan")}
+    """Seconds by way, None for a policy that is not compiled, and the latency, None if it was not
+    simulated in any way."""
+    found: dict[str, float | None] = {"latency_s": None}
     options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "rules": "infermax_paper"}
     place = dataclasses.replace(system(SYSTEM), max_batch_tokens=MAX_BATCH_TOKENS)
     few = workload.first(min(WARM_UP, len(workload)))

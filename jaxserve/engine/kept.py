@@ -41,7 +41,7 @@ def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
 
 
 def _path(directory: str) -> Path:
-    return Path(directory).expanduser() / FILE_NAME
+    return Path(os.path.expanduser(directory)) / FILE_NAME
 
 
 def _name(key: dict[str, Any]) -> str:

@@ -266,6 +266,7 @@ def test_the_sender_does_not_wait_for_answers() -> None:
         (["load", "--rate=1", "--classes=a:2"], "--classes: class a: a share is in (0, 1], got 2"),
         (["load", "--rate=1", "--max_tokens=few"], "--max_tokens must be a positive number or"),
         (["load", "--rate=1", "--address=x:1", "--policy=vllm"], "its own configuration"),
+        (["fidelity", "--config.engine.record=x"], "fidelity makes recordings of its own"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(

@@ -88,6 +88,11 @@ def test_times_simulations(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {"sarathi", "aptserve_kv"}
     assert found["sarathi"]["compiled"] >= 0 and found["sarathi"]["latency_s"] > 0
     assert found["aptserve_kv"]["compiled"] is None and found["aptserve_kv"]["python"] > 0
+    few = ["--policies=aptserve_kv", "--workload=fixed:64x8x20", "--ways=compiled", "--json"]
+    assert cli.main(["simulate", *few]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = json.loads(last, parse_constant=pytest.fail)["simulate_s"]
+    assert found["aptserve_kv"] == {"latency_s": None, "compiled": None}
 
 
 @pytest.mark.parametrize(

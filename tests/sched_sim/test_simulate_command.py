@@ -211,6 +211,7 @@ def nothing_runs(self: Run, *more: object) -> None:
         (["--rate=2,1e308"], "--rate: must be from 1e-06 to 1e+09 requests/s, got 1e+308"),
         (["--rate="], "--rate: must be numbers, got ''"),
         (["--seeds=0"], "--seeds: must be at least 1, got 0"),
+        (["--max_rows=99999999999"], "--max_rows: must be at most 2147483647, got 99999999999"),
         (["--seed=-1"], "--seed: must be from 0 to 2147483647, got '-1'"),
         (["--seed=2147483647"], "--seed and those after it must be at most 2147483647"),
         (["--views=kv"], "--views says which figures; --plots says where they go"),
