@@ -2,7 +2,8 @@
 
 A key is a function of one argument whose attributes are columns, `Columns` here. It uses
 operators, NumPy's functions and `where` on them, no `if` and no indices, so that where numba is the
-compiled simulation runs the very same function on the numbers of one request at a time.
+compiled simulation runs the very same function on the numbers of one request at a time. What is no
+number (0 / 0, inf - inf) counts as inf.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ class Columns:
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name not in FLOATS and name not in INTEGERS:
-            raise AttributeError(f"a key knows no column {name!r} of requests")
+            raise AttributeError(_unknown(name))
         column = getattr(self._view.table, name)[self._rows]
+        # A tier is small in the table, where no arithmetic is done with it.
+        column = np.asarray(column, np.float64 if name in FLOATS else np.int64)
         setattr(self, name, column)
-        return np.asarray(column)
+        return column
 
     @property
     def seed(self) -> int:
@@ -88,23 +91,38 @@ class Columns:
 
 
 def knows_the_seed(key: Key) -> bool:
-    """Whether the key looks at the seed."""
+    """Whether the key looks at the seed. What it may not do, such as `if` or another column, raises
+    here as it does where the key is evaluated, also where numba would have taken it."""
     asked = _Asked()
-    key(asked)
-    return "seed" in asked.names
+    with np.errstate(all="ignore"):
+        key(asked)
+    return asked.seed_read
 
 
 class _Asked:
-    """Notes which columns a key looks at."""
+    """Columns of two requests that there are not."""
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
+    seed_read = False
+    most_output = np.ones(2, np.int64)
+    waiting = decoding = np.ones(2, bool)
 
-    def __getattr__(self, name: str) -> Any:
-        self.names.add(name)
-        return 1 if name == "seed" else np.ones(1, np.int64)
+    @property
+    def seed(self) -> int:
+        """As in `Columns`; noted."""
+        self.seed_read = True
+        return 1
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in FLOATS and name not in INTEGERS:
+            raise AttributeError(_unknown(name))
+        return np.ones(2, np.float64 if name in FLOATS else np.int64)
+
+
+def _unknown(name: str) -> str:
+    return f"a key knows no column {name!r} of requests"
 
 
 def evaluate(key: Key, view: View, rows: np.ndarray) -> np.ndarray:
     """The key of each row, float64 [n]."""
-    return np.broadcast_to(np.asarray(key(Columns(view, rows)), np.float64), rows.shape)
+    found = np.fmin(np.asarray(key(Columns(view, rows)), np.float64), np.inf)  # nan: inf
+    return np.broadcast_to(found, rows.shape)

@@ -73,6 +73,8 @@ class UnifiedPolicy(Policy):
     decodes do not preempt at once. max_rows: requests that hold cache, where that is the policy's
     own limit.
 
+    ValueError for a max_rows or a watermark that is none.
+
     key: a number for each request, see `sched/keys.py`; the smallest comes first; ties, or all if
     there is no key, by arrival. Groups are gone through, and victims chosen, in this one order.
     Where the order changes with time, override `ranking`. requeue: instead of by arrival alone, as
@@ -95,6 +97,12 @@ class UnifiedPolicy(Policy):
     probing: bool = False
     hypothetical: bool = False
     steady = True
+
+    def __post_init__(self) -> None:
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Fills one batch, group after group (InferMax Algorithm 1)."""
@@ -251,12 +259,15 @@ class _Filling:
     def _without_head(self, cands: Candidates, preempts: bool) -> Candidates:
         """What is left when the head found no memory, or no slot."""
         rest = cands[1:]
-        runs = self._table.state[rest.rows] == RUNNING
-        if self._table.state[cands.rows[0]] == RUNNING:
-            return rest[~runs | (self.budget.new_blocks(rest) <= self.budget.free)]
-        if not self.policy.probing:
+        waits = self._table.state[cands.rows[0]] == WAITING
+        if waits and not self.policy.probing:
             self._last_start = -1
             return rest
+        if self.policy.reserve is Reserve.CHUNK:
+            return rest  # cut, any of them may take less
+        runs = self._table.state[rest.rows] == RUNNING
+        if not waits:
+            return rest[~runs | (self.budget.new_blocks(rest) <= self.budget.free)]
         victims = self._victims(cands.rows[0]) if preempts else NOBODY
         return rest[runs | self._would_fit(rest, victims)]
 

@@ -59,6 +59,7 @@ class _Memory:
 class FastServe(UnifiedPolicy):
     """queues: how many. quantum: service in the top queue, in decodes. ratio: from one quantum to
     the next. patience: seconds without a token after which a request returns to the top.
+    ValueError for those that are none.
     """
 
     groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, preempts=True),))
@@ -71,6 +72,14 @@ class FastServe(UnifiedPolicy):
     patience: float = 10.0
     _memory: _Memory = field(default_factory=_Memory, init=False, repr=False, compare=False)
     moves_cache = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.queues < 1:
+            raise ValueError(f"queues must be at least 1, got {self.queues}")
+        for name, least in (("quantum", 0.0), ("ratio", 1.0), ("patience", 0.0)):
+            if not getattr(self, name) > least:
+                raise ValueError(f"{name} must be more than {least:g}, got {getattr(self, name)}")
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Fills one batch; who is preempted for it is swapped out, who comes back swapped in."""

@@ -60,9 +60,10 @@ class InferMax(UnifiedPolicy):
         running = plain.running[np.argsort(-view.table.computed[plain.running], kind="stable")]
         return Ranking(view.table, plain.waiting, running)
 
-    def form(self) -> Form:
+    def form(self) -> Form | None:
         """As the methods here have it."""
-        return Form(
+        plain = super().form()
+        return plain and Form(
             _longest if self.longest_first else None,
             expects=self.expect is not Expect.NOTHING,
             promises=self.expect is Expect.RUNNING,

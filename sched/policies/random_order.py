@@ -23,7 +23,7 @@ def random_order() -> UnifiedPolicy:
 
 def _lot(r: Any) -> Any:
     """A number that depends on the seed and on the request alone (the finaliser of SplitMix64)."""
-    x = np.uint64(r.seq) + np.uint64((r.seed + 1) << 32)
+    x = np.uint64(r.seq) + np.uint64(((r.seed + 1) & 0xFFFFFFFF) << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(31))

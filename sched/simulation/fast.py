@@ -59,8 +59,10 @@ def _run_compiled(
 ) -> Served:
     form = form_of(policy)
     assert isinstance(policy, UnifiedPolicy)
-    if not isinstance(setting.cost_model, LinearCostModel | InferMaxCostModel):
+    # A class derived from them may have a batch_time of its own.
+    if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
         raise NotCompiled("its cost model is none of the product's own")
+    seed_read = form.key is not None and knows_the_seed(form.key)
     try:
         from jaxserve.sched.simulation.compiled import run
     except ImportError as error:
@@ -70,5 +72,4 @@ def _run_compiled(
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
     outcome = run.run(policy, form, key, workload, setting, progress)
-    seed_read = form.key is not None and knows_the_seed(form.key)
     return Served(outcome, None, seed_read)

@@ -110,6 +110,8 @@ def simulate(
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)
+    if not 0 <= seed < 1 << 63:
+        raise SimulationError(f"seed must be at least 0 and below 2**63, got {seed}")
     limits = limits or default_limits(policies[0], system)
     setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
     routing, capacity = _routing(routing), _capacity(max_queue, limits)

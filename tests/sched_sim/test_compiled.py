@@ -38,6 +38,8 @@ VARIED = [
     "fastgen+ef",
     "infermax:expect=running:enough=3",
     "infermax:enough=3",
+    "infermax+ef:enough=3",
+    "fastgen:probing=true",
     "infermax:longest_first=false:expect=nothing",
     "rank_i:full_prefill=true:probing=true",
     "rank_org:probing=true",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from numba import njit, types
 
-from jaxserve.sched import blocks, cost_model, table, unified
+from jaxserve.sched import blocks, cost_model, keys, output_lengths, table, unified
 from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
@@ -26,28 +29,54 @@ def compiled_serve(world: types.Type, rules: types.Type, costs: types.Type) -> A
     """`loop.serve` for arguments of these types, which takes a while to compile, but only once.
 
     What numba keeps is good for as long as the file of the function itself is the same. This one's
-    code is in several, so there is a directory for each state of them.
+    code is in several, so there is a directory for each state of them. Where that cannot be written
+    nothing is kept.
     """
     signature = types.int64(world, rules, costs, types.FunctionType(KEY), types.int64)
     before = _CONFIG.CACHE_DIR
-    root = Path(before or _DIRECTORY).expanduser()
-    _CONFIG.CACHE_DIR = str(root / _digest())
+    directory = Path(before or _DIRECTORY).expanduser() / _digest()
+    _CONFIG.CACHE_DIR = str(directory)
     try:
-        return njit(signature, cache=True, **OPTIONS)(serve)
-    except RuntimeError:  # nothing can be written anywhere
-        return njit(signature, **OPTIONS)(serve)
+        return njit(signature, cache=_writable(directory), **OPTIONS)(serve)
     finally:
         _CONFIG.CACHE_DIR = before
 
 
-@lru_cache
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
+
+
 def compiled_key(key: Key) -> Any:
-    """The key as a function of one request's record. numba.core.errors.NumbaError if it uses what
-    numba does not know."""
-    return njit(KEY)(key)
+    """The key as a function of one request's record. numba.core.errors.NumbaError or TypeError if
+    it is, or uses, what numba does not know."""
+    if not inspect.isfunction(key):
+        raise TypeError("it is no plain function")
+    # What it finds outside is compiled into it: that may be another value by the next run.
+    found = inspect.getclosurevars(key)
+    outside = {**found.globals, **found.nonlocals}
+    values = tuple((name, type(value), value) for name, value in outside.items())
+    try:
+        return _compiled_key(key, values)
+    except TypeError:  # a value that cannot be looked up, such as an array
+        return _compiled_key.__wrapped__(key, values)
+
+
+@lru_cache
+def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
+    number = njit(error_model="numpy")(key)  # a division by 0 is inf or nan, as NumPy has it
+
+    def not_nan(request: Any) -> float:
+        return float(np.fmin(number(request), np.inf))
+
+    return njit(KEY, error_model="numpy")(not_nan)
 
 
 def _digest() -> str:
-    outside = [module.__file__ or "" for module in (blocks, cost_model, table, unified)]
+    modules = (blocks, cost_model, keys, output_lengths, table, unified)
+    outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

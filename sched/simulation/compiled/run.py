@@ -49,7 +49,7 @@ def key_of(form: Form) -> Any:
         return compiled_key(form.key or _no_key)
     except (NumbaError, TypeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise NotCompilable(" ".join(lines[1:2])) from error
+        raise NotCompilable((lines[1:2] or lines or [type(error).__name__])[0]) from error
 
 
 def run(
@@ -74,7 +74,8 @@ def run(
             progress(arrived - seen)
         seen = arrived
         if status == STUCK:
-            raise InvalidPlan(f"the policy plans nothing for {_most_live(world)} requests")
+            stuck = world.replicas[world.replicas["next_time"].argmin()]
+            raise InvalidPlan(f"the policy plans nothing for {stuck['live']} requests")
         if status == FULL:
             world = _larger(world)
         elif status == DONE:
@@ -89,10 +90,6 @@ def _no_key(request: Any) -> float:
     return 0.0
 
 
-def _most_live(world: World) -> int:
-    return int(world.replicas["live"].max())
-
-
 def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
     limits = setting.limits
     s = np.zeros(1, SETTINGS)
@@ -100,7 +97,8 @@ def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
     s["max_prefill_tokens"] = limits.max_prefill_tokens
     if policy.full_prefill:
         s["max_prefill_tokens"] = limits.max_batch_tokens
-    s["max_rows"] = min(policy.max_rows or limits.max_rows, limits.max_rows)
+    own = policy.max_rows
+    s["max_rows"] = limits.max_rows if own is None else min(own, limits.max_rows)
     s["watermark"] = int(policy.watermark * setting.num_blocks)
     s["reserve"] = list(Reserve).index(policy.reserve)
     s["num_blocks"], s["block_size"] = setting.num_blocks, setting.block_size
