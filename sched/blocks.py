@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.free_blocks import FreeBlocks
+from jaxserve.sched.block_ends import NOBODY, BlockEnds
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
 
-NOBODY = -1
-_FIRST_BLOCKS = 1024
 # A cache of a kind is this many planes, sets of blocks with one entry a token: K and V, or hidden.
 _PLANES = np.array([2, 1])
 
@@ -42,39 +40,23 @@ def tokens_in(num_blocks: int, block_size: int, kind: CacheKind = CacheKind.KV) 
     return num_blocks // int(_PLANES[kind]) * block_size
 
 
-class BlockPool:
+class BlockPool(BlockEnds):
     """Blocks of `max_owners` rows. tables: int32 [max_owners, 2, width]; [row, 0] are the row's K
     (or hidden) blocks in order, [row, 1] its V blocks; entries past `held[row]` are stale.
 
     kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows without
-    cache. held: int64 [max_owners], blocks a plane."""
+    cache. held: int64 [max_owners], blocks a plane. cap: int16 [max_owners, width], how many of the
+    tokens of each of a row's blocks are there at most: block_size, or fewer where the last ones
+    are on the host (BROS section 5.2)."""
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
-        self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
+        super().__init__(num_blocks)
+        self.block_size, self.width = block_size, width
         self.tables = np.zeros((max_owners, 2, width), np.int32)
+        self.cap = np.full((max_owners, width), block_size, np.int16)
         self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
-        self.owners = np.zeros((0, 2), np.int32)  # [:, Direction], of blocks that have been out
-        self.refs = np.zeros(0, np.int32)
-        self._free = FreeBlocks(num_blocks)
-        self._shared = False  # whether any block may have two holders
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
-        evicted when they are wanted, would count here, too."""
-        return self._free.count
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that somebody holds; one with two holders counts once."""
-        return self.num_blocks - self._free.count
-
-    @property
-    def shares(self) -> bool:
-        """Whether any block may have two holders."""
-        return self._shared
 
     @property
     def pool_tokens(self) -> int:
@@ -125,7 +107,7 @@ class BlockPool:
         after the other, int64 [n]. A block that several of them hold counts with the last of them,
         one that others hold with nobody. refs: holders by block, where it is no longer the pool's
         own that counts; lowered."""
-        if not self._shared:
+        if not self.num_shared:
             return np.asarray(self.held[rows] * _PLANES[self.kind[rows]])
         found = np.zeros(len(rows), np.int64)
         refs = self.refs.copy() if refs is None else refs
@@ -164,6 +146,8 @@ class BlockPool:
         tables, holding = np.zeros((rows, 2, self.width), np.int32), np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
+        more = np.full((rows - old, self.width), self.block_size, np.int16)
+        self.cap = np.concatenate([self.cap, more])
         for name in ("held", "kind", "direction"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(rows - old, column.dtype)]))
@@ -191,16 +175,17 @@ class BlockPool:
             raise ValueError(f"row {rows[np.argmax(want)]}: {need}")
         have, kinds = self.held[rows], self.kind[rows]
         if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
-            ids = self._take(np.repeat(rows, 2))  # one block of K and one of V each
+            two = np.repeat(rows, 2)  # one block of K and one of V each
+            ids = self._take(two, self.direction[two], np.repeat(have, 2))
             self.tables[rows, 0, have], self.tables[rows, 1, have] = ids[::2], ids[1::2]
             self.held[rows] = want
             return
         counts = (want - have) * (planes := _PLANES[kinds])
         owner = np.repeat(rows, counts)
-        ids = self._take(owner)
-        each = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        each = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = np.repeat(planes, counts)
-        self.tables[owner, each % of, np.repeat(have, counts) + each // of] = ids
+        at = np.repeat(have, counts) + each // of
+        self.tables[owner, each % of, at] = self._take(owner, self.direction[owner], at)
         self.held[rows] = want
 
     def widen(self, rows: np.ndarray) -> None:
@@ -211,9 +196,8 @@ class BlockPool:
             self.check_widens(row)
         counts = self.held[rows]
         owner = np.repeat(rows, counts)
-        ids = self._take(owner)
-        index = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.tables[owner, 1, index] = ids
+        index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
         self.kind[rows] = KV
 
     def check_widens(self, row: int, refs: np.ndarray | None = None) -> None:
@@ -231,10 +215,8 @@ class BlockPool:
         blocks = self.check_join(row, blocks, kind, side, int(self.held[row]))
         first = int(self.held[row])
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
-        self.owners[blocks, side] = row
-        self.refs[blocks] += 1
+        self._hold(blocks, row, side, np.arange(first, first + len(blocks))[:, None])
         self.held[row] += len(blocks)
-        self._shared = True
 
     def check_join(
         self,
@@ -269,20 +251,22 @@ class BlockPool:
             raise ValueError(f"row {row} still holds blocks")
         if blocks > self.held[source]:
             raise ValueError(f"row {source} holds {self.held[source]} blocks, not {blocks}")
+        if (self.cap[source, :blocks] < self.block_size).any():
+            raise ValueError(f"some of what row {source} has in these blocks is on the host")
         ids = self.blocks_of(source)[:, :blocks]
         other_end = self.owners[ids, 1 - self.direction[source]]
         if (other_end != NOBODY).any():
             raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
         self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
         self.tables[row, : len(ids), :blocks] = ids
-        self.refs[ids] += 1
+        self._share(ids)
         self.owners[ids] = NOBODY
         self.held[row] = blocks
-        self._shared = True
 
-    def copy_all(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def copy_all(self, rows: np.ndarray, index: np.ndarray, computed: np.ndarray) -> np.ndarray:
         """Gives each row free blocks in place of its index[i]-th ones, which others may go on
-        holding: int32 [m, 2], (source, target); no target is a source. OutOfBlocks, or ValueError
+        holding: int32 [m, 4], (source block, slot, target block, slot) of what it has there. No
+        target block is a source. computed: int64 by row, cached tokens. OutOfBlocks, or ValueError
         if a row has no such block."""
         which = list(zip(rows.tolist(), index.tolist(), strict=True))
         for row, i in which:
@@ -290,47 +274,58 @@ class BlockPool:
                 raise ValueError(f"row {row} holds {self.held[row]} blocks, none numbered {i}")
         old = [self.blocks_of(row)[:, i].copy() for row, i in which]
         counts = [len(ids) for ids in old]
-        new = np.split(self._take(np.repeat(rows, counts)), np.cumsum(counts)[:-1])
+        owner = np.repeat(rows, counts)
+        taken = self._take(owner, self.direction[owner], np.repeat(index, counts))
+        moved = [np.zeros((0, 4), np.int32)]
+        new = np.split(taken, np.cumsum(counts)[:-1])
         for (row, i), before, after in zip(which, old, new, strict=True):
+            first = i * self.block_size
+            there = min(int(computed[row]) - first, int(self.cap[row, i]))
+            source = self.slots_of(row, first, first + max(there, 0))
             self.tables[row, : len(before), i] = after
-            self._give_back(before, row)
-        return np.stack([np.concatenate(old), np.concatenate(new)], axis=1)
+            moved.append(np.hstack([source, self.slots_of(row, first, first + max(there, 0))]))
+            self._let_go(before, row, int(self.direction[row]))
+        return np.concatenate(moved)
+
+    def filled(self, ids: np.ndarray, side: int, computed: np.ndarray) -> np.ndarray:
+        """Tokens in each of the blocks of the row that fills it from that side, int64 [n]; 0
+        without one. computed: int64 by row, cached tokens."""
+        rows, at = self.owners[ids, side], self.at[ids, side]
+        tokens = computed[rows] - at.astype(np.int64) * self.block_size
+        there = np.minimum(tokens, self.cap[rows, at])
+        return np.where(rows == NOBODY, 0, np.maximum(there, 0))
+
+    def lose(self, row: int, first: int, end: int) -> None:
+        """The row's tokens first to end (not included), the last that it has in their blocks, are
+        no longer there."""
+        index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
+        self.cap[row, index] = np.maximum(first - index * self.block_size, 0)
+
+    def regain(self, row: int, first: int, end: int, computed: int) -> None:
+        """They are there again. computed: tokens cached, those that are missing included."""
+        index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
+        self.cap[row, index] = self.block_size
+        left = end - int(index[-1]) * self.block_size
+        if end < computed and left < self.block_size:
+            self.cap[row, index[-1]] = left
 
     def truncate(self, row: int, tokens: int) -> None:
         """Gives back what the row holds beyond room for its first `tokens` tokens."""
         stay = blocks_a_plane(tokens, self.block_size)
-        if stay < self.held[row]:
-            self._give_back(self.blocks_of(row)[:, stay:].ravel(), row)
+        held = int(self.held[row])
+        if stay < held:
+            self._let_go(self.blocks_of(row)[:, stay:].ravel(), row, int(self.direction[row]))
             self.held[row] = stay
+        self.cap[row, stay:held] = self.block_size
+        if stay and tokens - (stay - 1) * self.block_size <= self.cap[row, stay - 1]:
+            self.cap[row, stay - 1] = self.block_size  # what was missing there is none of it
 
     def release(self, row: int) -> None:
         """Gives back all that the row holds; blocks that others still read or fill stay."""
-        self._give_back(self.blocks_of(row).ravel(), row)
+        self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
+        self.cap[row, : self.held[row]] = self.block_size
         self.held[row] = 0
         self.kind[row], self.direction[row] = KV, LEFT
-
-    def _give_back(self, ids: np.ndarray, row: int) -> None:
-        side = self.direction[row]
-        if not self._shared:
-            self.refs[ids], self.owners[ids, side] = 0, NOBODY
-            self._free.push(ids)
-            return
-        self.refs[ids] -= 1
-        self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
-        self._free.push(ids[self.refs[ids] == 0])
-        self._shared = bool((self.refs > 1).any())
-
-    def _take(self, owner: np.ndarray) -> np.ndarray:
-        """A free block for each of these rows, now its own, as often as it is named."""
-        ids = self._free.pop(len(owner))
-        more = self._free.fresh - len(self.refs)
-        if more > 0:
-            more = max(more, len(self.refs), _FIRST_BLOCKS)
-            self.owners = np.concatenate([self.owners, np.full((more, 2), NOBODY, np.int32)])
-            self.refs = np.concatenate([self.refs, np.zeros(more, np.int32)])
-        self.owners[ids, self.direction[owner]] = owner
-        self.refs[ids] = 1
-        return ids
 
     def check(self) -> None:
         """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
@@ -342,9 +337,11 @@ class BlockPool:
             assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
             refs[ids] += 1
         assert (refs == self.refs).all(), "reference counts differ from the tables"
-        assert self._shared or (refs <= 1).all(), "a block is shared and nobody knows"
+        assert self.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
         self._free.check(refs > 0)
         for side in Direction:
             for block in np.flatnonzero(self.owners[:, side] != NOBODY):
-                held = self.blocks_of(self.owners[block, side])
-                assert block in held, f"block {block} has an owner that does not hold it"
+                held = self.blocks_of(self.owners[block, side])[:, self.at[block, side]]
+                assert block in held, f"block {block} has an owner that does not hold it there"
+        whole = np.arange(self.width) >= self.held[:, None]
+        assert (self.cap[whole] == self.block_size).all(), "tokens are missing where there are none"

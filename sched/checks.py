@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import NOBODY, blocks_a_plane
+from jaxserve.sched.block_ends import NOBODY
+from jaxserve.sched.blocks import blocks_a_plane
 from jaxserve.sched.host import Segment
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, CacheKind, Direction
 from jaxserve.sched.plan import (
@@ -62,6 +63,9 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
     own = after.owned(rows, computed, computed + tokens)
     _demand(own, "a row would write into blocks that it shares; copy them")
+    _demand(after.whole(rows), "a row is planned of whose cache some is on the host")
+    apart = after.apart(rows, computed + tokens)
+    _demand(apart, "a row would write over what the other owner of a block has nowhere else")
 
 
 class _After:
@@ -80,9 +84,10 @@ class _After:
         self.changed = np.zeros(self.table.capacity, bool)
         self.copied: set[tuple[int, int]] = set()
         self.shares = self.pool.shares or any(isinstance(op, Join) for op in plan.operations)
-        self.refs, self.owners = self.pool.refs, self.pool.owners
+        self.refs, self.owners, self.at = self.pool.refs, self.pool.owners, self.pool.at
         if self.shares and plan.operations:
-            self.refs, self.owners = self.refs.copy(), self.owners.copy()
+            self.refs, self.owners, self.at = map(np.copy, (self.refs, self.owners, self.at))
+        self.cap = own(self.pool.cap)
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
@@ -100,8 +105,12 @@ class _After:
         )
         whole = keep == 0
         stay = np.minimum(blocks_a_plane(keep, self.pool.block_size), self.held[rows])
-        for row, blocks in zip(rows.tolist(), stay.tolist(), strict=True):
+        for row, kept, blocks in _triples(rows, keep, stay):
             self._give_back(row, self.pool.blocks_of(row)[:, blocks:].ravel())
+            self._cut(row, kept)
+            self.cap[row, blocks:] = self.pool.block_size
+            if blocks and kept - (blocks - 1) * self.pool.block_size <= self.cap[row, blocks - 1]:
+                self.cap[row, blocks - 1] = self.pool.block_size
         self.holders -= int(np.count_nonzero(whole))
         self.lost[rows[whole]] = self.changed[rows] = True
         self.state[rows[whole]] = WAITING
@@ -137,6 +146,7 @@ class _After:
             self.free += int(self.pool.blocks_for(1, self.kind[row])) - len(ids)
 
     def checkpoint(self, op: Checkpoint) -> None:
+        size = self.pool.block_size
         for row, first, end in _triples(op.rows, op.first, op.end):
             _demand(self.state[row] == RUNNING, "a row without cache is checkpointed")
             inside = 0 <= first < end <= self.computed[row]
@@ -144,8 +154,15 @@ class _After:
             mine = self._on_host(row)
             there = any(s.first < end and first < s.end for s in mine.values())
             _demand(not there, "tokens are checkpointed that are on the host already")
+            last = (end - 1) // size
+            until = min(last * size + int(self.cap[row, last]), int(self.computed[row]))
+            _demand(end == until, "tokens are checkpointed that are not the last in their block")
+            own = self.owned(np.array([row]), np.array([first]), np.array([end]))
+            _demand(own, "tokens are checkpointed that others read; copy their blocks")
             kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
             mine[first] = Segment(0, first, end, kind, side)
+            index = np.arange(first // size, last + 1)
+            self.cap[row, index] = np.maximum(first - index * size, 0)
             self.host_free -= mine[first].slots
             _demand(self.host_free >= 0, "more is checkpointed than host memory holds")
 
@@ -154,8 +171,6 @@ class _After:
             segment = self._on_host(row).pop(first, None)
             _demand(segment is not None, "nothing is on the host to be restored")
             assert segment is not None
-            reach = first <= self.computed[row] < segment.end
-            _demand(reach, "a checkpoint is restored that does not go on where the cache ends")
             alive = self.state[row] in (WAITING, RUNNING) and not self.lost[row]
             _demand(alive, "a row is restored that is over or has just been preempted")
             if self.state[row] == WAITING:
@@ -164,13 +179,34 @@ class _After:
             one = np.array([row])
             own = self.owned(one, np.array([first]), np.array([segment.end]))
             _demand(own, "a checkpoint is restored into blocks that are shared; copy them")
-            tokens, kinds = np.array([segment.end]), self.kind[one]
-            need = self.pool.needed(one, tokens, kinds, self.held, self.kind)
-            self._take(int(need[0]))
-            blocks = blocks_a_plane(segment.end, self.pool.block_size)
-            self.held[row] = max(self.held[row], blocks)
-            self.computed[row], self.changed[row] = segment.end, True
+            if segment.end <= self.computed[row]:
+                self._fill(row, segment)
+            else:
+                on = first == self.computed[row]
+                _demand(on, "a checkpoint is restored that does not go on where the cache ends")
+                self._extend(row, segment)
+            self.changed[row] = True
             self.host_free += segment.slots
+
+    def _fill(self, row: int, segment: Segment) -> None:
+        """A hole in the row's cache is no more."""
+        size = self.pool.block_size
+        index = np.arange(segment.first // size, blocks_a_plane(segment.end, size))
+        on = self.cap[row, index[0]] == segment.first - index[0] * size
+        _demand(on, "what is missing in a block is not restored in order")
+        left = segment.end - int(index[-1]) * size
+        self.cap[row, index] = size
+        if segment.end < self.computed[row] and left < size:
+            self.cap[row, index[-1]] = left
+
+    def _extend(self, row: int, segment: Segment) -> None:
+        """The row's cache goes on with what was on the host."""
+        one, tokens = np.array([row]), np.array([segment.end])
+        need = self.pool.needed(one, tokens, self.kind[one], self.held, self.kind)
+        self._take(int(need[0]))
+        blocks = blocks_a_plane(segment.end, self.pool.block_size)
+        self.held[row] = max(self.held[row], blocks)
+        self.computed[row] = segment.end
 
     def join(self, op: Join) -> None:
         row, at = op.row, np.flatnonzero(self.plan.rows == op.row)
@@ -181,6 +217,7 @@ class _After:
         held = int(self.held[row])
         blocks = _attempt(self.pool.check_join, row, op.blocks, kind, side, held, self.owners)
         self.owners[blocks, side] = row
+        self.at[blocks, side] = np.arange(held, held + len(blocks))[:, None]
         self.refs[blocks] += 1
         self.held[row] = held + len(blocks)
         self.changed[row] = True
@@ -204,6 +241,28 @@ class _After:
             index = index + 1
         return True
 
+    def whole(self, rows: np.ndarray) -> bool:
+        """Whether nothing of what these rows have cached is on the host."""
+        if not (self.host.num_used or self._segments):
+            return True
+        touched = np.isin(rows, list(self._segments)) | (self.host.tokens[rows] > 0)
+        return all(
+            min(self._on_host(row), default=end) >= end
+            for row, end in zip(rows[touched].tolist(), self.computed[rows[touched]], strict=True)
+        )
+
+    def apart(self, rows: np.ndarray, end: np.ndarray) -> bool:
+        """Whether, in every block that two rows fill, what they have there fits, once these rows
+        have cached so many tokens."""
+        if not self.shares:
+            return True
+        ids = np.flatnonzero((self.owners != NOBODY).all(axis=1))
+        computed, size = self.computed.copy(), self.pool.block_size
+        computed[rows] = end
+        owner, at = self.owners[ids], self.at[ids]
+        there = np.minimum(computed[owner] - at * size, self.cap[owner, at])
+        return bool((np.maximum(there, 0).sum(axis=1) <= size).all())
+
     def _open(self, row: int, kind: CacheKind, side: Direction) -> None:
         self.state[row], self.kind[row], self.direction[row] = RUNNING, kind, side
         self.holders += 1
@@ -212,6 +271,18 @@ class _After:
         if row not in self._segments:
             self._segments[row] = {s.first: s for s in self.host.segments(row)}
         return self._segments[row]
+
+    def _cut(self, row: int, keep: int) -> None:
+        """What the row has on the host beyond `keep` tokens goes, but for what goes on there."""
+        mine = self._on_host(row)
+        for segment in sorted(mine.values(), key=lambda s: s.first):
+            inside = segment.first < keep < segment.end
+            _demand(not inside, "a preemption cuts what is on the host in two")
+            if segment.first == keep:
+                keep = segment.end
+            elif segment.first > keep:
+                del mine[segment.first]
+                self.host_free += segment.slots
 
     def _take(self, blocks: int) -> None:
         self.free -= blocks

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxserve.sched.blocks import slots_for
 from jaxserve.sched.kinds import CacheKind, Direction
 
@@ -26,14 +28,24 @@ class Segment:
 
 
 class HostMemory:
-    """Segments by row of the request table. capacity: slots, of one plane each."""
+    """Segments by row of the request table, of `rows` rows. capacity: slots, of one plane each.
 
-    def __init__(self, capacity: int = 0) -> None:
+    tokens: int64 [rows], how many of each row's are here. Those below what the row has computed are
+    missing from its cache until they are restored."""
+
+    def __init__(self, capacity: int = 0, rows: int = 0) -> None:
         self.capacity = capacity
         self.num_used = 0
+        self.tokens = np.zeros(rows, np.int64)
         self._segments: dict[int, list[Segment]] = {}
         self._next_key = 0
         self._dropped: list[int] = []
+
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        more = rows - len(self.tokens)
+        if more > 0:
+            self.tokens = np.concatenate([self.tokens, np.zeros(more, np.int64)])
 
     @property
     def num_free(self) -> int:
@@ -61,6 +73,7 @@ class HostMemory:
             raise ValueError(f"{segment.slots} host slots wanted, {self.num_free} free")
         self._next_key += 1
         self.num_used += segment.slots
+        self.tokens[row] += end - first
         mine = self._segments.setdefault(row, [])
         mine.append(segment)
         mine.sort(key=lambda s: s.first)
@@ -69,14 +82,26 @@ class HostMemory:
     def remove(self, row: int, segment: Segment) -> None:
         """It is no longer needed."""
         self._segments[row].remove(segment)
-        self.num_used -= segment.slots
-        self._dropped.append(segment.key)
+        self._drop(row, segment)
+
+    def keep_chain(self, row: int, first: int) -> None:
+        """Of the row's, those that begin at token `first` or later are no longer needed but for
+        those that go on there without a gap."""
+        for segment in self.segments(row):
+            if segment.first == first:
+                first = segment.end
+            elif segment.first > first:
+                self.remove(row, segment)
 
     def release(self, row: int) -> None:
         """All of the row's are no longer needed."""
         for segment in self._segments.pop(row, ()):
-            self.num_used -= segment.slots
-            self._dropped.append(segment.key)
+            self._drop(row, segment)
+
+    def _drop(self, row: int, segment: Segment) -> None:
+        self.num_used -= segment.slots
+        self.tokens[row] -= segment.end - segment.first
+        self._dropped.append(segment.key)
 
     def take_dropped(self) -> tuple[int, ...]:
         """Keys whose contents may be forgotten, since this was last asked."""
@@ -89,6 +114,7 @@ class HostMemory:
         assert self.num_used == sum(s.slots for _, s in every), "host slots are miscounted"
         assert 0 <= self.num_used <= self.capacity, "more on the host than fits"
         assert len({s.key for _, s in every}) == len(every), "two segments have one key"
-        for mine in self._segments.values():
+        for row, mine in self._segments.items():
+            assert self.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
             for before, after in itertools.pairwise(mine):
                 assert before.end <= after.first, "segments overlap"

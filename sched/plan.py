@@ -15,7 +15,8 @@ def _none() -> np.ndarray:
 class Preempt:
     """These running requests lose cached tokens. rows, keep int64 [k]: keep[i] tokens stay, and the
     rest is computed again when it is next planned (InferMax section 2.2, "refill"). With 0 all its
-    blocks are given back and it waits again."""
+    blocks are given back and it waits again. Of what it has on the host beyond keep[i], only what
+    goes on there without a gap stays: it may be restored, until it is computed again."""
 
     rows: np.ndarray
     keep: np.ndarray
@@ -36,8 +37,8 @@ class ToKV:
 
 @dataclass(frozen=True)
 class Copy:
-    """Block to block: in every plane, rows[i]'s block number index[i] is copied to a free one,
-    which takes its place. Others that hold the old one keep it. int64 [k] both."""
+    """Block to block: in every plane, what rows[i] has in its block number index[i] is copied to a
+    free one, which takes its place. Others that hold the old one keep it. int64 [k] both."""
 
     rows: np.ndarray
     index: np.ndarray
@@ -45,8 +46,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Cached tokens first[i] to end[i] (not included) of rows[i] are copied to host memory, all of
-    their planes. They stay in the pool until a preemption takes them. int64 [k] each."""
+    """Cached tokens first[i] to end[i] (not included) of rows[i] go to host memory, all of their
+    planes (BROS section 5.2, "lazy checkpointing"). In each block they are the last that the row
+    still has there. Who fills the block from the other end may write over them; the row is not
+    planned before they are restored. int64 [k] each."""
 
     rows: np.ndarray
     first: np.ndarray
@@ -55,8 +58,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Restore:
-    """The checkpoints of rows[i] that begin at token first[i], no later than its cache ends, come
-    back from host memory, which is free then. A request that waited runs again. int64 [k] both."""
+    """The checkpoints of rows[i] that begin at token first[i] come back from host memory, which is
+    free then: what is missing from its cache, a block's in order, or what goes on where it ends.
+    A request that waited runs again. int64 [k] both."""
 
     rows: np.ndarray
     first: np.ndarray
@@ -65,7 +69,8 @@ class Restore:
 @dataclass(frozen=True)
 class Join:
     """A row, running or planned to start, takes the other end of blocks int64 [k, planes] that
-    somebody else fills, for its next k * block_size tokens (BROS section 5.1)."""
+    somebody else fills, for its next k * block_size tokens (BROS section 5.1). Neither may write
+    over what the other has there."""
 
     row: int
     blocks: np.ndarray

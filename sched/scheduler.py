@@ -20,7 +20,7 @@ from jaxserve.sched.kinds import CacheKind, Direction
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.request import Request
-from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
 
 _NOBODY = np.zeros(0, np.int64)
@@ -55,7 +55,7 @@ class Scheduler:
         self.policy = policy
         self.table = self._make_table(capacity)
         self.pool = BlockPool(num_blocks, block_size, capacity, width)
-        self.host = HostMemory(host_slots)
+        self.host = HostMemory(host_slots, capacity)
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None
         self.view = View(
@@ -83,6 +83,7 @@ class Scheduler:
         table is full."""
         row = self.table.add(request)
         self.pool.follow(self.table.capacity)
+        self.host.follow(self.table.capacity)
         self._lengths.tell(row, request.sampling.max_tokens if output_len is None else output_len)
         return row
 
@@ -94,6 +95,9 @@ class Scheduler:
         table, rows, counts = self.table, plan.rows, plan.num_tokens
         moves = self._operate(plan)
         self._start(plan)
+        if self.host.num_used:
+            for row in rows[self.host.tokens[rows] > 0].tolist():
+                self.host.release(row)  # what it does not restore it computes again
         self.pool.grow_all(rows, plan.reserve)
         start, before = table.computed[rows], table.generated[rows]
         end = start + counts
@@ -196,6 +200,8 @@ class Scheduler:
                 self.pool.truncate(row, keep)
             else:
                 self.pool.release(row)
+            if self.host.tokens[row]:
+                self.host.keep_chain(row, keep)
         table.computed[rows] = op.keep
         table.preemptions[rows] += 1
         order = self.preemptions + 1
@@ -213,30 +219,41 @@ class Scheduler:
     def _copy(self, plan: BatchPlan, op: Copy) -> list[Move]:
         if not len(op.rows):
             return []
-        return [CopyBlocks(self.pool.copy_all(op.rows, op.index), self.pool.block_size)]
+        places = self.pool.copy_all(op.rows, op.index, self.table.computed)
+        return [CopySlots(places)] if len(places) else []
 
     def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
-        moves: list[Move] = []
+        if not len(op.rows):
+            return []
+        keys, slots = [], []
         which = zip(op.rows.tolist(), op.first.tolist(), op.end.tolist(), strict=True)
         for row, first, end in which:
             kind = CacheKind(self.pool.kind[row])
             made = self.host.add(row, first, end, kind, Direction(self.pool.direction[row]))
-            moves.append(Save(made.key, self.pool.slots_of(row, first, end)))
-        return moves
+            keys.append(made.key)
+            slots.append(self.pool.slots_of(row, first, end))
+            self.pool.lose(row, first, end)
+        return [Save(tuple(keys), tuple(map(len, slots)), np.concatenate(slots))]
 
     def _restore(self, plan: BatchPlan, op: Restore) -> list[Move]:
-        moves: list[Move] = []
+        if not len(op.rows):
+            return []
+        keys, slots = [], []
         for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
             segment = self.host.find(row, first)
             assert segment is not None, f"row {row} has nothing on the host from token {first} on"
             if self.table.state[row] == WAITING:
                 self.pool.open(row, segment.kind, segment.direction)
                 self.table.move(np.array([row]), RUNNING)
-            self.pool.grow(row, segment.end)
-            self.table.computed[row] = segment.end
-            moves.append(Load(segment.key, self.pool.slots_of(row, first, segment.end)))
+            if segment.end > self.table.computed[row]:
+                self.pool.grow(row, segment.end)
+                self.table.computed[row] = segment.end
+            else:
+                self.pool.regain(row, first, segment.end, int(self.table.computed[row]))
+            keys.append(segment.key)
+            slots.append(self.pool.slots_of(row, first, segment.end))
             self.host.remove(row, segment)
-        return moves
+        return [Load(tuple(keys), tuple(map(len, slots)), np.concatenate(slots))]
 
     def _join(self, plan: BatchPlan, op: Join) -> list[Move]:
         if self.table.state[op.row] == WAITING:

@@ -26,27 +26,30 @@ class Widen:
 
 
 @dataclass(frozen=True)
-class CopyBlocks:
-    """pairs int32 [m, 2]: what is in the first block, all of its slots, goes to the second, in all
-    layers."""
+class CopySlots:
+    """places int32 [m, 4], (block, slot, block, slot): what is in the first slot goes to the second
+    one, in all layers."""
 
-    pairs: np.ndarray
-    slots: int
+    places: np.ndarray
 
 
 @dataclass(frozen=True)
 class Save:
-    """slots int32 [m, 2], (block, slot): their contents go to the host under `key`."""
+    """slots int32 [sum of counts, 2], (block, slot): what is in the first counts[0] of them goes to
+    the host under keys[0], and so on."""
 
-    key: int
+    keys: tuple[int, ...]
+    counts: tuple[int, ...]
     slots: np.ndarray
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is on the host under `key` goes to the slots int32 [m, 2], (block, slot)."""
+    """What is on the host under keys[0] goes to the first counts[0] of the slots int32 [sum of
+    counts, 2], (block, slot), and so on."""
 
-    key: int
+    keys: tuple[int, ...]
+    counts: tuple[int, ...]
     slots: np.ndarray
 
 
@@ -57,7 +60,7 @@ class Discard:
     keys: tuple[int, ...]
 
 
-Move = Widen | CopyBlocks | Save | Load | Discard
+Move = Widen | CopySlots | Save | Load | Discard
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +138,8 @@ def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int]:
     for move in moves:
         if isinstance(move, Widen):
             projected += int(move.cached.sum())
-        elif isinstance(move, CopyBlocks):
-            copied += len(move.pairs) * move.slots
+        elif isinstance(move, CopySlots):
+            copied += len(move.places)
         elif isinstance(move, Save | Load):
             swapped += len(move.slots)
     return projected, copied, swapped

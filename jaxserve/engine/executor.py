@@ -7,7 +7,7 @@ plain data, NumPy arrays and numbers, so that it could be told on other hosts as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,16 +63,18 @@ class Executor(Protocol):
         vectors were; packed: int32 [layout.size], see `batching.widening`."""
         ...
 
-    def copy_blocks(self, pairs: np.ndarray) -> None:
-        """pairs int32 [m, 2]: what is in the first block goes to the second, in all layers."""
+    def copy_slots(self, places: np.ndarray) -> None:
+        """places int32 [m, 4], (block, slot, block, slot): what is in the first slot goes to the
+        second one, in all layers; no target is a source."""
         ...
 
-    def save(self, key: int, slots: np.ndarray) -> None:
-        """Copies what is in slots int32 [m, 2], (block, slot), to host memory under `key`."""
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """Copies to host memory what is in slots int32 [sum of counts, 2], (block, slot): the first
+        counts[0] of them under keys[0], and so on."""
         ...
 
-    def load(self, key: int, slots: np.ndarray) -> None:
-        """Copies what was saved under `key` to as many other slots."""
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """Copies what was saved under these keys, counts[i] slots each, to as many other slots."""
         ...
 
     def discard(self, keys: tuple[int, ...]) -> None:
@@ -143,20 +145,20 @@ class JaxExecutor:
             batch = jax.device_put(packed, self._place)
             self.pool = self._widen(self.params, self.pool, batch, layout=layout)
 
-    def copy_blocks(self, pairs: np.ndarray) -> None:
+    def copy_slots(self, places: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
-            self.pool = self._moving().copy_blocks(self.pool, pairs)
+            self.pool = self._moving().copy_slots(self.pool, places)
 
-    def save(self, key: int, slots: np.ndarray) -> None:
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
-            self._moving().save(self.pool, key, slots)
+            self._moving().save(self.pool, keys, counts, slots)
 
-    def load(self, key: int, slots: np.ndarray) -> None:
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
-            self.pool = self._moving().load(self.pool, key, slots)
+            self.pool = self._moving().load(self.pool, keys, counts, slots)
 
     def discard(self, keys: tuple[int, ...]) -> None:
         """See `Executor`."""

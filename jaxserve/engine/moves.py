@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,34 +42,40 @@ class Mover:
         self._leaving: deque[tuple[int, int, int]] = deque()  # key, number of the piece, its slots
         self._arriving = 0  # pieces that may be on the device, not yet in the pool
 
-    def copy_blocks(self, pool: jax.Array, pairs: np.ndarray) -> jax.Array:
-        """The pool with what is in block pairs[i, 0] in block pairs[i, 1] too, in all layers."""
-        size = pool.shape[3]
-        slot = np.tile(np.arange(size, dtype=np.int32), len(pairs))
-        source, target = (np.repeat(pairs[:, i], size) for i in (0, 1))
-        for piece, count in _pieces(np.stack([source, slot, target, slot], axis=1)):
+    def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
+        """The pool with what is in slot places[i, :2], (block, slot), in slot places[i, 2:] too, in
+        all layers; places: int32 [m, 4], no target a source."""
+        for piece, count in _pieces(places):
             pool = self._move(pool, *self._put(piece, count))
         return pool
 
-    def save(self, pool: jax.Array, key: int, slots: np.ndarray) -> None:
-        """Keeps what is in slots int32 [m, 2], (block, slot), under `key`."""
-        pieces = self._saved[key] = []
-        for number, (piece, count) in enumerate(_pieces(slots)):
-            self._to_host()
-            pieces.append(self._out(pool, *self._put(piece, count)))
-            pieces[-1].copy_to_host_async()
-            self._leaving.append((key, number, count))
+    def save(
+        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+    ) -> None:
+        """Keeps what is in slots int32 [sum of counts, 2], (block, slot): of the first counts[0] of
+        them under keys[0], and so on."""
+        for key, own in zip(keys, _split(slots, counts), strict=True):
+            pieces = self._saved[key] = []
+            for number, (piece, count) in enumerate(_pieces(own)):
+                self._to_host()
+                pieces.append(self._out(pool, *self._put(piece, count)))
+                pieces[-1].copy_to_host_async()
+                self._leaving.append((key, number, count))
 
-    def load(self, pool: jax.Array, key: int, slots: np.ndarray) -> jax.Array:
-        """The pool with what is kept under `key` in these slots."""
+    def load(
+        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+    ) -> jax.Array:
+        """The pool with what is kept under keys[0] in the first counts[0] of these slots, and so
+        on."""
         self._to_host()
-        for kept, (piece, count) in zip(self._saved[key], _pieces(slots), strict=True):
-            if self._arriving == ON_THE_WAY:
-                pool.block_until_ready()
-                self._arriving = 0
-            staged = jax.device_put(_whole(kept), self._staging)
-            pool = self._in(pool, staged, *self._put(piece, count))
-            self._arriving += 1
+        for key, own in zip(keys, _split(slots, counts), strict=True):
+            for kept, (piece, count) in zip(self._saved[key], _pieces(own), strict=True):
+                if self._arriving == ON_THE_WAY:
+                    pool.block_until_ready()
+                    self._arriving = 0
+                staged = jax.device_put(_whole(kept), self._staging)
+                pool = self._in(pool, staged, *self._put(piece, count))
+                self._arriving += 1
         return pool
 
     def discard(self, keys: tuple[int, ...]) -> None:
@@ -112,6 +118,10 @@ def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[An
         jax.jit(partial(stage_out, **options)),
         jax.jit(partial(stage_in, **options), **changes),
     )
+
+
+def _split(slots: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    return np.split(slots, np.cumsum(counts)[:-1])
 
 
 def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:

@@ -20,7 +20,7 @@ from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.step import CopyBlocks, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.watch import StepWatch, Watched
 
 
@@ -159,12 +159,12 @@ class Serving:
             case Widen():
                 for layout, packed in widening(executor.buckets, move):
                     executor.widen(layout, packed)
-            case CopyBlocks(pairs, _):
-                executor.copy_blocks(pairs)
-            case Save(key, slots):
-                executor.save(key, slots)
-            case Load(key, slots):
-                executor.load(key, slots)
+            case CopySlots(places):
+                executor.copy_slots(places)
+            case Save(keys, counts, slots):
+                executor.save(keys, counts, slots)
+            case Load(keys, counts, slots):
+                executor.load(keys, counts, slots)
             case Discard(keys):
                 executor.discard(keys)
 

@@ -137,8 +137,8 @@ class StepTimer:
 
     def _swap(self, slots: np.ndarray) -> None:
         key = next(_KEYS)
-        self._executor.save(key, slots)
-        self._executor.load(key, slots)
+        self._executor.save((key,), (len(slots),), slots)
+        self._executor.load((key,), (len(slots),), slots)
         self._executor.discard((key,))
 
     def _admit(self, slots: int) -> None:

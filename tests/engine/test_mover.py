@@ -51,9 +51,9 @@ def test_what_was_saved_comes_back_elsewhere(mover: Mover, count: int) -> None:
     pool = filled()
     source, target = places(0, count), places(1600, count)
     expected = contents(pool, source)
-    mover.save(pool, 1, source)
+    mover.save(pool, (1,), (count,), source)
     assert staged() <= ON_THE_WAY
-    pool = mover.load(pool, 1, target)
+    pool = mover.load(pool, (1,), (count,), target)
     np.testing.assert_array_equal(contents(pool, target), expected)
     mover.discard((1,))
     jax.block_until_ready(pool)
@@ -63,7 +63,7 @@ def test_what_was_saved_comes_back_elsewhere(mover: Mover, count: int) -> None:
 def test_many_small_saves_take_no_more_than_what_was_saved(mover: Mover) -> None:
     pool, keys = filled(), range(40)
     for key in keys:
-        mover.save(pool, key, places(7 * key, 3))
+        mover.save(pool, (key,), (3,), places(7 * key, 3))
         assert staged() <= ON_THE_WAY
     pool.block_until_ready()
     on_host = [
@@ -74,14 +74,14 @@ def test_many_small_saves_take_no_more_than_what_was_saved(mover: Mover) -> None
         assert piece.shape == (3, *STAGED[1:]) and piece.base is None
     expected = [contents(pool, places(7 * key, 3)) for key in keys]
     for key in keys:
-        pool = mover.load(pool, key, places(1600, 3))
+        pool = mover.load(pool, (key,), (3,), places(1600, 3))
         np.testing.assert_array_equal(contents(pool, places(1600, 3)), expected[key])
 
 
 def test_what_is_discarded_on_its_way_is_forgotten(mover: Mover) -> None:
     pool = filled()
     for key in range(3 * ON_THE_WAY):
-        mover.save(pool, key, places(0, PIECE + 1))
+        mover.save(pool, (key,), (PIECE + 1,), places(0, PIECE + 1))
         mover.discard((key,))
-    mover.save(pool, 100, places(0, 1))
+    mover.save(pool, (100,), (1,), places(0, 1))
     assert list(mover._saved) == [100] and staged() <= ON_THE_WAY

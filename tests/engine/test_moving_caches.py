@@ -64,7 +64,9 @@ def test_text_survives_being_swapped_out(
     with engine(shapes["opt"], **HOST, **fields, engine__overlap=overlap) as running:
         load, loaded = running.executor.load, list[int]()
         monkeypatch.setattr(
-            running.executor, "load", lambda key, slots: (loaded.append(key), load(key, slots))
+            running.executor,
+            "load",
+            lambda keys, *where: (loaded.extend(keys), load(keys, *where)),
         )
         assert generate(running, prompts(), **SAMPLING) == alone("opt")
         assert running._scheduler.host.num_used == 0

@@ -67,7 +67,8 @@ def run(
         if isinstance(op, Restore):
             for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
                 segment = made.host.find(row, first)
-                computed[rows == row] = 0 if segment is None else segment.end
+                end = 0 if segment is None else segment.end
+                computed[rows == row] = np.maximum(computed[rows == row], end)
     kind = [(kinds or {}).get(row, int(made.pool.kind[row])) for row in rows.tolist()]
     sides = [(directions or {}).get(row, 0) for row in rows.tolist()]
     made.policy.next = BatchPlan(  # type: ignore[attr-defined]

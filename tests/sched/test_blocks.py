@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.sched.blocks import NOBODY, BlockPool
+from jaxserve.sched.block_ends import NOBODY
+from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.free_blocks import OutOfBlocks
 from jaxserve.sched.kinds import CacheKind, Direction
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.sched.blocks import NOBODY
+from jaxserve.sched.block_ends import NOBODY
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -110,7 +110,7 @@ def test_every_block_that_is_written_to_has_to_be_a_copy() -> None:
 def test_a_checkpoint_does_not_come_back_into_shared_blocks() -> None:
     made = scheduler()
     run(made, {0: 10, 1: 10})
-    run(made, {}, Checkpoint(array(1), array(2), array(10)), Preempt(array(1), array(3)))
+    run(made, {}, Checkpoint(array(1), array(2), array(10)), Preempt(array(1), array(2)))
     made.pool.share(1, 2, 1)
     restore = Restore(array(1), array(2))
     refused(made, {}, restore, match="restored into blocks that are shared")
@@ -158,7 +158,8 @@ def test_a_start_joins_twice() -> None:
     made = scheduler(blocks=12)
     run(made, {0: 10, 1: 10}, directions={0: RIGHT, 1: RIGHT})
     ends = last_pair(made, 0), last_pair(made, 1)
-    run(made, {2: 7}, *(Join(2, blocks) for blocks in ends))
+    room = Checkpoint(array(0, 1), array(8, 9), array(10, 10))
+    run(made, {2: 7}, *(Join(2, blocks) for blocks in ends), room)
     assert made.pool.held[2] == 2 and made.pool.num_free == 0
 
 
@@ -170,7 +171,7 @@ def test_host_memory_that_a_restore_leaves_holds_the_next_checkpoint() -> None:
     refused(made, {}, save, restore, match="host memory holds")
     step = run(made, {}, restore, save)
     assert [type(move) for move in step.moves] == [Load, Discard, Save]
-    run(made, {}, Preempt(array(1), array(2)))
+    run(made, {}, Preempt(array(1), array(4)))
     step = run(made, {}, Restore(array(1), array(0)), Checkpoint(array(1), array(0), array(4)))
     assert [type(move) for move in step.moves] == [Load, Discard, Save]
 

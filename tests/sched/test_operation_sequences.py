@@ -3,6 +3,7 @@ says it is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from jaxserve.sched.plan import (
     ToKV,
 )
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.step import CopyBlocks, Discard, Load, Save, Widen
+from jaxserve.sched.sharing import comeback, left_filled, spilled
+from jaxserve.sched.step import CopySlots, Discard, Load, Save, Step, Widen
 from jaxserve.sched.table import RUNNING, WAITING
-from tests.sched.operations import BLOCK, HIDDEN, KV, array, run, scheduler
+from tests.sched.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 ROWS = 4
 rows = st.integers(0, ROWS - 1)
@@ -38,7 +40,7 @@ class Operations(RuleBasedStateMachine):
         self.made = scheduler(blocks=blocks, host_slots=host)
         self.device: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (row, token)
         self.host: dict[int, list[tuple[int, int]]] = {}
-        self.spoiled: set[int] = set()  # whom another owner of a block has written over
+        self.readers: set[int] = set()  # of others' prefixes, whose tokens are told apart here
         self.numbers = [0, 1, 2, 3]
         for row in range(running):
             kind, side = (HIDDEN if row == 1 else KV), Direction(int(row < 2))
@@ -53,28 +55,32 @@ class Operations(RuleBasedStateMachine):
             after = made.table.computed, made.pool.num_free, made.host.num_used
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
             return
+        self.carry_out(step)
+
+    def carry_out(self, step: Step) -> None:
+        made = self.made
         for move in step.moves:
             if isinstance(move, Save):
-                self.host[move.key] = [self.device[tuple(s)] for s in move.slots.tolist()]
+                for key, slots in self.by_key(move):
+                    self.host[key] = [self.device[tuple(s)] for s in slots]
             elif isinstance(move, Load):
-                for place, what in zip(move.slots.tolist(), self.host[move.key], strict=True):
-                    self.put(tuple(place), what)
+                for key, slots in self.by_key(move):
+                    for place, what in zip(slots, self.host[key], strict=True):
+                        self.device[tuple(place)] = what
             elif isinstance(move, Discard):
                 for key in move.keys:
                     del self.host[key]
             elif isinstance(move, Widen):
                 self.widen(move)
-            elif isinstance(move, CopyBlocks):
-                for source, target in move.pairs.tolist():
-                    for slot in range(BLOCK):
-                        if (source, slot) in self.device:
-                            self.device[target, slot] = self.device[source, slot]
+            elif isinstance(move, CopySlots):
+                for block, slot, to, there in move.places.tolist():
+                    self.device[to, there] = self.device[block, slot]
         for row, first, end in zip(
             step.rows.tolist(), step.start.tolist(), step.end.tolist(), strict=True
         ):
             self.write(row, first, end)
         for row in made.release_finished(step).tolist():
-            self.spoiled.discard(int(made.table.seq[row]))
+            self.readers.discard(int(made.table.seq[row]))
             made.finish(row)
             number = max(self.numbers) + 1
             fresh = made.add(Request(str(number), (1,) * 10, SamplingParams(max_tokens=9)))
@@ -88,7 +94,7 @@ class Operations(RuleBasedStateMachine):
             for token in range(cached):
                 slot = token % BLOCK if side == Direction.LEFT else BLOCK - 1 - token % BLOCK
                 for block in table[:, token // BLOCK].tolist():
-                    self.put((block, slot), (int(self.made.table.seq[row]), token))
+                    self.device[block, slot] = (int(self.made.table.seq[row]), token)
 
     def write(self, row: int, first: int, end: int) -> None:
         places = self.made.pool.slots_of(row, first, end).tolist()
@@ -96,16 +102,12 @@ class Operations(RuleBasedStateMachine):
         seq = int(self.made.table.seq[row])
         what = [(seq, token) for _ in range(planes) for token in range(first, end)]
         for place, one in zip(places, what, strict=True):
-            self.put(tuple(place), one)
+            self.device[tuple(place)] = one
 
-    def put(self, place: tuple[int, int], what: tuple[int, int]) -> None:
-        """Two owners may write over each other's tokens: that is the policy's business."""
-        table, pool = self.made.table, self.made.pool
-        for row in table.in_state(RUNNING).tolist() if pool.shares else ():
-            mine = pool.slots_of(row, 0, int(table.computed[row])).tolist()
-            if table.seq[row] != what[0] and list(place) in mine:
-                self.spoiled.add(int(table.seq[row]))
-        self.device[place] = what
+    @staticmethod
+    def by_key(move: Save | Load) -> Iterator[tuple[int, list[list[int]]]]:
+        slots = np.split(move.slots, np.cumsum(move.counts)[:-1])
+        return zip(move.keys, (part.tolist() for part in slots), strict=True)
 
     @rule(row=rows, tokens=st.integers(1, 10), kind=st.sampled_from(CacheKind),
           side=st.sampled_from(Direction))  # fmt: skip
@@ -134,25 +136,80 @@ class Operations(RuleBasedStateMachine):
             ops.append(Preempt(array(row), array(first)))
         self.book({}, *ops)
 
+    @rule(row=rows, index=st.integers(0, 3), count=st.integers(1, 4), drop=st.booleans())
+    def checkpoint_the_end_of_a_block(self, row: int, index: int, count: int, drop: bool) -> None:
+        pool = self.made.pool
+        there = min(int(self.made.table.computed[row]) - index * BLOCK, int(pool.cap[row, index]))
+        end = index * BLOCK + there
+        if there >= count:
+            ops: list[Operation] = [Checkpoint(array(row), array(end - count), array(end))]
+            if drop:
+                ops.append(Preempt(array(row), array(0)))
+            self.book({}, *ops)
+
     @rule(row=rows, which=st.integers(0, 3))
     def restore(self, row: int, which: int) -> None:
         segments = self.made.host.segments(row)
         if segments:
             self.book({}, Restore(array(row), array(segments[which % len(segments)].first)))
 
-    @rule(row=rows, other=rows, tokens=st.integers(1, 4))
-    def join(self, row: int, other: int, tokens: int) -> None:
-        """A row that waits starts in the free ends of another's last blocks."""
+    @rule(row=rows, other=rows, index=st.integers(0, 3), tokens=st.integers(1, 4),
+          save=st.booleans())  # fmt: skip
+    def join(self, row: int, other: int, index: int, tokens: int, save: bool) -> None:
+        """A row that waits starts in the free ends of another's blocks; what it writes over goes to
+        the host, or the plan is refused."""
         pool, table = self.made.pool, self.made.table
-        if row == other or table.state[row] != WAITING or not pool.held[other]:
+        if row == other or table.state[row] != WAITING or index >= pool.held[other]:
             return
         side = 1 - int(pool.direction[other])
-        ends = pool.blocks_of(other)[:, -1:].T.copy()
-        # The policy's part: the slots that it takes are not in use.
-        used = int(table.computed[other]) - (int(pool.held[other]) - 1) * BLOCK
-        if 0 <= used <= BLOCK - tokens and (pool.refs[ends] == 1).all():
-            kind = int(pool.kind[other])
-            self.book({row: tokens}, Join(row, ends), kinds={row: kind}, directions={row: side})
+        ends = pool.blocks_of(other)[:, index : index + 1].T.copy()
+        kind = int(pool.kind[other])
+        operations: list[Operation] = [Join(row, ends)]
+        if save and side == LEFT:
+            filled = np.full(ends.size, tokens)
+            operations.append(Checkpoint(*spilled(self.made.view, ends.ravel(), filled)))
+        self.book({row: tokens}, *operations, kinds={row: kind}, directions={row: side})
+
+    @rule(row=rows, tokens=st.integers(1, 4))
+    def write_over(self, row: int, tokens: int) -> None:
+        """A row goes on in blocks that somebody fills from the right; its tokens leave."""
+        pool, table = self.made.pool, self.made.table
+        if table.state[row] != RUNNING or pool.direction[row] != LEFT:
+            return
+        end = int(table.computed[row]) + tokens
+        index = np.arange(min(-(-end // BLOCK), int(pool.held[row])))
+        ids = pool.blocks_of(row)[:, index]
+        filled = np.broadcast_to(np.clip(end - index * BLOCK, 0, BLOCK), ids.shape)
+        lost = spilled(self.made.view, ids.ravel(), filled.ravel())
+        self.book({row: tokens}, *([Checkpoint(*lost)] if len(lost[0]) else []))
+
+    @rule(row=rows, tokens=st.integers(1, 3))
+    def come_back(self, row: int, tokens: int) -> None:
+        """All that makes a row's cache whole again, as `comeback` says: never refused, but for lack
+        of blocks or of a place among the rows."""
+        made = self.made
+        if not made.host.tokens[row] or made.table.state[row] not in (WAITING, RUNNING):
+            return
+        if made.table.state[row] == RUNNING and made.pool.direction[row] != RIGHT:
+            return
+        back = comeback(made.view, row, left_filled(made.view))
+        readers = made.table.seq[row] in self.readers
+        if back.blocks > made.pool.num_free or not len(back.first) or readers:
+            return
+        running = made.table.in_state(RUNNING)
+        if made.table.state[row] == WAITING and len(running) == made.view.limits.max_rows:
+            return
+        ones = np.full_like
+        operations = [Copy(ones(back.copy, row), back.copy)] if len(back.copy) else []
+        free = made.pool.num_free
+        restore = Restore(ones(back.first, row), back.first)
+        step = run(made, {}, *operations, restore)
+        self.carry_out(step)
+        assert free - made.pool.num_free == back.blocks
+        assert made.table.computed[row] == back.computed
+        features = step.features()
+        assert (features.copied_slots, features.swapped_slots) == (back.copied, back.loaded)
+        self.book({row: tokens})
 
     @rule(row=rows)
     def to_kv(self, row: int) -> None:
@@ -166,12 +223,14 @@ class Operations(RuleBasedStateMachine):
         ids = pool.blocks_of(source)
         if table.state[row] != WAITING or table.computed[source] < blocks * BLOCK:
             return
+        if (pool.cap[source, :blocks] < BLOCK).any():
+            return
         if (pool.owners[ids[:, :blocks], 1 - pool.direction[source]] != -1).any():
             return
         pool.share(source, row, blocks)
         table.computed[row] = blocks * BLOCK
         table.move(array(row), RUNNING)
-        self.spoiled.add(int(table.seq[row]))
+        self.readers.add(int(table.seq[row]))
 
     @rule(data=st.data(), count=st.integers(2, 4))
     def several(self, data: st.DataObject, count: int) -> None:
@@ -227,13 +286,15 @@ class Operations(RuleBasedStateMachine):
         made.host.check()
         for row in made.table.in_state(RUNNING).tolist():
             end = int(made.table.computed[row])
-            planes = len(made.pool.blocks_of(row))
-            places = made.pool.slots_of(row, 0, end).tolist()
+            places = made.pool.slots_of(row, 0, end).reshape(-1, end, 2)
             seq = int(made.table.seq[row])
-            expected = [(seq, token) for _ in range(planes) for token in range(end)]
-            found = [self.device.get((block, slot)) for block, slot in places]
-            if seq not in self.spoiled:
-                assert found == expected
+            away = {t for s in made.host.segments(row) for t in range(s.first, s.end)}
+            for token in set(range(end)) - away if seq not in self.readers else ():
+                for block, slot in places[:, token].tolist():
+                    assert self.device.get((block, slot)) == (seq, token)
+            for segment in made.host.segments(row):
+                kept = [(seq, token) for token in range(segment.first, segment.end)]
+                assert self.host[segment.key] == kept * (segment.slots // len(kept))
 
 
 TestOperations = Operations.TestCase

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxserve.sched.block_ends import NOBODY
 from jaxserve.sched.kinds import CacheKind, Direction
 from jaxserve.sched.plan import (
     Checkpoint,
@@ -17,9 +18,9 @@ from jaxserve.sched.plan import (
     ToKV,
 )
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.step import CopyBlocks, Discard, Load, Save, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Save, Widen
 from jaxserve.sched.table import RUNNING, WAITING
-from tests.sched.operations import BLOCK, HIDDEN, KV, RIGHT, array, run, scheduler
+from tests.sched.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 
 def test_tokens_are_counted_by_why_they_are_computed() -> None:
@@ -83,11 +84,13 @@ def test_copies_leave_the_old_block_to_those_who_share_it() -> None:
         run(made, {1: 1}, Preempt(array(1), array(2)))
     step = run(made, {1: 1}, Preempt(array(1), array(2)), Copy(array(1), array(0)))
     (move,) = step.moves
-    assert isinstance(move, CopyBlocks)
-    assert move.pairs[:, 0].tolist() == old.tolist()
-    assert made.pool.blocks_of(1)[:, 0].tolist() == move.pairs[:, 1].tolist()
+    assert isinstance(move, CopySlots)
+    new = made.pool.blocks_of(1)[:, 0].tolist()
     assert made.pool.blocks_of(0)[:, 0].tolist() == old.tolist()
-    assert step.features().copied_slots == 2 * BLOCK
+    slots = range(2)  # two tokens are left in it, of K and of V
+    pairs = zip(old.tolist(), new, strict=True)
+    assert move.places.tolist() == [[b, s, to, s] for b, to in pairs for s in slots]
+    assert step.features().copied_slots == 4
 
 
 @pytest.mark.parametrize("kind", list(CacheKind))
@@ -95,21 +98,102 @@ def test_copies_leave_the_old_block_to_those_who_share_it() -> None:
 def test_a_checkpoint_comes_back_where_it_is_wanted(kind: CacheKind, side: Direction) -> None:
     made = scheduler()
     run(made, {0: 10}, kinds={0: kind}, directions={0: side})
-    before = made.pool.slots_of(0, 3, 9)
+    before = made.pool.slots_of(0, 3, 10)
     planes = len(made.pool.blocks_of(0))
-    step = run(made, {}, Checkpoint(array(0), array(3), array(9)))
+    step = run(made, {}, Checkpoint(array(0), array(3), array(10)))
     (save,) = step.moves
     assert isinstance(save, Save) and save.slots.tolist() == before.tolist()
-    assert made.host.num_used == 6 * planes
-    assert step.features().swapped_slots == 6 * planes
-    step = run(made, {1: 3}, Preempt.whole(array(0)))
-    step = run(made, {0: 3}, kinds={0: kind}, directions={0: side})
-    step = run(made, {0: 2}, Restore(array(0), array(3)))
+    assert save.counts == (7 * planes,)
+    assert made.host.num_used == 7 * planes and made.host.tokens[0] == 7
+    assert step.features().swapped_slots == 7 * planes
+    step = run(made, {1: 3}, Preempt(array(0), array(3)))
+    step = run(made, {0: 1}, Restore(array(0), array(3)))
     load, discard = step.moves
-    assert isinstance(load, Load) and load.key == save.key
-    assert load.slots.tolist() == made.pool.slots_of(0, 3, 9).tolist()
-    assert discard == Discard((save.key,)) and made.host.num_used == 0
-    assert step.start.tolist() == [9] and step.end.tolist() == [11]
+    assert isinstance(load, Load) and load.keys == save.keys
+    assert load.slots.tolist() == made.pool.slots_of(0, 3, 10).tolist()
+    assert discard == Discard(save.keys) and made.host.num_used == 0
+    assert step.start.tolist() == [10] and step.end.tolist() == [11]
+
+
+@pytest.mark.parametrize("kind", list(CacheKind))
+def test_what_another_owner_needs_comes_back_when_that_is_gone(kind: CacheKind) -> None:
+    made = scheduler()
+    run(made, {0: 10}, kinds={0: kind}, directions={0: RIGHT})
+    free, ends = made.pool.num_free, made.pool.blocks_of(0)[:, 1:2].T.copy()
+    mine, rows = {1: kind}, array(0)
+    refused = pytest.raises(InvalidPlan, match="has nowhere else")
+    with refused:
+        run(made, {1: 1}, Join(1, ends), kinds=mine)
+    step = run(made, {1: 1}, Join(1, ends), Checkpoint(rows, array(7), array(8)), kinds=mine)
+    assert made.pool.num_free == free and made.host.tokens[0] == 1
+    (save,) = step.moves
+    taken = made.pool.slots_of(1, 0, 1)  # what it writes to is what was saved
+    assert isinstance(save, Save) and save.slots.tolist() == taken.tolist()
+    with pytest.raises(InvalidPlan, match="some is on the host"):
+        run(made, {0: 1})
+    with refused:
+        run(made, {1: 2})
+    run(made, {1: 2}, Checkpoint(rows, array(5), array(7)))
+    assert made.pool.filled(ends[0], RIGHT, made.table.computed).tolist() == [1] * ends.size
+    assert made.pool.filled(ends[0], LEFT, made.table.computed).tolist() == [3] * ends.size
+    with refused:
+        run(made, {0: 1}, Restore(array(0, 0), array(5, 7)))
+    made.finish(1)
+    with pytest.raises(InvalidPlan, match="not restored in order"):
+        run(made, {}, Restore(array(0), array(7)))
+    step = run(made, {0: 1}, Restore(array(0, 0), array(5, 7)))
+    assert step.start.tolist() == [10] and not made.pool.shares
+    assert made.host.num_used == 0 and made.pool.num_free == free
+
+
+@pytest.mark.parametrize("kind", list(CacheKind))
+def test_what_another_owner_keeps_comes_back_elsewhere(kind: CacheKind) -> None:
+    made = scheduler()
+    run(made, {0: 10}, kinds={0: kind}, directions={0: RIGHT})
+    ends = made.pool.blocks_of(0)[:, 1:2].T.copy()
+    planes = ends.size
+    checkpoint = Checkpoint(array(0), array(5), array(8))
+    run(made, {1: 3}, Join(1, ends), checkpoint, kinds={1: kind})
+    free, one = made.pool.num_free, made.pool.slots_of(0, 4, 5)
+    back = Copy(array(0), array(1)), Restore(array(0), array(5))
+    step = run(made, {0: 1}, *back)
+    copy, load, _ = step.moves
+    assert isinstance(copy, CopySlots) and isinstance(load, Load)
+    assert copy.places[:, :2].tolist() == one.tolist()
+    assert copy.places[:, 2:].tolist() == made.pool.slots_of(0, 4, 5).tolist()
+    assert load.slots.tolist() == made.pool.slots_of(0, 5, 8).tolist()
+    assert made.pool.num_free == free - planes and not made.pool.shares
+    assert (made.pool.owners[ends] == [1, NOBODY]).all()
+    run(made, {1: 7}, kinds={1: kind})
+
+
+def test_who_writes_on_behind_its_hole_copies_the_block_first() -> None:
+    made = scheduler()
+    run(made, {0: 10}, directions={0: RIGHT})
+    ends = made.pool.blocks_of(0)[:, 2:].T.copy()
+    run(made, {1: 2}, Join(1, ends))
+    with pytest.raises(InvalidPlan, match="has nowhere else"):
+        run(made, {0: 1})
+    run(made, {0: 1}, Copy(array(0), array(2)))
+    assert not made.pool.shares
+
+
+def test_preempting_forgets_what_does_not_go_on_there() -> None:
+    made = scheduler()
+    run(made, {0: 10}, directions={0: RIGHT})
+    rows = array(0, 0, 0)
+    run(made, {}, Checkpoint(rows, array(3, 6, 8), array(4, 8, 10)))
+    with pytest.raises(InvalidPlan, match="in two"):
+        run(made, {}, Preempt(array(0), array(7)))
+    run(made, {}, Preempt(array(0), array(6)))
+    assert [s.first for s in made.host.segments(0)] == [3, 6, 8]
+    run(made, {}, Restore(array(0), array(6)))
+    assert made.table.computed[0] == 8 and made.host.tokens[0] == 3
+    run(made, {}, Preempt(array(0), array(3)))
+    assert [s.first for s in made.host.segments(0)] == [3]
+    run(made, {0: 2})
+    assert made.host.num_used == 0, "what is computed again is not kept"
+    run(made, {0: 2})
 
 
 def test_a_request_that_waits_runs_again_with_its_checkpoint_alone() -> None:
@@ -129,7 +213,7 @@ def test_host_memory_of_a_request_that_ends_is_free() -> None:
     assert isinstance(save, Save)
     made.finish(0)
     assert made.host.num_used == 0
-    assert run(made, {1: 1}).moves == (Discard((save.key,)),)
+    assert run(made, {1: 1}).moves == (Discard(save.keys),)
 
 
 def test_a_start_may_take_the_other_end_of_blocks() -> None:
@@ -137,9 +221,10 @@ def test_a_start_may_take_the_other_end_of_blocks() -> None:
     run(made, {0: 10}, directions={0: RIGHT})
     free = made.pool.num_free
     ends = made.pool.blocks_of(0)[:, 1:].T.copy()  # its last two pairs
-    step = run(made, {1: 7}, Join(1, ends))
+    step = run(made, {1: 2}, Join(1, ends[::-1]))
     assert made.pool.num_free == free and step.moves == ()
-    assert made.pool.blocks_of(1).T.tolist() == ends.tolist()
+    assert made.pool.num_shared == 4 and made.pool.num_used == 6
+    assert made.pool.blocks_of(1).T.tolist() == ends[::-1].tolist()
     assert made.pool.owners[ends.ravel()].tolist() == [[1, 0]] * 4
     assert made.pool.returned_by(array(0, 1)).tolist() == [2, 4]
     run(made, {}, Preempt.whole(array(0)))
@@ -164,6 +249,7 @@ def prepared() -> Scheduler:
 
 
 HERS = array(6)  # a block that row 1 fills from the right
+ENDS = Checkpoint(array(1, 1), array(3, 7), array(4, 8))  # the last slot of it, and of the next
 
 
 @pytest.mark.parametrize(
@@ -183,19 +269,24 @@ HERS = array(6)  # a block that row 1 fills from the right
         ({}, [Checkpoint(array(0), array(0), array(11))], "not cached"),
         ({}, [Checkpoint(array(0), array(3), array(3))], "not cached"),
         ({}, [Checkpoint(array(0), array(7), array(9))], "on the host already"),
-        ({}, [Checkpoint(array(1, 1), array(0, 1), array(2, 3))], "on the host already"),
+        ({}, [Checkpoint(array(1, 1), array(2, 1), array(4, 3))], "on the host already"),
+        ({}, [Checkpoint(array(1), array(0), array(3))], "not the last in their block"),
+        ({0: 1}, [], "some is on the host"),
         ({}, [Checkpoint(array(0, 1), array(8, 0), array(10, 10))], None),
         ({}, [Checkpoint(array(0, 0, 1), array(0, 8, 0), array(4, 10, 10))], "host memory holds"),
-        ({}, [Restore(array(0), array(4))], "does not go on where the cache ends"),
+        ({}, [Restore(array(0), array(4))], None),
         ({}, [Restore(array(1), array(0))], "nothing is on the host"),
-        ({}, [Preempt(array(0), array(3)), Restore(array(0), array(4))], "does not go on where"),
-        ({}, [Preempt(array(0), array(5)), Restore(array(0), array(4))], None),
-        ({}, [Preempt.whole(array(0)), Restore(array(0), array(4))], "does not go on where"),
+        ({}, [Preempt(array(0), array(3)), Restore(array(0), array(4))], "nothing is on the host"),
+        ({}, [Preempt(array(0), array(5))], "in two"),
+        ({}, [Preempt(array(0), array(4)), Restore(array(0), array(4))], None),
+        ({}, [Preempt.whole(array(0)), Restore(array(0), array(4))], "nothing is on the host"),
         ({}, [Join(2, HERS[None])], "neither runs nor starts"),
         ({2: 1}, [Join(2, HERS[None])], "takes 2 blocks at a time"),
         ({2: 1}, [Join(2, array(6, 0)[None])], "no free end"),
         ({2: 1}, [Join(2, array(6, 6)[None])], "different blocks"),
-        ({2: 1}, [Join(2, array(6, 7)[None])], None),
+        ({2: 1}, [Join(2, array(6, 7)[None])], "has nowhere else"),
+        ({2: 1}, [Join(2, array(6, 7)[None]), ENDS], None),
+        ({2: 2}, [Join(2, array(6, 7)[None]), ENDS], "has nowhere else"),
         ({2: 1, 3: 1}, [Join(2, array(6, 7)[None]), Join(3, array(7, 8)[None])], "no free end"),
         ({2: 1}, [Preempt.whole(array(1)), Join(2, array(6, 7)[None])], "no free end"),
         ({}, [ToKV(array(1))], "not planned as KV"),

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.sched.cost_model import BatchFeatures, Padding
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.step import CopyBlocks, Save, Step
+from jaxserve.sched.step import CopySlots, Save, Step
 from jaxserve.sched.watch import StepWatch
 from tests.cost_models import FLAT
 
@@ -74,12 +74,12 @@ def test_it_is_predicted_as_it_is_padded_when_it_is_launched() -> None:
 
 
 def test_operations_without_a_batch_count_among_those_of_the_next_one() -> None:
-    pairs, slots = np.zeros((2, 2), np.int32), np.zeros((7, 2), np.int32)
-    nothing = dataclasses.replace(step(0), moves=(CopyBlocks(pairs, 4),))
+    places, slots = np.zeros((8, 4), np.int32), np.zeros((7, 2), np.int32)
+    nothing = dataclasses.replace(step(0), moves=(CopySlots(places),))
     watch = StepWatch(Heard(), PADDING)
     watch.moved(nothing)
     watch.moved(nothing)
-    first = watch.launched(dataclasses.replace(step(1), moves=(Save(0, slots),)), 0.0)
+    first = watch.launched(dataclasses.replace(step(1), moves=(Save((0, 1), (4, 3), slots),)), 0.0)
     assert (first.features.copied_slots, first.features.swapped_slots) == (16, 7)
     assert watch.launched(step(1), 0.0).features == step(1).features(PADDING)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,13 @@ class Device:
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         pass  # what moves cost is among the step's features
 
-    def copy_blocks(self, pairs: np.ndarray) -> None:
+    def copy_slots(self, places: np.ndarray) -> None:
         pass
 
-    def save(self, key: int, slots: np.ndarray) -> None:
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
         pass
 
-    def load(self, key: int, slots: np.ndarray) -> None:
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
         pass
 
     def discard(self, keys: tuple[int, ...]) -> None:
