@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import NOBODY, blocks_a_plane
+from jaxserve.sched.block_sizes import blocks_a_plane
+from jaxserve.sched.blocks import NOBODY
 from jaxserve.sched.host import Segment
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, CacheKind, Direction
 from jaxserve.sched.plan import (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from jaxserve.sched.blocks import slots_for
+import numpy as np
+
+from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.kinds import CacheKind, Direction
 
 
@@ -26,12 +28,14 @@ class Segment:
 
 
 class HostMemory:
-    """Segments by row of the request table. capacity: slots, of one plane each."""
+    """Segments by row of the request table. capacity: slots, of one plane each. rows: how many
+    there are."""
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, rows: int = 0) -> None:
         self.capacity = capacity
         self.num_used = 0
         self._segments: dict[int, list[Segment]] = {}
+        self._tokens = np.zeros(rows, np.int64)  # of each row
         self._next_key = 0
         self._dropped: list[int] = []
 
@@ -39,6 +43,16 @@ class HostMemory:
     def num_free(self) -> int:
         """Slots in no use."""
         return self.capacity - self.num_used
+
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        more = rows - len(self._tokens)
+        if more > 0:
+            self._tokens = np.append(self._tokens, np.zeros(more, np.int64))
+
+    def tokens_of(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens of each row that are here, int64 [n]."""
+        return np.asarray(self._tokens[rows])
 
     def segments(self, row: int) -> tuple[Segment, ...]:
         """The row's, by first token; they do not overlap."""
@@ -61,6 +75,7 @@ class HostMemory:
             raise ValueError(f"{segment.slots} host slots wanted, {self.num_free} free")
         self._next_key += 1
         self.num_used += segment.slots
+        self._tokens[row] += end - first
         mine = self._segments.setdefault(row, [])
         mine.append(segment)
         mine.sort(key=lambda s: s.first)
@@ -69,14 +84,14 @@ class HostMemory:
     def remove(self, row: int, segment: Segment) -> None:
         """It is no longer needed."""
         self._segments[row].remove(segment)
+        self._tokens[row] -= segment.end - segment.first
         self.num_used -= segment.slots
         self._dropped.append(segment.key)
 
     def release(self, row: int) -> None:
         """All of the row's are no longer needed."""
-        for segment in self._segments.pop(row, ()):
-            self.num_used -= segment.slots
-            self._dropped.append(segment.key)
+        for segment in tuple(self._segments.get(row, ())):
+            self.remove(row, segment)
 
     def take_dropped(self) -> tuple[int, ...]:
         """Keys whose contents may be forgotten, since this was last asked."""
@@ -89,6 +104,7 @@ class HostMemory:
         assert self.num_used == sum(s.slots for _, s in every), "host slots are miscounted"
         assert 0 <= self.num_used <= self.capacity, "more on the host than fits"
         assert len({s.key for _, s in every}) == len(every), "two segments have one key"
-        for mine in self._segments.values():
+        for row, mine in self._segments.items():
+            assert self._tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
             for before, after in itertools.pairwise(mine):
                 assert before.end <= after.first, "segments overlap"
