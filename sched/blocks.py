@@ -4,7 +4,7 @@ A block holds K, or V, or hidden vectors of up to `block_size` tokens for all la
 section 4.3). It may have two owners, one filling it from the left and one from the right (BROS
 section 5), or many readers when it is a full, shared prefix block.
 
-Nobody else knows how many blocks a token takes: everybody asks here.
+Nobody else knows how many blocks a token takes: everybody asks here, or `block_sizes.py`.
 """
 
 from __future__ import annotations
@@ -14,30 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.block_ends import NOBODY, BlockEnds
+from jaxserve.sched.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
-
-# A cache of a kind is this many planes, sets of blocks with one entry a token: K and V, or hidden.
-_PLANES = np.array([2, 1])
-
-
-def blocks_a_plane(tokens: Any, block_size: int) -> Any:
-    """Blocks that so many tokens take in each plane of their cache; numbers or arrays."""
-    return -(-tokens // block_size)
-
-
-def blocks_for(tokens: Any, block_size: int, kind: Any = CacheKind.KV) -> Any:
-    """Blocks that a cache of so many tokens takes in all planes; numbers or arrays."""
-    return blocks_a_plane(tokens, block_size) * _PLANES[kind]
-
-
-def slots_for(tokens: Any, kind: Any = CacheKind.KV) -> Any:
-    """Slots, of one plane each, that so many cached tokens take; numbers or arrays."""
-    return tokens * _PLANES[kind]
-
-
-def tokens_in(num_blocks: int, block_size: int, kind: CacheKind = CacheKind.KV) -> int:
-    """Tokens that so many blocks hold in a cache of that kind."""
-    return num_blocks // int(_PLANES[kind]) * block_size
 
 
 class BlockPool(BlockEnds):
@@ -66,7 +44,7 @@ class BlockPool(BlockEnds):
     def as_tokens(self, blocks: Any) -> Any:
         """Tokens whose K and V so many blocks would hold, halves of a pair included; numbers or
         arrays: how much of the pool something takes, whatever its kind."""
-        return blocks * self.block_size // int(_PLANES[KV])
+        return blocks * self.block_size // int(PLANES[KV])
 
     def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
         """Blocks that a cache of so many tokens takes; numbers or arrays."""
@@ -74,7 +52,7 @@ class BlockPool(BlockEnds):
 
     def blocks_held(self, rows: np.ndarray) -> np.ndarray:
         """Blocks that each row holds in all planes, those it shares included, int64 [n]."""
-        return np.asarray(self.held[rows] * _PLANES[self.kind[rows]])
+        return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
 
     def room(self, rows: np.ndarray) -> np.ndarray:
         """Cache tokens for which each row has blocks, int64 [n]."""
@@ -82,7 +60,7 @@ class BlockPool(BlockEnds):
 
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
         """The row's block ids, int32 [planes, held]: of K and V, or of hidden vectors."""
-        return self.tables[row, : _PLANES[self.kind[row]], : self.held[row]]
+        return self.tables[row, : PLANES[self.kind[row]], : self.held[row]]
 
     def needed(
         self,
@@ -96,7 +74,7 @@ class BlockPool(BlockEnds):
         int64 [n]; a hidden cache that is to be KV takes a V block for each of its blocks besides.
         held, kind: by row, instead of the pool's own: what would be after some operations."""
         have = (self.held if held is None else held)[rows]
-        new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * _PLANES[kinds]
+        new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
         hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
         if np.count_nonzero(hidden):
             new += have * (hidden & (kinds == KV))
@@ -108,7 +86,7 @@ class BlockPool(BlockEnds):
         one that others hold with nobody. refs: holders by block, where it is no longer the pool's
         own that counts; lowered."""
         if not self.num_shared:
-            return np.asarray(self.held[rows] * _PLANES[self.kind[rows]])
+            return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
         found = np.zeros(len(rows), np.int64)
         refs = self.refs.copy() if refs is None else refs
         for i, row in enumerate(rows.tolist()):
@@ -143,10 +121,11 @@ class BlockPool(BlockEnds):
         old = len(self.held)
         if rows <= old:
             return
-        tables, holding = np.zeros((rows, 2, self.width), np.int32), np.flatnonzero(self.held)
+        tables = np.zeros((rows, *self.tables.shape[1:]), np.int32)
+        holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
-        more = np.full((rows - old, self.width), self.block_size, np.int16)
+        more = np.full((rows - old, self.cap.shape[1]), self.block_size, np.int16)
         self.cap = np.concatenate([self.cap, more])
         for name in ("held", "kind", "direction"):
             column = getattr(self, name)
@@ -154,9 +133,14 @@ class BlockPool(BlockEnds):
 
     def open(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
-        if self.held[row]:
-            raise ValueError(f"row {row} still holds blocks")
-        self.kind[row], self.direction[row] = kind, direction
+        self.open_all(np.array([row]), kind, direction)
+
+    def open_all(self, rows: np.ndarray, kinds: Any, directions: Any = LEFT) -> None:
+        """Starts an empty cache for each of the rows; one kind and direction for all, or arrays
+        [n]. ValueError if one of them has one."""
+        if np.count_nonzero(self.held[rows]):
+            raise ValueError(f"row {rows[self.held[rows] > 0][0]} still holds blocks")
+        self.kind[rows], self.direction[rows] = kinds, directions
 
     def grow(self, row: int, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises as `grow_all`."""
@@ -165,28 +149,32 @@ class BlockPool(BlockEnds):
     def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Makes room for tokens[i] tokens in all in each of the rows, which are different.
         OutOfBlocks, or ValueError if a row would be wider than a table."""
-        short = np.flatnonzero(tokens > self.held[rows] * self.block_size)
-        if not len(short):
+        have, want = self.held[rows], blocks_a_plane(tokens, self.block_size)
+        short = want > have
+        if not (count := np.count_nonzero(short)):
             return
-        rows, tokens = rows[short], tokens[short]
-        want = blocks_a_plane(tokens, self.block_size)
+        if count < len(rows):
+            rows, tokens, have, want = rows[short], tokens[short], have[short], want[short]
         if int(want.max()) > self.width:
             need = f"{tokens.max()} tokens need {want.max()} blocks, limit {self.width}"
             raise ValueError(f"row {rows[np.argmax(want)]}: {need}")
-        have, kinds = self.held[rows], self.kind[rows]
+        self._extend(rows, have, want)
+        self.held[rows] = want
+
+    def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
+        """Blocks for rows that have so many a plane, and get to have so many more. OutOfBlocks."""
+        kinds = self.kind[rows]
         if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
             two = np.repeat(rows, 2)  # one block of K and one of V each
             ids = self._take(two, self.direction[two], np.repeat(have, 2))
             self.tables[rows, 0, have], self.tables[rows, 1, have] = ids[::2], ids[1::2]
-            self.held[rows] = want
             return
-        counts = (want - have) * (planes := _PLANES[kinds])
+        counts = (want - have) * (planes := PLANES[kinds])
         owner = np.repeat(rows, counts)
         each = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         of = np.repeat(planes, counts)
         at = np.repeat(have, counts) + each // of
         self.tables[owner, each % of, at] = self._take(owner, self.direction[owner], at)
-        self.held[rows] = want
 
     def widen(self, rows: np.ndarray) -> None:
         """Makes KV caches of the hidden ones of these rows, which are different: their blocks
@@ -231,7 +219,7 @@ class BlockPool(BlockEnds):
         that side and holds so many, cannot take them: this end is taken, or the block is free or a
         shared prefix. owners: instead of the pool's own."""
         owners = self.owners if owners is None else owners
-        planes, blocks = int(_PLANES[kind]), np.asarray(blocks)
+        planes, blocks = int(PLANES[kind]), np.asarray(blocks)
         if blocks.ndim != 2 or blocks.shape[1] != planes:
             raise ValueError(f"row {row} takes {planes} blocks at a time, got {blocks.tolist()}")
         if len(np.unique(blocks)) != blocks.size:
@@ -322,10 +310,16 @@ class BlockPool(BlockEnds):
 
     def release(self, row: int) -> None:
         """Gives back all that the row holds; blocks that others still read or fill stay."""
-        self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
-        self.cap[row, : self.held[row]] = self.block_size
-        self.held[row] = 0
+        if held := self.held[row]:
+            self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
+            self.cap[row, :held] = self.block_size
+            self.held[row] = 0
         self.kind[row], self.direction[row] = KV, LEFT
+
+    def release_all(self, rows: np.ndarray) -> None:
+        """Each of the rows, one after the other, gives back all that it holds."""
+        for row in rows.tolist():
+            self.release(row)
 
     def check(self) -> None:
         """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""

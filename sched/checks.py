@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.block_ends import NOBODY
-from jaxserve.sched.blocks import blocks_a_plane
+from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.host import Segment
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, CacheKind, Direction
 from jaxserve.sched.plan import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.blocks import slots_for
+from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.kinds import CacheKind, Direction
 
 

@@ -105,15 +105,17 @@ class Policy(abc.ABC):
     one. hypothetical: whether it knows what nobody can, `View.oracle`; simulations run it, the live
     server refuses it. hybrid_cache: whether it ever plans hidden caches, where the view offers them
     (`View.rho`). moves_cache: whether it ever plans `Copy`, `Checkpoint` or `Restore`; what serves
-    the others need not be ready for either. steady: whether, while nobody waits, every request
-    decodes and memory lasts, it plans a token for each of them; the steps ahead are certain then,
-    and a simulation takes several at once.
+    the others need not be ready for either. counts_blocks: whether it asks how many blocks there
+    are, and how many a request has or takes, but never which; a simulation only counts them then.
+    steady: whether, while nobody waits, every request decodes and memory lasts, it plans a token
+    for each of them; the steps ahead are certain then, and a simulation takes several at once.
     """
 
     chunked: bool = True
     hypothetical: bool = False
     hybrid_cache: bool = False
     moves_cache: bool = False
+    counts_blocks: bool = False
     steady: bool = False
 
     @abc.abstractmethod

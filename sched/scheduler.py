@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import BlockPool, blocks_a_plane
+from jaxserve.sched.block_sizes import blocks_a_plane
+from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost_model import CostModel, Padding
-from jaxserve.sched.host import HostMemory
-from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.host import HostMemory, Segment
+from jaxserve.sched.kinds import LEFT, CacheKind, Direction
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.request import Request
@@ -52,9 +53,9 @@ class Scheduler:
         checked: bool = True,
     ) -> None:
         width = blocks_a_plane(max_model_len, block_size)
-        self.policy = policy
+        self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
-        self.pool = BlockPool(num_blocks, block_size, capacity, width)
+        self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.host = HostMemory(host_slots, capacity)
         self._lengths = Oracle(capacity)
         oracle = self._lengths if policy.hypothetical else None
@@ -70,12 +71,14 @@ class Scheduler:
             host=self.host,
             oracle=oracle,
         )
-        self.checked = checked
         self.preemptions = 0
         self._batch_order = 0
 
     def _make_table(self, capacity: int) -> RequestTable:
         return RequestTable(capacity)
+
+    def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
+        return BlockPool(num_blocks, block_size, capacity, width)
 
     def add(self, request: Request, output_len: int | None = None) -> int:
         """The row of a new, waiting request. output_len: tokens that it will write, if that is
@@ -143,8 +146,9 @@ class Scheduler:
         table = self.table
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
+            self.pool.release_all(done)
             for row in done.tolist():
-                self._release(row)
+                self.host.release(row)
             table.move(done, DRAINING)
         return done
 
@@ -158,26 +162,23 @@ class Scheduler:
         output is, by itself or at its limit, so that its length says how long outputs get; not if
         it was cancelled, ran out of time or failed."""
         table = self.table
-        self._release(row)
+        self.pool.release(row)
+        self.host.release(row)
         length = int(table.received[row])
         if complete and length:
             table.output_lengths.add(length, cut=length >= table.max_tokens[row])
         table.remove(row)
 
-    def _release(self, row: int) -> None:
-        self.pool.release(row)
-        self.host.release(row)
-
     def _start(self, plan: BatchPlan) -> None:
         """Opens a cache for those who have none."""
         table, rows = self.table, plan.rows
-        starts = np.flatnonzero(table.state[rows] == WAITING)
-        if not len(starts):
+        starts = table.state[rows] == WAITING
+        if not np.count_nonzero(starts):
             return
-        for i in starts.tolist():
-            side = Direction.LEFT if plan.directions is None else int(plan.directions[i])
-            self.pool.open(int(rows[i]), CacheKind(int(plan.kinds[i])), Direction(side))
-        table.move(rows[starts], RUNNING)
+        rows = rows[starts]
+        sides = LEFT if plan.directions is None else plan.directions[starts]
+        self.pool.open_all(rows, plan.kinds[starts], sides)
+        table.move(rows, RUNNING)
 
     # Operations: each returns what is to be done on the device.
 
@@ -195,19 +196,18 @@ class Scheduler:
     def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
         table, rows = self.table, op.rows
         table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
-        for row, keep in zip(rows.tolist(), op.keep.tolist(), strict=True):
-            if keep:
-                self.pool.truncate(row, keep)
-            else:
-                self.pool.release(row)
-            if self.host.tokens[row]:
-                self.host.keep_chain(row, keep)
+        whole = op.keep == 0
+        self.pool.release_all(rows[whole])
+        for row, keep in zip(rows[~whole].tolist(), op.keep[~whole].tolist(), strict=True):
+            self.pool.truncate(row, keep)
+        for i in np.flatnonzero(self.host.tokens[rows]).tolist():
+            self.host.keep_chain(int(rows[i]), int(op.keep[i]))
         table.computed[rows] = op.keep
         table.preemptions[rows] += 1
         order = self.preemptions + 1
         table.preempted_order[rows] = np.arange(order, order + len(rows))
         self.preemptions += len(rows)
-        table.move(rows[op.keep == 0], WAITING)
+        table.move(rows[whole], WAITING)
         return []
 
     def _to_kv(self, plan: BatchPlan, op: ToKV) -> list[Move]:
@@ -225,35 +225,47 @@ class Scheduler:
     def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
         if not len(op.rows):
             return []
-        keys, slots = [], []
-        which = zip(op.rows.tolist(), op.first.tolist(), op.end.tolist(), strict=True)
-        for row, first, end in which:
-            kind = CacheKind(self.pool.kind[row])
-            made = self.host.add(row, first, end, kind, Direction(self.pool.direction[row]))
-            keys.append(made.key)
-            slots.append(self.pool.slots_of(row, first, end))
-            self.pool.lose(row, first, end)
+        pool, rows, keys, slots = self.pool, op.rows, [], []
+        columns = (rows, op.first, op.end, pool.kind[rows], pool.direction[rows])
+        for row, first, end, kind, side in zip(*(c.tolist() for c in columns), strict=True):
+            keys.append(self.host.add(row, first, end, CacheKind(kind), Direction(side)).key)
+            slots.append(pool.slots_of(row, first, end))
+            pool.lose(row, first, end)
         return [Save(tuple(keys), tuple(map(len, slots)), np.concatenate(slots))]
 
     def _restore(self, plan: BatchPlan, op: Restore) -> list[Move]:
         if not len(op.rows):
             return []
-        keys, slots = [], []
+        table, pool = self.table, self.pool
+        # Of the segments of a row the first says what cache it opens, the last how far that goes.
+        opening: dict[int, Segment] = {}
+        ends: dict[int, int] = {}
+        found = []
         for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
             segment = self.host.find(row, first)
             assert segment is not None, f"row {row} has nothing on the host from token {first} on"
-            if self.table.state[row] == WAITING:
-                self.pool.open(row, segment.kind, segment.direction)
-                self.table.move(np.array([row]), RUNNING)
-            if segment.end > self.table.computed[row]:
-                self.pool.grow(row, segment.end)
-                self.table.computed[row] = segment.end
+            found.append((row, segment))
+            opening.setdefault(row, segment)
+            if segment.end > table.computed[row]:
+                ends[row] = segment.end
             else:
-                self.pool.regain(row, first, segment.end, int(self.table.computed[row]))
-            keys.append(segment.key)
-            slots.append(self.pool.slots_of(row, first, segment.end))
+                pool.regain(row, first, segment.end, int(table.computed[row]))
+        rows = np.array(list(opening), np.int64)
+        waiting = table.state[rows] == WAITING
+        if np.count_nonzero(waiting):
+            first_of = [opening[row] for row in rows[waiting].tolist()]
+            kinds, sides = [s.kind for s in first_of], [s.direction for s in first_of]
+            pool.open_all(rows[waiting], kinds, sides)
+            table.move(rows[waiting], RUNNING)
+        if ends:
+            rows, tokens = np.array(list(ends), np.int64), np.array(list(ends.values()), np.int64)
+            pool.grow_all(rows, tokens)
+            table.computed[rows] = tokens
+        slots = [pool.slots_of(row, segment.first, segment.end) for row, segment in found]
+        for row, segment in found:
             self.host.remove(row, segment)
-        return [Load(tuple(keys), tuple(map(len, slots)), np.concatenate(slots))]
+        keys = tuple(segment.key for _, segment in found)
+        return [Load(keys, tuple(map(len, slots)), np.concatenate(slots))]
 
     def _join(self, plan: BatchPlan, op: Join) -> list[Move]:
         if self.table.state[op.row] == WAITING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_a_plane, slots_for
+from jaxserve.sched.block_sizes import blocks_a_plane, slots_for
 from jaxserve.sched.kinds import LEFT, RIGHT
 from jaxserve.sched.policy import View
 

@@ -96,6 +96,7 @@ class UnifiedPolicy(Policy):
     requeue: bool = False
     probing: bool = False
     hypothetical: bool = False
+    counts_blocks = True
     steady = True
 
     def __post_init__(self) -> None:

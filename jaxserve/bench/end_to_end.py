@@ -27,7 +27,7 @@ from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, row_major
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.weights import load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_for, tokens_in
+from jaxserve.sched.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View

@@ -29,7 +29,7 @@ from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
-from jaxserve.sched.blocks import blocks_a_plane
+from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load

@@ -14,7 +14,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.moves import STAGED_SLOTS
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.policy import Policy
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Preempt

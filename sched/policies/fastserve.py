@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.sched.batch_budget import Candidates
-from jaxserve.sched.blocks import slots_for
+from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
@@ -132,12 +132,9 @@ class FastServe(UnifiedPolicy):
 
 def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
     """Tokens of each that come back from the host when it starts, int64 [n]."""
-    found = np.zeros(len(rows), np.int64)
-    if view.host.num_used:
-        for i in np.flatnonzero(view.table.preemptions[rows]).tolist():  # no others are there
-            own = view.host.segments(int(rows[i]))
-            found[i] = own[0].end if own else 0
-    return found
+    if not view.host.num_used:
+        return np.zeros(len(rows), np.int64)
+    return np.asarray(view.host.tokens[rows])
 
 
 def _out(view: View, rows: np.ndarray) -> list[Operation]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import tokens_in
+from jaxserve.sched.block_sizes import tokens_in
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.fit import FitError
 from jaxserve.sched.served_steps import ServedSteps, fit_device, fit_host

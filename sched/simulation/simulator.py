@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_for, slots_for, tokens_in
+from jaxserve.sched.block_sizes import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost_model import CostModel, HostTerms, LinearCostModel
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.policy import Limits, Policy

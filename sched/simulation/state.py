@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.simulation.counted_pool import CountedPool
 from jaxserve.sched.simulation.seed_watch import SeedWatch
 from jaxserve.sched.table import RequestTable
 
@@ -53,6 +55,11 @@ class SimulatedScheduler(Scheduler):
 
     def _make_table(self, capacity: int) -> RequestTable:
         return GrowingTable(capacity)
+
+    def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
+        counts = self.policy.counts_blocks and not self.checked  # to check a plan takes ids
+        kind = CountedPool if counts else BlockPool
+        return kind(num_blocks, block_size, capacity, width)
 
     def advance(self, rows: np.ndarray, steps: np.ndarray) -> None:
         """Books steps[i] decodes of each row at once, all of them in the latest of the batches that

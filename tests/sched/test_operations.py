@@ -18,6 +18,7 @@ from jaxserve.sched.plan import (
     ToKV,
 )
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.sharing import comeback, left_filled
 from jaxserve.sched.step import CopySlots, Discard, Load, Save, Widen
 from jaxserve.sched.table import RUNNING, WAITING
 from tests.sched.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
@@ -155,8 +156,13 @@ def test_what_another_owner_keeps_comes_back_elsewhere(kind: CacheKind) -> None:
     checkpoint = Checkpoint(array(0), array(5), array(8))
     run(made, {1: 3}, Join(1, ends), checkpoint, kinds={1: kind})
     free, one = made.pool.num_free, made.pool.slots_of(0, 4, 5)
-    back = Copy(array(0), array(1)), Restore(array(0), array(5))
-    step = run(made, {0: 1}, *back)
+    back = comeback(made.view, 0, left_filled(made.view))
+    assert (back.copy.tolist(), back.first.tolist(), back.computed) == ([1], [5], 10)
+    assert (back.blocks, back.copied, back.loaded) == (planes, planes, 3 * planes)
+    nearly = np.minimum(left_filled(made.view), 1)  # one slot is still in the other's way
+    assert comeback(made.view, 0, nearly).copy.tolist() == [1]
+    assert comeback(made.view, 0, nearly * 0).copy.tolist() == []
+    step = run(made, {0: 1}, Copy(array(0), array(1)), Restore(array(0), array(5)))
     copy, load, _ = step.moves
     assert isinstance(copy, CopySlots) and isinstance(load, Load)
     assert copy.places[:, :2].tolist() == one.tolist()
@@ -187,6 +193,8 @@ def test_preempting_forgets_what_does_not_go_on_there() -> None:
         run(made, {}, Preempt(array(0), array(7)))
     run(made, {}, Preempt(array(0), array(6)))
     assert [s.first for s in made.host.segments(0)] == [3, 6, 8]
+    with pytest.raises(InvalidPlan, match="does not go on where"):
+        run(made, {}, Restore(array(0), array(8)))
     run(made, {}, Restore(array(0), array(6)))
     assert made.table.computed[0] == 8 and made.host.tokens[0] == 3
     run(made, {}, Preempt(array(0), array(3)))

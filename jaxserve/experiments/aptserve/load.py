@@ -22,7 +22,7 @@ from jaxserve.engine.stats import Observer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.request import SLO
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets

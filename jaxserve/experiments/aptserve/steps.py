@@ -15,7 +15,7 @@ from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.machine import machine, versions
-from jaxserve.sched.blocks import blocks_for
+from jaxserve.sched.block_sizes import blocks_for
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
 READS = ("absorbed", "projected")

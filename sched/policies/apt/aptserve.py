@@ -53,6 +53,7 @@ class AptServe(Policy):
     headroom: float = 0.1
     penalty: Penalty = Penalty.AUTO
     hypothetical: bool = False
+    counts_blocks = True
     steady: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:

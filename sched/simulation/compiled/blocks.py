@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.blocks import blocks_a_plane, blocks_for
+from jaxserve.sched.block_sizes import blocks_a_plane, blocks_for
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.unified import Reserve
 
