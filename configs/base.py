@@ -81,7 +81,8 @@ def _scheduler() -> dict[str, Any]:
         "max_prefill_tokens": 512,
         # Requests of one batch.
         "max_rows": 32,
-        # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED.
+        # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED. What is kept of them and of
+        # max_rows may take 1 GiB, which is some hundred thousand of them.
         "max_queue": 256,
         # What steps take is learned while serving. This is what is believed before: a profile
         # that python -m jaxserve.profile wrote; empty: what a few steps take that are timed at

@@ -298,7 +298,8 @@ class InferMaxCostModel:
     attention_factor: float = 1.0
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """Hidden caches, swaps and padding cost nothing here; see `CostModel`."""
+        """Hidden caches and padding cost nothing here, moves what they cost without the authors'
+        changes; see `CostModel`."""
         k, f = self.linear.coefficients, features
         decodes, prefills = f.num_decodes, f.num_prefills
         kv = f.decode_kv // (decodes + (decodes == 0)) * decodes
@@ -314,4 +315,5 @@ class InferMaxCostModel:
         a, b, c = self.residual
         eights = (f.num_tokens + 7) // 8 * 8
         tokens = k.token_bias + k.per_token * f.num_tokens + (a + b * eights + c * eights**2)
-        return self.linear.num_layers * (tokens + decode + prefill)
+        moves = k.copied_slot * f.copied_slots + k.swapped_slot * f.swapped_slots
+        return self.linear.num_layers * (tokens + decode + prefill + moves)

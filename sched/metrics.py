@@ -202,8 +202,8 @@ def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
     return {
         "duration_s": duration,
         "output_tokens": total["output_tokens"],
-        "output_tokens_per_s": _rate(total["output_tokens"], duration),
-        "finished_per_s": _rate(total["finished"], duration),
+        "output_tokens_per_s": rate(total["output_tokens"], duration),
+        "finished_per_s": rate(total["finished"], duration),
         **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms", "slo")},
         "request_p99_tbt_ms": summarise(request_p99_tbt(done), 1e3),
         "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
@@ -237,11 +237,12 @@ def _slo_metrics(met: Attained, duration: float) -> dict[str, Any]:
     return {
         "attainment": float(met.slo.mean()),
         **shares,
-        "goodput_per_s": _rate(int(met.slo.sum()), duration),
+        "goodput_per_s": rate(int(met.slo.sum()), duration),
     }
 
 
-def _rate(count: int, duration: float) -> float | None:
+def rate(count: int, duration: float) -> float | None:
+    """1/s; None over no time. duration: seconds."""
     return count / duration if duration > 0 else None
 
 

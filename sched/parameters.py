@@ -23,6 +23,7 @@ from jaxserve.sched.policy import Policy
 NONE = "none"  # how text says None
 # What a policy says of itself to those who run it is not for them to set.
 _DECLARED = ("hypothetical", "moves_cache", "steady")
+_MOST = 2**63 - 1  # what arrays of int64 hold
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,11 @@ class Parameter:
         if value is None and self.optional:
             return value
         if self.kind is float and type(value) is int:
-            return float(value)
+            value = float(value) if abs(value) <= _MOST else math.inf
         wrong = type(value) is not self.kind
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise self._refused(value)
+        if self.kind is int and abs(value) > _MOST:
             raise self._refused(value)
         return value
 
@@ -71,7 +74,8 @@ class Parameter:
         return member
 
     def _refused(self, value: Any) -> ValueError:
-        names = {float: "a number", int: "a whole number", bool: "true or false"}
+        whole = "a whole number below 2**63"
+        names = {float: "a number", int: whole, bool: "true or false"}
         if self.kind in names:
             takes = names[self.kind]
         else:
@@ -88,13 +92,20 @@ def _float(text: str) -> float:
     return value
 
 
+def _int(text: str) -> int:
+    value = int(text)
+    if abs(value) > _MOST:
+        raise ValueError
+    return value
+
+
 def _bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError
     return text.lower() == "true"
 
 
-_PARSERS: dict[type, Any] = {float: _float, int: int, bool: _bool}
+_PARSERS: dict[type, Any] = {float: _float, int: _int, bool: _bool}
 
 
 def parameters(policy: Policy) -> dict[str, Parameter]:

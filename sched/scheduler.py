@@ -27,6 +27,14 @@ from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
 _NOBODY = np.zeros(0, np.int64)
 
 
+def request_bytes(max_model_len: int, block_size: int) -> int:
+    """Memory that a scheduler takes for each request of its capacity, whether it is there or not:
+    a row of the table, and one of the pool's with the ids of all the blocks it may get to hold."""
+    width = blocks_a_plane(max_model_len, block_size)
+    columns = [*vars(RequestTable(1)).values(), *vars(BlockPool(0, block_size, 1, width)).values()]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
 class Scheduler:
     """Rows of the table name the requests. Not thread-safe: one thread plans.
 

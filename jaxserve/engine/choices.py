@@ -32,12 +32,14 @@ from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
 from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.scheduler import request_bytes
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 from jaxserve.weights import param_bytes
 
 log = logging.getLogger(__name__)
 
 MAX_SEED = 2**31 - 1
+TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def choose(config: ConfigDict) -> Choices:
     policy = _policy(config)
     limits = _limits(config, policy, max_model_len)
     demand = _demand(config, limits, max_model_len)
+    _check_tables(config.scheduler.max_queue, demand)
     pool_heads = sharding.pool_kv_heads(model, tensor)
     read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
@@ -242,6 +245,18 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,
     )
+
+
+def _check_tables(max_queue: int, demand: Demand) -> None:
+    """ConfigError if there is no memory for what is kept of so many requests."""
+    size = request_bytes(demand.max_model_len, demand.block_size)
+    most = TABLES_GIB * GIB // size
+    if max_queue + demand.max_rows > most:
+        raise ConfigError(
+            f"scheduler.max_queue and scheduler.max_rows together must be at most {most}, as the "
+            f"{size} bytes kept of each request take {TABLES_GIB} GiB then; got "
+            f"{max_queue} + {demand.max_rows}"
+        )
 
 
 def _hidden_work(

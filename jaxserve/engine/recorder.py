@@ -16,6 +16,7 @@ from typing import TextIO
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.sched.file_lock import lock
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.recording import (
     FEATURES,
@@ -53,15 +54,33 @@ def check_path(path: str, mib: int) -> None:
         raise ConfigError(f"engine.record: {place} is not a file")
     if older(place).is_dir() or not os.access(place.parent, os.W_OK):
         raise ConfigError(f"engine.record: {place} cannot go on as {older(place)}")
+    _Hold(place).release()
 
 
 def _place(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+class _Hold:
+    """Nobody else records there, who would move the file away: PATH.lock is there so long.
+    ConfigError if somebody does."""
+
+    def __init__(self, place: Path) -> None:
+        self._path = place.with_name(place.name + ".lock")
+        self._file = lock(self._path, shared=False)
+        if self._file is None:
+            raise ConfigError(f"engine.record: another server records to {place}")
+
+    def release(self) -> None:
+        assert self._file is not None
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
 class Recorder(Observer):
     """An observer that writes to `path`, and moves it to PATH.1 when it has max_bytes; so it does
-    with what is there at the start. clock: the engine's. depth: events that may wait."""
+    with what is there at the start. clock: the engine's. depth: events that may wait. ConfigError
+    if another one writes there."""
 
     def __init__(
         self,
@@ -72,6 +91,7 @@ class Recorder(Observer):
         depth: int = DEPTH,
     ) -> None:
         self.lost = 0
+        self._hold = _Hold(_place(path))
         self._start = clock()
         self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
         self._writer = _Writer(_place(path), header, max_bytes)
@@ -94,6 +114,7 @@ class Recorder(Observer):
         """Returns when all is on the disk."""
         self._queue.put(None)
         self._thread.join()
+        self._hold.release()
 
     def _tell(self, what: _Told) -> None:
         try:

@@ -20,7 +20,7 @@ other on all cores.
 
 --replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
 system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
-and pool, instead. What became of it then is the first row.
+and pool, instead; --seed is the server's. What became of it then is the first row.
 
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
 their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.replay:
             return _replay(args)
+        args.seed = args.seed or 0
         return _find(args) if args.find else _compare(args)
     except REFUSED as error:
         print(f"jaxserve.simulate: {error}", file=sys.stderr)
@@ -87,6 +88,8 @@ def _compare(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     """Every policy on what was served, and what became of it then."""
     recorded = replay.read(args)
+    if args.seed is None:
+        args.seed = recorded.recording.header.seed
     runs = _runs(args, [recorded.workload])
     if args.system is None:
         runs = [recorded.on_the_recorded(run) for run in runs]

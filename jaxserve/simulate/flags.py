@@ -83,7 +83,7 @@ def check(args: argparse.Namespace) -> str:
         return "--views says which figures; --plots says where they go"
     if args.routing is not None and args.replicas == 1:
         return "--routing is for more than one of --replicas"
-    if args.seed + args.seeds - 1 > MAX_SEED:
+    if (args.seed or 0) + args.seeds - 1 > MAX_SEED:
         return f"--seed and those after it must be at most {MAX_SEED}"
     return ""
 
@@ -125,7 +125,7 @@ def _add_what_is_simulated(parser: Parser) -> None:
 def _add_what_is_asked(parser: Parser) -> None:
     add = parser.add_argument
     add("--seeds", type=positive_int, default=SEEDS, help=f"how many runs of each ({SEEDS})")
-    add("--seed", type=_seed, default=0, help="the first: of workloads and policies (0)")
+    add("--seed", type=_seed, help="the first: of workloads and policies (0; the recording's)")
     add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
     add("--attainment", type=_share, help=f"share of the requests that have to ({ATTAINMENT})")
     add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")

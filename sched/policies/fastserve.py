@@ -14,6 +14,8 @@ The unit of service is one decode; what a prompt costs in that unit comes from t
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +30,7 @@ from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 NOBODY = -1
+MOST_QUEUES = 1000
 
 
 @dataclass
@@ -57,9 +60,9 @@ class _Memory:
 )
 @dataclass(frozen=True)
 class FastServe(UnifiedPolicy):
-    """queues: how many. quantum: service in the top queue, in decodes. ratio: from one quantum to
-    the next. patience: seconds without a token after which a request returns to the top.
-    ValueError for those that are none.
+    """queues: how many, MOST_QUEUES at most. quantum: service in the top queue, in decodes. ratio:
+    from one quantum to the next. patience: seconds without a token after which a request returns to
+    the top. ValueError for those that are none, and where the last queue's quantum is no number.
     """
 
     groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, preempts=True),))
@@ -75,11 +78,14 @@ class FastServe(UnifiedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.queues < 1:
-            raise ValueError(f"queues must be at least 1, got {self.queues}")
+        if not 1 <= self.queues <= MOST_QUEUES:
+            raise ValueError(f"queues must be 1 to {MOST_QUEUES}, got {self.queues}")
         for name, least in (("quantum", 0.0), ("ratio", 1.0), ("patience", 0.0)):
             if not getattr(self, name) > least:
                 raise ValueError(f"{name} must be more than {least:g}, got {getattr(self, name)}")
+        steps = self.queues - 1
+        if math.log(self.quantum) + steps * math.log(self.ratio) > math.log(sys.float_info.max):
+            raise ValueError(f"quantum x ratio^{steps}, of the last queue, is no number")
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Fills one batch; who is preempted for it is swapped out, who comes back swapped in."""

@@ -41,7 +41,8 @@ class InferMax(UnifiedPolicy):
 
     longest_first: running requests in order of the tokens they have cached, most first. expect:
     the memory that must be free for a start, at least that of the prompt; only that is taken.
-    enough: outputs that must have ended before their lengths say anything."""
+    enough: outputs that must have ended before their lengths say anything. ValueError for one that
+    is negative."""
 
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
     mixed_batches: bool = True
@@ -50,6 +51,11 @@ class InferMax(UnifiedPolicy):
     longest_first: bool = True
     expect: Expect = Expect.CANDIDATE
     enough: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enough < 0:
+            raise ValueError(f"enough must be at least 0, got {self.enough}")
 
     def ranking(self, view: View, now: float) -> Ranking:
         """Those that run by cached tokens, most first; the waiting as `UnifiedPolicy` has them."""

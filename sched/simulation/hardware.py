@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HIDDEN_READS = ("auto", "absorbed", "projected")
+READ_EFFICIENCY = 0.94  # of memory bandwidth: llama-2-7b@a100's decode KV slope, 1.92 of 2.04 TB/s
+# Of the link to the host. Measured peaks: 25 of an A100's 32 GB/s (BaM, Qureshi et al., ASPLOS
+# 2023), 52.8 of an H100's 64 GB/s from it (nvbandwidth, github.com/NVIDIA/nvbandwidth/issues/24).
+HOST_EFFICIENCY = 0.8
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,15 @@ class Model:
 class Device:
     """count accelerators of one kind under tensor parallelism. flops: dense 16-bit peak of one,
     1/s; bandwidth: of its memory, bytes/s; memory: bytes; link: bytes/s that it sends to the
-    others; host_bandwidth: bytes/s to or from the host, by default that of PCIe 4.0 x16 (assumed
-    for TPUs). kind: whose fitted figures say how close it gets to these (`layers.figures_of`);
-    measured: whether they are its own."""
+    others; host_bandwidth: bytes/s to or from the host, of each. kind: whose fitted figures say how
+    close it gets to these (`layers.figures_of`); measured: whether they are its own."""
 
     flops: float
     bandwidth: float
     memory: float
     link: float
+    host_bandwidth: float
     count: int = 1
-    host_bandwidth: float = 32e9
     kind: str = "a100"
     measured: bool = False
 
@@ -84,16 +87,28 @@ MODELS = {
 DEVICES = {
     # Data sheets: dense bf16 tensor FLOP/s, memory bytes/s, memory bytes, and half of what NVIDIA
     # says of NVLink (an L4 has PCIe 4.0 x16) and Google of the chips' interconnect, which is the
-    # sum of both directions.
-    "a100": Device(312e12, 2.039e12, 80e9, 300e9, measured=True),
-    "a100-40g": Device(312e12, 1.555e12, 40e9, 300e9),
-    "h100": Device(989e12, 3.35e12, 80e9, 450e9, host_bandwidth=64e9, kind="h100", measured=True),
-    "h200": Device(989e12, 4.8e12, 141e9, 450e9, host_bandwidth=64e9, kind="h100"),
-    "l4": Device(121e12, 0.3e12, 24e9, 32e9),
-    "v5e": Device(197e12, 0.819e12, 16e9, 200e9),
-    "v5p": Device(459e12, 2.765e12, 95e9, 600e9),
-    "v6e": Device(918e12, 1.64e12, 32e9, 400e9),
+    # sum of both directions. To the host: PCIe x16, of generation 4 or 5; of TPUs what "How to
+    # Scale Your Model" (Google DeepMind, 2025, part 2) says of a chip.
+    "a100": Device(312e12, 2.039e12, 80e9, 300e9, 32e9, measured=True),
+    "a100-40g": Device(312e12, 1.555e12, 40e9, 300e9, 32e9),
+    "h100": Device(989e12, 3.35e12, 80e9, 450e9, 64e9, kind="h100", measured=True),
+    "h200": Device(989e12, 4.8e12, 141e9, 450e9, 64e9, kind="h100"),
+    "l4": Device(121e12, 0.3e12, 24e9, 32e9, 32e9),
+    "v5e": Device(197e12, 0.819e12, 16e9, 200e9, 16e9),
+    "v5p": Device(459e12, 2.765e12, 95e9, 600e9, 16e9),
+    "v6e": Device(918e12, 1.64e12, 32e9, 400e9, 32e9),
 }
+
+
+def moved_slot(model: Model, device: Device) -> dict[str, float]:
+    """What the cost model's coefficients have of moves: seconds a layer for a slot of one plane
+    that is copied in device memory, read and written, or goes to or from the host. The devices
+    share it by heads, each over its own link."""
+    plane = model.kv_bytes / 2 / device.count
+    return {
+        "copied_slot": 2 * plane / (READ_EFFICIENCY * device.bandwidth),
+        "swapped_slot": plane / (HOST_EFFICIENCY * device.host_bandwidth),
+    }
 
 
 def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:

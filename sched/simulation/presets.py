@@ -1,14 +1,20 @@
-"""Systems whose constants InferMax's authors fitted to their measurements."""
+"""Systems whose constants InferMax's authors fitted to their measurements.
+
+They do not say what moving a cache costs: that is of the devices' data sheets (`moved_slot`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
 from jaxserve.sched.cost_model import Coefficients, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, Model, moved_slot
 from jaxserve.sched.simulation.profiles import System
 
 MS = 1e-3
 
 
-def _fitted(layers: int, *ms: float) -> LinearCostModel:
+def _fitted(model: Model, device: Device, *ms: float) -> LinearCostModel:
     """Milliseconds a layer, in the order in which the authors' code lists them."""
     quad, prefill_bias, per_prefill, m, kv, decode_bias, per_decode, token, token_bias = ms
     return LinearCostModel(
@@ -22,19 +28,28 @@ def _fitted(layers: int, *ms: float) -> LinearCostModel:
             prefill_bias=prefill_bias * MS,
             per_prefill=per_prefill * MS,
             prefill_m=m * MS,
+            **moved_slot(model, device),
         ),
-        layers,
+        model.layers,
     )
 
 
+_A100 = DEVICES["a100"]
 LLAMA_2_7B = _fitted(
-    32, 1.6773e-7, 0.0926, 0.001534, 9.224e-6, 8.513e-6, 0.01921, 0.00074, 0.00191, 0.06486
+    MODELS["llama-2-7b"],
+    _A100,
+    *(1.6773e-7, 0.0926, 0.001534, 9.224e-6, 8.513e-6, 0.01921, 0.00074, 0.00191, 0.06486),
 )
 LLAMA_3_70B = _fitted(
-    80, 4.309e-8, 0.2112, 9.03e-4, 3.805e-7, 1.222e-6, 0.081, 3.92e-4, 0.002, 0.159
+    MODELS["llama-3-70b"],
+    dataclasses.replace(_A100, count=4),
+    *(4.309e-8, 0.2112, 9.03e-4, 3.805e-7, 1.222e-6, 0.081, 3.92e-4, 0.002, 0.159),
 )
 
-_AUTHORS = {"source": "constants fitted by InferMax's authors (arXiv 2411.07447, section 3.2)"}
+_AUTHORS = {
+    "source": "constants fitted by InferMax's authors (arXiv 2411.07447, section 3.2)",
+    "moves": "specification",
+}
 
 PRESETS = {
     system.name: system

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.metrics import Times, attained, group_metrics, split_metrics
+from jaxserve.sched.metrics import Times, attained, group_metrics, rate, split_metrics
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED
 from jaxserve.sched.simulation.replica import BatchRows
@@ -147,7 +147,8 @@ class SimulationResult:
     seed_read: bool
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of one run; seconds, or milliseconds where the name says so.
+        """The numbers of one run; seconds, or milliseconds where the name says so. None for a mean,
+        or a rate, of nothing, as where every request was refused.
 
         latency_s: sum of the batch times (InferMax section 4.1), of the busiest replica.
         makespan_s: first arrival to last token. tps: generated tokens over latency_s. mean_tpot_s:
@@ -158,36 +159,33 @@ class SimulationResult:
         `metrics.group_metrics` has it.
         """
         requests, batches = self.requests, self.batches
-        busy = np.bincount(batches.replica, weights=batches.duration)
-        latency = float(busy.max())
+        latency = float(np.bincount(batches.replica, weights=batches.duration).max(initial=0.0))
         times, terms = requests.times, requests.workload.terms
         met = attained(times, terms)
         total = group_metrics(times, terms, met)
-        tokens = len(requests.token_times)
-        tpot = requests.tpot
-        makespan = float(requests.token_times.max() - requests.arrival[0])
+        begin, tokens = float(requests.arrival[0]), len(requests.token_times)
+        makespan = float(requests.token_times.max(initial=begin)) - begin
+        size, kv_used = batches.num_decodes + batches.num_prefills, batches.kv_used
         return {
             "latency_s": latency,
             "makespan_s": makespan,
-            "tps": tokens / latency,
-            "mean_ttft_s": float(np.nanmean(requests.ttft)),
-            "mean_tpot_s": float(tpot.mean()) if len(tpot) else 0.0,
+            "tps": rate(tokens, latency),
+            "mean_ttft_s": _mean(requests.ttft[~requests.refused]),
+            "mean_tpot_s": _mean(requests.tpot),
             "num_batches": len(batches),
             "num_preemptions": int(batches.preemptions.sum()),
             "slo_attainment": float(met.slo.mean()),
             "ttft_attainment": float(met.ttft.mean()),
             "tbt_attainment": float(met.tbt.mean()),
             "jct_attainment": float(met.jct.mean()),
-            "goodput_per_s": float(met.slo.sum()) / makespan,
+            "goodput_per_s": rate(int(met.slo.sum()), makespan),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
             "output_tokens": tokens,
             **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms")},
-            "mean_batch_requests": float((batches.num_decodes + batches.num_prefills).mean()),
-            "mean_kv_used": float(
-                np.average(batches.kv_used, weights=batches.duration) / self.kv_tokens
-            ),
-            "peak_kv_used": float(batches.kv_used.max()) / self.kv_tokens,
+            "mean_batch_requests": _mean(size),
+            "mean_kv_used": _share(_mean(kv_used, batches.duration), self.kv_tokens),
+            "peak_kv_used": float(kv_used.max(initial=0)) / self.kv_tokens,
             **split_metrics(times, terms, met, total),
         }
 
@@ -213,6 +211,14 @@ class SimulationResult:
     def batch_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-batch table, [batches] each."""
         return {"batch": np.arange(len(self.batches)), **vars(self.batches)}
+
+
+def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> float | None:
+    return float(np.average(values, weights=weights)) if len(values) else None
+
+
+def _share(value: float | None, whole: float) -> float | None:
+    return None if value is None else value / whole
 
 
 def write_table(columns: dict[str, np.ndarray], path: str | Path) -> None:

@@ -11,14 +11,21 @@ import dataclasses
 import difflib
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.simulation.hardware import DEVICES, MODELS, Device, Model, hidden_read_of
+from jaxserve.sched.simulation.hardware import (
+    DEVICES,
+    MODELS,
+    READ_EFFICIENCY,
+    Device,
+    Model,
+    hidden_read_of,
+    moved_slot,
+)
 from jaxserve.sched.simulation.layers import LayerWork, figures_of
 from jaxserve.sched.simulation.presets import LLAMA_2_7B, PRESETS
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load
 
 # What attention and hidden caches take, as the first preset has it; no table says better.
 _PROJECTION_EFFICIENCY = 0.68  # of peak FLOP/s: its token slope, 212 of 312 TFLOP/s
-_READ_EFFICIENCY = 0.94  # of memory bandwidth: its decode KV slope, 1.92 of 2.04 TB/s
 _ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
 _MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
 
@@ -31,16 +38,16 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     output matrix counts with its bytes once a step, and its FLOPs for each request. Attention: a
     decode's K and V and a chunk's cached K and V at 94% of bandwidth, prefill attention 2 x heads x
     head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak, the kernels' biases and per-request terms
-    as the Llama-2-7B preset has them. Several devices share that evenly. hidden_read: see
-    `hidden_read_of` and `_hidden_terms`. ValueError if the weights do not fit, or for a read that
-    the model does not have.
+    as the Llama-2-7B preset has them. Several devices share that evenly. Moves of caches: see
+    `moved_slot`. hidden_read: see `hidden_read_of` and `_hidden_terms`. ValueError if the weights
+    do not fit, or for a read that the model does not have.
 
     How wrong it is beside attention, against the tables it is fitted to (1 to 4,096 tokens): 8,
     6, 4 and 3% mean relative error on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at
     worst, at the roofline's knee (docs/systems.md). Of attention little is known; see there.
     """
     n = device.count
-    flops, bandwidth = device.flops * n, device.bandwidth * n * _READ_EFFICIENCY
+    flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
     room = device.memory * n * _MEMORY_FOR_USE - 2 * model.params
     kv_tokens = int(room // (model.kv_bytes * model.layers))
     if kv_tokens < 1:
@@ -70,9 +77,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         hidden_token=hidden,
         hidden_prefill=hidden_chunk,
         projected_token=projected,
-        # One of two planes, read and written; to the host over each device's own link.
-        copied_slot=model.kv_bytes / bandwidth,
-        swapped_slot=model.kv_bytes / 2 / (device.host_bandwidth * n),
+        **moved_slot(model, device),
     )
     source = "measured tables (Vidur, MIT)" if device.measured else "specification"
     about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}

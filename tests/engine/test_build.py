@@ -45,7 +45,12 @@ from tests.cost_models import FLAT
         ),
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
-        ({"scheduler.max_queue": -1}, "scheduler.max_queue"),
+        ({"scheduler.max_queue": -1}, "scheduler.max_queue must be at least 0, got -1"),
+        (
+            {"scheduler.max_queue": 10**12},
+            r"scheduler.max_queue and scheduler.max_rows together must be at most \d+, as the \d+ "
+            r"bytes kept of each request take 1 GiB then; got 1000000000000 \+ 32",
+        ),
         ({"scheduler.seed": -1}, "scheduler.seed must be 0 to 2147483647, got -1"),
         ({"scheduler.seed": 2**31}, "scheduler.seed must be 0 to 2147483647"),
         ({"scheduler.profile": "/no/such.json"}, "scheduler.profile: /no/such.json: No such file"),

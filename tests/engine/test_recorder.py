@@ -235,6 +235,21 @@ def test_a_disk_that_is_full_does_not_stop_the_engine(
     assert "nothing more is recorded: [Errno 28] No space left on device" in caplog.text
 
 
+def test_two_do_not_record_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    first = Story(path)
+    first.arrive(0)
+    for again in (lambda: Story(path), lambda: check_path(str(path), 1)):
+        with pytest.raises(ConfigError, match=f"^engine.record: another server records to {path}$"):
+            again()
+    Story(tmp_path / "other.jsonl").over()
+    first.step(0)
+    first.over()
+    assert len(replay.read(path).steps) == 1 and not older(path).exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "served.jsonl"]
+    Story(path).over()  # now it is free
+
+
 def _no_folder(path: Path) -> str:
     return str(path / "none" / "file")
 

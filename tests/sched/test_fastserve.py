@@ -105,7 +105,7 @@ def test_nothing_is_computed_twice_with_room_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("queues=0", "queues must be at least 1, got 0"),
+        ("queues=0", "queues must be 1 to 1000, got 0"),
         ("quantum=0", "quantum must be more than 0, got 0.0"),
         ("ratio=1", "ratio must be more than 1, got 1.0"),
         ("patience=-1", "patience must be more than 0, got -1.0"),

@@ -73,10 +73,10 @@ def test_text_is_converted_to_the_fields_type() -> None:
     st.builds(
         Sample,
         st.floats(allow_nan=False, allow_infinity=False),
-        st.integers(0),
+        st.integers(0, 2**63 - 1),
         st.booleans(),
         st.sampled_from(Colour),
-        st.none() | st.integers(),
+        st.none() | st.integers(-(2**63) + 1, 2**63 - 1),
     )
 )
 def test_what_is_shown_sets_the_same(wanted: Sample) -> None:
@@ -94,12 +94,16 @@ HAS = r"It has share=0.5, count=3, switch=true, colour=red, most=none$"
         ({"share": "nan"}, "share must be a number"),
         ({"share": float("inf")}, "share must be a number, got inf"),
         ({"share": True}, "share must be a number, got True"),
-        ({"count": "2.5"}, "count must be a whole number, got '2.5'"),
+        ({"count": "2.5"}, r"count must be a whole number below 2\*\*63, got '2.5'"),
+        ({"count": str(2**63)}, r"count must be a whole number below 2\*\*63, got '9223"),
+        ({"most": 2**63}, "most must be a whole number below 2.* or none, got 9223"),
+        ({"most": str(-(2**63))}, "most must be a whole number below 2"),
+        ({"share": 10**400}, "share must be a number, got inf"),
         ({"count": 2.5}, "count must be a whole number"),
         ({"switch": "1"}, "switch must be true or false, got '1'"),
         ({"switch": 1}, "switch must be true or false"),
         ({"colour": "green"}, "colour must be one of red, blue, got 'green'"),
-        ({"most": "x"}, "most must be a whole number or none, got 'x'"),
+        ({"most": "x"}, "most must be a whole number below 2.* or none, got 'x'"),
         ({"share": "none"}, "share must be a number"),
         ({"count": "-1"}, "policy 'sample': count must be at least 0, got -1"),
         ({"coun": "1"}, rf"'sample' has no parameter 'coun'; did you mean count\? {HAS}"),
@@ -190,6 +194,11 @@ def test_the_parts_of_a_name() -> None:
         ("sarathi:groups=all", {}, "groups cannot be set from text"),
         ("vllm:key=x", {}, "policy 'vllm': key cannot be set from text"),
         ("rank_o:hypothetical=false", {}, "hypothetical cannot be set"),
+        (f"infermax:enough={2**63}", {}, "policy 'infermax': enough must be a whole number below"),
+        ("infermax:enough=-1", {}, "policy 'infermax': enough must be at least 0, got -1"),
+        (f"sarathi:max_rows={2**64}", {}, "policy 'sarathi': max_rows must be a whole number"),
+        ("fastserve:queues=1001", {}, "policy 'fastserve': queues must be 1 to 1000, got 1001"),
+        ("fastserve:queues=1000:ratio=9", {}, "of the last queue, is no number"),
     ],
 )
 def test_wrong_names_are_refused(name: str, more: dict[str, Any], problem: str) -> None:

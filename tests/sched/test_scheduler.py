@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ToKV
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.scheduler import Scheduler, request_bytes
 from jaxserve.sched.table import RequestTable, State
 from tests.cost_models import FLAT
 
@@ -222,3 +223,24 @@ def test_hidden_caches_need_memory_and_a_device_that_reads_them() -> None:
     run(made, [0, 1], [6, 6], kinds=[HIDDEN, HIDDEN])
     with pytest.raises(InvalidPlan, match="more blocks"):
         run(made, [0, 1], [1, 1], reserve=[7, 7], kinds=[KV, KV], project=[0, 1])
+
+
+def test_memory_grows_by_so_much_a_request() -> None:
+    def kept(capacity: int) -> int:
+        tracemalloc.start()
+        made = Scheduler(
+            Scripted(),
+            Limits(16, 16, 2),
+            num_blocks=8,
+            block_size=4,
+            max_model_len=1000,
+            capacity=capacity,
+            cost_model=FLAT,
+        )
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert made.table.num_free == capacity
+        return size
+
+    grown = (kept(5000) - kept(1000)) / 4000
+    assert grown == pytest.approx(request_bytes(1000, 4), rel=0.05)

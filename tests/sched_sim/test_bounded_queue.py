@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from jaxserve.figures import plots
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO
-from jaxserve.sched.simulation.compiled.setting import REFUSED
+from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED
+from jaxserve.sched.simulation.profiles import System
+from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.terms import Terms
@@ -131,3 +135,33 @@ def test_times_without_tokens_are_nan() -> None:
     for times in (requests.first_token, requests.finish, requests.ttft, requests.latency):
         assert np.isfinite(times).tolist() == [True, False]
     assert requests.tpot.tolist() == [1.0]
+
+
+def test_means_of_nothing_are_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_all(policy: str, workload: Workload, place: System, **_: Any) -> SimulationResult:
+        nobody = np.full(len(workload), REFUSED)
+        requests = RequestRecords(workload, np.zeros_like(nobody), nobody, np.zeros(0))
+        nothing = BatchRecords.of([np.zeros(0, BATCH)])
+        return SimulationResult(requests, nothing, None, place.kv_tokens, False)
+
+    monkeypatch.setattr(simulator, "simulate", refuse_all)
+    assert command.main(["--policy=vllm", "--workload=fixed:64x8x10", "--json"]) == 0
+    found = capsys.readouterr()
+    line = found.out.strip().splitlines()[-1]
+    (point,) = json.loads(line, parse_constant=pytest.fail)["points"]
+    mean = point["mean"]
+    assert [name for name, value in mean.items() if value is None] == [
+        "tps", "mean_ttft_s", "mean_tpot_s", "goodput_per_s", "ttft_ms", "tbt_ms", "e2e_ms",
+        "mean_batch_requests", "mean_kv_used",
+    ]  # fmt: skip
+    assert (mean["num_refused"], mean["makespan_s"], mean["slo_attainment"]) == (10, 0.0, 0.0)
+    header, row = found.err.strip().splitlines()[:2]
+    assert "TTFT" not in header and "10" in row.split(), "nobody has any"
+
+
+def test_one_token_each_has_no_time_between_tokens() -> None:
+    workload = Workload.of(np.zeros(2), fixed_lengths(4, 1, 2))
+    summary = simulate("vllm", workload, SECOND, kv_tokens=99).summary()
+    assert (summary["mean_tpot_s"], summary["mean_ttft_s"]) == (None, 1.0)

@@ -61,6 +61,27 @@ def test_policies_are_compared_with_what_was_served(
             assert len(list(csv.DictReader(file))) == COUNT, number
 
 
+def test_the_seed_is_the_servers(
+    served: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, *rest = served.read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    assert header["seed"] == 5
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join([json.dumps(header | {"seed": 2**31 - 1}) + "\n", *rest]))
+    argv = ["--policy=random", "--max_rows=2"]
+
+    def seed_and_run(path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+        (run,) = found(capsys, f"--replay={path}", *argv, *more)["points"][1]["runs"]
+        return run.pop("seed"), run
+
+    its_seed, as_served = seed_and_run(other)
+    assert its_seed == 2**31 - 1
+    assert seed_and_run(other, f"--seed={2**31 - 1}") == (its_seed, as_served)
+    assert seed_and_run(other, "--seed=5") == seed_and_run(served)
+    assert seed_and_run(served)[1] != as_served, "the policy draws other lots"
+
+
 def test_flags_may_say_otherwise(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [f"--replay={served}", "--policy=sarathi"]
     small = found(capsys, *argv, "--kv_tokens=320", "--slo_ttft_ms=1", "--max_rows=2")

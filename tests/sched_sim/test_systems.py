@@ -64,6 +64,35 @@ def test_attention_follows_flops_and_bytes() -> None:
     assert a.decode_kv / four.decode_kv == pytest.approx(4)
 
 
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("llama-2-7b@a100", 32),
+        ("llama-2-7b@1xa100", 32),
+        ("llama-3-70b@4xa100", 4 * 32),
+        ("llama-3-70b@2xa100", 2 * 32),
+        ("llama-3-8b@h100", 64),
+        ("llama-3-8b@h200", 64),
+        ("llama-3-8b@8xv5e", 8 * 16),
+        ("llama-3-8b@v5p", 16),
+        ("llama-3-8b@v6e", 32),
+    ],
+)
+@pytest.mark.parametrize("rules", ["jaxserve", "infermax_paper"])
+def test_swapping_takes_what_the_links_to_the_host_do(
+    name: str, gigabytes: float, rules: str
+) -> None:
+    """At four fifths of their peaks, all shards at a time."""
+    model = system(name).cost_under(rules)
+    decode = BatchFeatures(10, 10, 5000, 10, 0, 0, 0)
+    swapped = replace(decode, swapped_slots=2 * 1000)  # K and V of 1000 tokens
+    size = 1000 * MODELS[name.partition("@")[0]].kv_bytes * system(name).cost_model.num_layers
+    took = model.batch_time(swapped) - model.batch_time(decode)
+    assert took == pytest.approx(size / (0.8 * gigabytes * 1e9))
+    copied = replace(decode, copied_slots=1)
+    assert model.batch_time(copied) > model.batch_time(decode)
+
+
 def test_the_output_matrix_counts_once_a_step_and_for_each_request() -> None:
     """Llama 3 has 128,256 tokens, Llama 2 32,000; else the two would be alike."""
     large = MODELS["llama-3-8b"]

@@ -91,7 +91,7 @@ def run(case: Case) -> Numbers:
         summary["latency_s"],
         summary["tps"],
         summary["mean_ttft_s"],
-        summary["mean_tpot_s"],
+        summary["mean_tpot_s"] or 0.0,
         float(np.quantile(tpot, 0.99)) if len(tpot) else 0.0,
         summary["num_batches"],
         summary["num_preemptions"],

@@ -1,0 +1,30 @@
+"""Whether a file, or what it stands for, is in use by another process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+
+def lock(path: Path, *, shared: bool) -> IO[str] | None:
+    """Holds the file, which is made if there is none, until what is returned is closed or the
+    process ends. shared: together with others who do, waiting for one who does not; else alone, or
+    None where anybody holds it. Who holds it alone may remove it. OSError if it cannot be made."""
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB
+    while True:
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, how)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass  # who held it has removed it: this one means nothing
+        except OSError:
+            file.close()
+            raise
+        file.close()
