@@ -36,7 +36,7 @@ class BlockEnds:
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds; one with two holders counts once."""
-        return self.num_blocks - self._free.count
+        return self.num_blocks - self.num_free
 
     @property
     def shares(self) -> bool:

@@ -299,12 +299,13 @@ class BlockPool(BlockEnds):
 
     def truncate(self, row: int, tokens: int) -> None:
         """Gives back what the row holds beyond room for its first `tokens` tokens."""
-        stay = blocks_a_plane(tokens, self.block_size)
-        held = int(self.held[row])
+        stay, held = blocks_a_plane(tokens, self.block_size), int(self.held[row])
+        if stay > held:
+            return
         if stay < held:
             self._let_go(self.blocks_of(row)[:, stay:].ravel(), row, int(self.direction[row]))
             self.held[row] = stay
-        self.cap[row, stay:held] = self.block_size
+            self.cap[row, stay:held] = self.block_size
         if stay and tokens - (stay - 1) * self.block_size <= self.cap[row, stay - 1]:
             self.cap[row, stay - 1] = self.block_size  # what was missing there is none of it
 
