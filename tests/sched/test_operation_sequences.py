@@ -196,8 +196,8 @@ class Operations(RuleBasedStateMachine):
         readers = made.table.seq[row] in self.readers
         if back.blocks > made.pool.num_free or not len(back.first) or readers:
             return
-        running = made.table.in_state(RUNNING)
-        if made.table.state[row] == WAITING and len(running) == made.view.limits.max_rows:
+        holders = len(made.table.in_state(RUNNING)) + int(made.table.state[row] == WAITING)
+        if holders > made.view.limits.max_rows:  # prefixes are shared here without asking
             return
         ones = np.full_like
         operations = [Copy(ones(back.copy, row), back.copy)] if len(back.copy) else []
@@ -292,7 +292,7 @@ class Operations(RuleBasedStateMachine):
             for token in set(range(end)) - away if seq not in self.readers else ():
                 for block, slot in places[:, token].tolist():
                     assert self.device.get((block, slot)) == (seq, token)
-            for segment in made.host.segments(row):
+            for segment in made.host.segments(row) if seq not in self.readers else ():
                 kept = [(seq, token) for token in range(segment.first, segment.end)]
                 assert self.host[segment.key] == kept * (segment.slots // len(kept))
 
