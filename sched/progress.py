@@ -4,13 +4,13 @@ A policy that lets those who wait preempt those who run, say, starts the second 
 do not fit together at the cost of the first, and then the first at the cost of the second. Where
 prompts take several steps neither ever comes to its first token.
 
-A step gets somewhere if it computes any token that was not computed before. A schedule has as many
-of these as its requests have tokens, so one that ends makes them all; one that does not end makes
-none from some step on. Without preemptions a step that only recomputes is soon followed by one that
-does not, for nothing is recomputed twice. With a fixed order of priority the first request loses
-nothing to others, so neither does it last. So it is for ever, as far as anybody will wait, if one
-request loses its cache FUTILE times while nobody computes anything new; or if no step has any token
-at all, only operations on the pool, IDLE times one after the other.
+A step gets somewhere if it computes any token that was not computed before. A schedule makes no
+more of these than its requests have tokens; one that never ends makes none from some step on.
+Without preemptions nothing is computed again twice, so a step that gets somewhere soon follows; and
+where the order of priority is fixed the first in it loses nothing to the others, and soon gets
+somewhere. What is left are policies that change their minds: one goes on for ever, as far as
+anybody will wait, if a request loses its cache FUTILE times while nobody computes anything new; or
+if IDLE plans, one after the other, have operations on the pool and no token at all.
 
 The compiled simulation has the first of these once more (`compiled/book.py`); its policies plan no
 operations but preemptions, of which there are finitely many without a batch between.

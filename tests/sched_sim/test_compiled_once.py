@@ -112,7 +112,6 @@ class Compiling(Run):
 
 def test_processes_say_it_together(capsys: pytest.CaptureFixture[str]) -> None:
     given: list[Any] = [None] * 13
-    with Workers(1) as workers:
-        workers._jobs = 2
+    with Workers(2) as workers:
         assert len(workers.outcomes([Compiling(*given)] * 2)) == 2
     assert set(capsys.readouterr().err.splitlines()) == {COMPILING}
