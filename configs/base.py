@@ -114,7 +114,7 @@ def _engine() -> dict[str, Any]:
         # python -m jaxserve.simulate --replay=FILE can serve it again; empty: nowhere.
         "record": "",
         # At this size, MiB, and at each start of the server, what is there goes on as FILE.1,
-        # replacing an older one, and FILE begins again.
+        # replacing an older one, and FILE begins again. One server a FILE.
         "record_mib": 64,
     }
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import IO
 
 
-def lock(path: Path, *, shared: bool) -> IO[str] | None:
+def lock(path: Path, *, shared: bool = False, wait: bool = False) -> IO[str] | None:
     """Holds the file, which is made if there is none, until what is returned is closed or the
-    process ends. shared: together with others who do, waiting for one who does not; else alone, or
-    None where anybody holds it. Who holds it alone may remove it. OSError if it cannot be made."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB
+    process ends: alone, or together with others who share it. None where others hold it so that it
+    cannot be, if it is not to wait for them. Who holds it alone may remove it. OSError if it cannot
+    be made."""
+    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
         file = path.open("a", encoding="utf-8")
         try:

@@ -20,6 +20,7 @@ from jaxserve.sched.host import HostMemory, Segment
 from jaxserve.sched.kinds import LEFT, CacheKind, Direction
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
+from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
@@ -80,6 +81,7 @@ class Scheduler:
             oracle=oracle,
         )
         self.preemptions = 0
+        self._progress = Progress(capacity)
         self._batch_order = 0
 
     def _make_table(self, capacity: int) -> RequestTable:
@@ -95,11 +97,14 @@ class Scheduler:
         row = self.table.add(request)
         self.pool.follow(self.table.capacity)
         self.host.follow(self.table.capacity)
+        self._progress.forget(row)
         self._lengths.tell(row, request.sampling.max_tokens if output_len is None else output_len)
         return row
 
     def schedule(self, now: float) -> Step:
-        """The next step, booked. InvalidPlan if the policy over-commits; nothing is booked then."""
+        """The next step, booked. InvalidPlan if the policy over-commits, or gets nowhere
+        (`sched/progress.py`); nothing is booked then."""
+        self._progress.check()
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
@@ -123,6 +128,8 @@ class Scheduler:
         again = 0
         if self.preemptions:
             again = int(np.maximum(np.minimum(end, table.lost_from[rows]) - start, 0).sum())
+        total = int(np.add.reduce(counts))
+        self._progress.note(total, again, _losers(plan) if plan.operations else _NOBODY)
         return Step(
             plan,
             start,
@@ -134,7 +141,7 @@ class Scheduler:
             moves,
             plan.preempted if plan.operations else _NOBODY,
             num_decode_tokens=newest,
-            num_prefill_tokens=int(np.add.reduce(counts)) - newest - again,
+            num_prefill_tokens=total - newest - again,
             num_recomputed_tokens=again,
             sampling=sampling,
         )
@@ -282,6 +289,12 @@ class Scheduler:
             self._start(BatchPlan(plan.rows[mine], kinds=plan.kinds[mine], directions=directions))
         self.pool.join(op.row, op.blocks)
         return []
+
+
+def _losers(plan: BatchPlan) -> np.ndarray:
+    """Rows that lose some of their cache, or all of it."""
+    found = [op.rows for op in plan.operations if isinstance(op, Preempt)]
+    return np.concatenate(found) if found else _NOBODY
 
 
 _BOOKING: dict[type, Callable[[Scheduler, BatchPlan, Any], list[Move]]] = {

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.simulation.fast import COMPILING
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -90,6 +91,7 @@ def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, flo
     simulated in any way."""
     found: dict[str, float | None] = {"latency_s": None}
     options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "rules": "infermax_paper"}
+    options["compiling"] = lambda: print(COMPILING, file=sys.stderr, flush=True)
     place = dataclasses.replace(system(SYSTEM), max_batch_tokens=MAX_BATCH_TOKENS)
     few = workload.first(min(WARM_UP, len(workload)))
     for way in ways:

@@ -67,7 +67,7 @@ class _Hold:
 
     def __init__(self, place: Path) -> None:
         self._path = place.with_name(place.name + ".lock")
-        self._file = lock(self._path, shared=False)
+        self._file = lock(self._path)
         if self._file is None:
             raise ConfigError(f"engine.record: another server records to {place}")
 

@@ -106,7 +106,7 @@ class Serving:
             return None
         begin = self._clock()
         scheduler = self._scheduler
-        num_live, step = len(self.live), scheduler.schedule(begin)
+        num_live, step = len(self.live), self._schedule(begin)
         kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
         planned = self._clock()
         for row in step.preempted.tolist():
@@ -116,7 +116,7 @@ class Serving:
             self._carry_out(move)
         if not len(step):
             if idle and not step.plan.operations:
-                raise InvalidPlan(f"the policy plans nothing for {num_live} requests")
+                raise self._invalid(f"it plans nothing for {num_live} requests")
             self._watch.moved(step)
             return None
         members = [self.live[row] for row in step.rows.tolist()]
@@ -149,6 +149,15 @@ class Serving:
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
         )
+
+    def _schedule(self, now: float) -> Step:
+        try:
+            return self._scheduler.schedule(now)
+        except InvalidPlan as error:
+            raise self._invalid(str(error)) from error
+
+    def _invalid(self, problem: str) -> InvalidPlan:
+        return InvalidPlan(f"policy {self._info.policy}: {problem}")
 
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
         return self.live[row].tokens(first, end)

@@ -104,9 +104,13 @@ class Run:
             max_rows=self.max_rows,
         )
 
-    def outcome(self, progress: Callable[[float], None] | None = None) -> Outcome:
-        """Simulates it. progress(share): so much more of it is done, 1 in all. Raises one of
-        REFUSED."""
+    def outcome(
+        self,
+        progress: Callable[[float], None] | None = None,
+        compiling: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """Simulates it. progress(share): so much more of it is done, 1 in all. compiling: as
+        `simulate` has it. Raises one of REFUSED."""
         workload = self.workload.make(self.seed)
         share = 1 / len(workload)
         result = simulator.simulate(
@@ -126,6 +130,7 @@ class Run:
             seed=self.seed,
             record_rows=self.record_rows,
             progress=None if progress is None else lambda count: progress(count * share),
+            compiling=compiling,
         )
         kept = result if self.keep else None
         return Outcome(result.summary(), result.kv_tokens, result.seed_read, kept)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxserve.sched.simulation.fast import COMPILING
 from jaxserve.sched.simulation.simulator import SimulationError
 from jaxserve.simulate.runs import Outcome, Run
 
@@ -30,16 +31,20 @@ class Workers:
         self._others = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
         self._done = self._context.Value("d", 0.0)  # runs, in all processes together
+        self._compiling = self._context.Event()  # in one of them; until that has been said
         self._bar: tqdm | None = None
 
     def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
         """Of the runs, in their order. The first mistake ends it: one of `runs.REFUSED`."""
         bar = self._longer_bar(len(runs))
         if self._pool is None and (self._jobs == 1 or len(runs) < 2):
-            return [run.outcome(lambda share: _show(bar, bar.n + share)) for run in runs]
+            return [run.outcome(lambda share: _show(bar, bar.n + share), _say) for run in runs]
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
-                self._jobs, self._context, initializer=_begin, initargs=(self._done,)
+                self._jobs,
+                self._context,
+                initializer=_begin,
+                initargs=(self._done, self._compiling),
             )
         return self._on(self._pool, runs, bar)
 
@@ -50,6 +55,9 @@ class Workers:
             before = bar.n - self._done.value
             while left:
                 done, left = wait(left, REFRESH_S, FIRST_EXCEPTION)
+                if self._compiling.is_set():
+                    self._compiling.clear()
+                    _say()
                 for future in done:
                     future.result()
                 _show(bar, before + self._done.value)
@@ -89,20 +97,25 @@ def _show(bar: tqdm, done: float) -> None:
     bar.update(min(done, bar.total) - bar.n)
 
 
+def _say() -> None:
+    tqdm.write(COMPILING, file=sys.stderr)
+
+
 _progress: Callable[[float], None] | None = None
+_compiling: Callable[[], None] | None = None
 
 
-def _begin(done: Any) -> None:
-    """In each process, first of all. done: a shared number of runs."""
+def _begin(done: Any, compiling: Any) -> None:
+    """In each process, first of all. done: a shared number of runs; compiling: a shared event."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the process that waits
 
     def progress(share: float) -> None:
         with done.get_lock():
             done.value += share
 
-    global _progress
-    _progress = progress
+    global _progress, _compiling
+    _progress, _compiling = progress, compiling.set
 
 
 def _outcome(run: Run) -> Outcome:
-    return run.outcome(_progress)
+    return run.outcome(_progress, _compiling)

@@ -13,6 +13,8 @@ from jaxserve.sched.simulation.replicas import Options, Served, run_in_python
 from jaxserve.sched.unified import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
+COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
+
 # A form says nothing about what a class of its own does in these.
 _METHODS = {"plan", "ranking", "expected", "candidates", "cut", "form"}
 
@@ -39,12 +41,13 @@ def run(
     options: Options,
     compiled: bool | None,
     progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
 ) -> Served:
     """Serves the workload to its end, with one policy for each replica. compiled: or NotCompiled;
     None for if it can be."""
     if compiled is not False:
         try:
-            return _run_compiled(policies[0], workload, setting, progress)
+            return _run_compiled(policies[0], workload, setting, progress, compiling)
         except NotCompiled:
             if compiled:
                 raise
@@ -56,6 +59,7 @@ def _run_compiled(
     workload: Workload,
     setting: Setting,
     progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
 ) -> Served:
     form = form_of(policy)
     assert isinstance(policy, UnifiedPolicy)
@@ -71,5 +75,5 @@ def _run_compiled(
         key = run.key_of(form)
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
-    outcome = run.run(policy, form, key, workload, setting, progress)
+    outcome = run.run(policy, form, key, workload, setting, progress, compiling)
     return Served(outcome, None, seed_read)

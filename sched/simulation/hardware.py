@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 HIDDEN_READS = ("auto", "absorbed", "projected")
 READ_EFFICIENCY = 0.94  # of memory bandwidth: llama-2-7b@a100's decode KV slope, 1.92 of 2.04 TB/s
-# Of the link to the host. Measured peaks: 25 of an A100's 32 GB/s (BaM, Qureshi et al., ASPLOS
-# 2023), 52.8 of an H100's 64 GB/s from it (nvbandwidth, github.com/NVIDIA/nvbandwidth/issues/24).
+# Of the link to the host. Reported: 25 of an A100's 32 GB/s (github.com/ZaidQureshi/bam/issues/54),
+# and 52.8 from, but 35 to, an H100 of 64 GB/s (github.com/NVIDIA/nvbandwidth/issues/24).
 HOST_EFFICIENCY = 0.8
 
 

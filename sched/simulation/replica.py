@@ -150,7 +150,7 @@ class Replica:
         moves = sum(not isinstance(move, Discard) for move in step.moves)
         if not len(step):
             if self._pending is None and not step.plan.operations:
-                raise InvalidPlan(f"the policy plans nothing for {self.live} requests")
+                raise InvalidPlan(f"it plans nothing for {self.live} requests")
             if moves:
                 self._move(step, moves)
             return None

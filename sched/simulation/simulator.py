@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.sched.block_sizes import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost_model import CostModel, HostTerms, LinearCostModel
 from jaxserve.sched.parameters import parameters
+from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
 from jaxserve.sched.simulation.compiled.setting import REFUSED, Setting
@@ -91,6 +92,7 @@ def simulate(
     online: LinearCostModel | None = None,
     record_rows: bool = False,
     progress: Callable[[int], None] | None = None,
+    compiling: Callable[[], None] | None = None,
 ) -> SimulationResult:
     """Serves the workload to its end.
 
@@ -105,8 +107,10 @@ def simulate(
     numba (`fast.py`); by default if it can be. coast: in Python, take steps that are certain
     several at once. Neither changes the outcome. online: policies see a model that begins as this
     one and learns from the steps, as a server's do, not the true one. record_rows: keep who was in
-    each batch. progress(n): n more have come.
-    SimulationError if it cannot be simulated so, InvalidPlan for what cannot be booked.
+    each batch. progress(n): n more have come. compiling(): half a minute begins in which numba
+    compiles, the first time.
+    SimulationError if it cannot be simulated so, InvalidPlan for what cannot be booked, or gets
+    nowhere (`sched/progress.py`).
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)
@@ -121,7 +125,8 @@ def simulate(
     slots = int(slots_for(host_tokens))
     options = Options(slots, longest, fixed, coast, online, record_rows, **hidden)
     compiled = _compiled(compiled, bool(checked or online or record_rows))
-    served = _run(policies, workload, setting, options, compiled, progress)
+    name = policy if isinstance(policy, str) else type(policy).__name__
+    served = _run(name, policies, workload, setting, options, compiled, progress, compiling)
     return _result(workload, setting, served)
 
 
@@ -151,12 +156,14 @@ def _compiled(wanted: bool | None, in_python: bool) -> bool | None:
     return False if in_python else wanted
 
 
-def _run(*args: Any) -> Served:
-    """As `fast.run`."""
+def _run(name: str, *args: Any) -> Served:
+    """As `fast.run`. name: of the policy."""
     try:
         return run(*args)
     except NotCompiled as error:
         raise SimulationError(f"the simulation cannot run compiled: {error}") from error
+    except InvalidPlan as error:
+        raise InvalidPlan(f"policy {name}: {error}") from error
 
 
 def _routing(routing: str) -> str:

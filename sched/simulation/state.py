@@ -71,3 +71,4 @@ class SimulatedScheduler(Scheduler):
         order = self._batch_order
         table.last_batch_order[latest] = np.arange(order, order + len(latest))
         self._batch_order += len(latest)
+        self._progress.advance(int(steps.max()))

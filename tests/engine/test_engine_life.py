@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.executor import StepHandle
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.sched import registry
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from tests.cost_models import FLAT
-from tests.engine.harness import TIMEOUT, engine, send
+from tests.engine.harness import SCARCE, TIMEOUT, engine, send
 
 
 class FailingHandle:
@@ -59,6 +61,37 @@ def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path])
         with pytest.raises(EngineStopped, match="failed"):
             send(running, [3], max_tokens=1)
         assert running.drain(TIMEOUT)
+
+
+PREEMPTS_FOR_EVER = """
+from jaxserve.sched.keys import where
+from jaxserve.sched.registry import register
+from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+
+@register("unfair", summary="those who wait preempt those who run", source="none")
+def unfair():
+    groups = (Group(Phase.WAITING, preempts=True), Group(Phase.RUNNING))
+    key = lambda r: where(r.waiting, 0, 1)
+    return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=key)
+"""
+
+
+def test_a_policy_that_gets_nowhere_fails_the_engine(
+    shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    path = tmp_path / "mine.py"
+    path.write_text(PREEMPTS_FOR_EVER)
+    options: dict[str, Any] = {"scheduler__policy": f"{path}:unfair", **SCARCE}
+    with engine(shapes["opt"], scheduler__max_prefill_tokens=4, **options) as running:
+        # Of 72 tokens; prompts take ten steps.
+        streams = [send(running, [3] * 40, max_tokens=9)[1] for _ in range(2)]
+        for stream in streams:
+            last = stream.wait().last()
+            assert last.finish_reason == FinishReason.ERROR
+            problem = rf"InvalidPlan: policy {path}:unfair: by step \d+ it has preempted a request"
+            assert re.match(problem, last.error)
+        assert running.stats().steps < 1000
 
 
 def test_a_caller_that_raises_harms_only_the_engine_not_the_waiting(

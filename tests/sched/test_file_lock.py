@@ -28,13 +28,13 @@ def test_another_process_holds_it(tmp_path: Path, theirs: str) -> None:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        if theirs == "shared":  # else it would wait
-            mine = lock(path, shared=True)
-            assert mine is not None
+        mine = lock(path, shared=True)
+        assert (mine is not None) == (theirs == "shared")
+        if mine is not None:
             mine.close()
-        assert lock(path, shared=False) is None
+        assert lock(path) is None
         other.kill()
-    held = lock(path, shared=False)  # a process that has died holds nothing
+    held = lock(path, wait=True)  # a process that has died holds nothing
     assert held is not None
     held.close()
 
@@ -52,12 +52,12 @@ def test_a_file_that_its_holder_removed_is_made_again(
         return file
 
     monkeypatch.setattr(Path, "open", open_and_lose)
-    held = lock(path, shared=False)
+    held = lock(path)
     assert held is not None and path.exists()
-    assert lock(path, shared=False) is None
+    assert lock(path) is None
     held.close()
 
 
 def test_where_none_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        lock(tmp_path / "none" / "lock", shared=True)
+        lock(tmp_path / "none" / "lock")

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost_model import HostTerms, Padding
+from jaxserve.sched.keys import where
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Limits, Policy, View
+from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.simulation import fast
 from jaxserve.sched.simulation.compiled.setting import REFUSED
@@ -132,21 +134,6 @@ def test_many_live_requests_and_many_batches(policy: str) -> None:
     assert len(found[True].batches) > 4096
 
 
-@pytest.mark.parametrize("policy", ["vllm", "sarathi_pc", "infermax", "rank_o", "sarathi+ef"])
-@pytest.mark.parametrize("shape", [(1024, 128, 32, 100_000), (64, 200, 60, 6_000)])
-def test_runs_of_the_infermax_page(policy: str, shape: tuple[int, int, int, int]) -> None:
-    """One with memory for all, and one in which they fight for it."""
-    prompt, output, count, memory = shape
-    workload = Workload.of(all_at_once(count), fixed_lengths(prompt, output, count))
-    slow, quick = (
-        simulate(
-            policy, workload, SEVEN, kv_tokens=memory, rules="infermax_paper", compiled=compiled
-        )
-        for compiled in (False, True)
-    )
-    assert_same(quick, slow)
-
-
 def test_which_policies_have_a_form() -> None:
     for name in PLAIN:
         fast.form_of(make_policy(name))
@@ -212,6 +199,31 @@ def test_a_policy_that_lets_nobody_start(compiled: bool) -> None:
     policy = own(groups=(Group(Phase.DECODE),))
     with pytest.raises(InvalidPlan, match="plans nothing for 3 requests"):
         simulate(policy, drawn(0, 3, 9.0), SEVEN, compiled=compiled)
+
+
+def first_who_waits() -> UnifiedPolicy:
+    """Those who wait preempt those who run."""
+    groups = (Group(Phase.WAITING, preempts=True), Group(Phase.RUNNING, preempts=True))
+    return own(groups=groups, key=lambda r: where(r.waiting, 0, 1))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_policy_that_preempts_for_ever(compiled: bool) -> None:
+    """Prompts of four steps; the memory is for one of them."""
+    workload = Workload.of(all_at_once(3), fixed_lengths(64, 4, 3))
+    options: dict[str, Any] = {"kv_tokens": 96, "limits": Limits(16, 16, 9), "compiled": compiled}
+    problem = "^policy UnifiedPolicy: by step 201 it has preempted a request 100 times, while"
+    with pytest.raises(InvalidPlan, match=problem):
+        simulate(first_who_waits(), workload, SEVEN, **options)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_preemptions_that_get_somewhere_are_as_many_as_they_like(compiled: bool) -> None:
+    """The same in steps of a whole prompt: each refill ends with one more token."""
+    workload = Workload.of(all_at_once(2), fixed_lengths(200, 150, 2))
+    options: dict[str, Any] = {"kv_tokens": 360, "limits": Limits(400, 400, 9)}
+    result = simulate(first_who_waits(), workload, SEVEN, compiled=compiled, **options)
+    assert result.requests.preemptions.min() > FUTILE
 
 
 @pytest.mark.parametrize("compiled", [True, False])

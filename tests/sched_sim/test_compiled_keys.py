@@ -17,7 +17,7 @@ from jaxserve.sched.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.keys import where
 from jaxserve.sched.policies.infermax import InferMax
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.simulation.compiled import kernel
+from jaxserve.sched.simulation.compiled import kept, kernel
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.unified import Group, Phase, Reserve
 from tests.sched_sim.test_compiled import SEVEN, assert_same, drawn, own
@@ -109,7 +109,7 @@ def test_its_directory_knows_all_that_is_compiled() -> None:
     folder = Path(kernel.__file__).parent
     found: set[str] = set()
     for path in folder.glob("*.py"):
-        if path.stem not in ("run", "setting", "jit", "kernel"):
+        if path.stem not in ("run", "setting", "jit", "kernel", "kept"):
             found |= set(re.findall(r"^from jaxserve\.sched\.(\w+) import", path.read_text(), re.M))
     assert found - {"simulation"} <= set(re.findall(r"\w+", inspect.getsource(kernel._digest)))
 
@@ -117,8 +117,8 @@ def test_its_directory_knows_all_that_is_compiled() -> None:
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert not kernel._writable(blocked / "numba")
-    assert kernel._writable(tmp_path / "numba" / "deep")
+    assert not kept.use(blocked / "numba")
+    assert kept.use(tmp_path / "numba" / "deep")
 
 
 @pytest.mark.parametrize("changes", [{"max_rows": 0}, {"watermark": -0.1}, {"watermark": 1.0}])

@@ -14,6 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.sched.parameters import with_parameters
+from jaxserve.sched.simulation.fast import COMPILING
+from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import RULES, default_limits, policy_under, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -70,21 +72,29 @@ class Numbers:
 Results = dict[Case, Numbers]
 
 
-def run(case: Case) -> Numbers:
-    """Simulates it, from the same requests each time. ValueError if its policy, workload or system
-    is unknown, or does not suit the others, or the policy has no such parameter."""
+def simulated(case: Case, compiled: bool | None = None) -> SimulationResult:
+    """The case, from the same requests each time. compiled: as `simulate` has it. ValueError if its
+    policy, workload or system is unknown, or does not suit the others, or the policy has no such
+    parameter."""
     place = system(case.system)
     policy = policy_under(case.policy, RULES["infermax_paper"])
     policy = with_parameters(case.policy, policy, dict(case.switches))
     spec = WorkloadSpec(case.workload, num_requests=case.num_requests)
-    result = simulate(
+    return simulate(
         policy,
         spec.make(),
         place,
         limits=default_limits(policy, place),
         kv_tokens=case.kv_tokens,
         rules="infermax_paper",
+        compiled=compiled,
+        compiling=say_compiling,
     )
+
+
+def run(case: Case) -> Numbers:
+    """What it comes to. ValueError as `simulated`."""
+    result = simulated(case)
     summary = result.summary()
     tpot = result.requests.tpot
     return Numbers(
@@ -100,6 +110,11 @@ def run(case: Case) -> Numbers:
         summary["num_requests"],
         summary["output_tokens"],
     )
+
+
+def say_compiling() -> None:
+    """In a line on stderr, beside the bar."""
+    tqdm.write(COMPILING, file=sys.stderr)
 
 
 class AnyCase(Protocol):

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.experiments.common.grid import say_compiling
 from jaxserve.sched.metrics import request_p99_tbt
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.profiles import System
+from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -106,11 +108,19 @@ def workload_of(case: OnlineCase) -> Workload:
     return spec.make() if case.longest is None else spec.make().within(case.longest)
 
 
-def run(case: OnlineCase) -> OnlineNumbers:
-    """Simulates it."""
+def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResult:
+    """The case. compiled: as `simulate` has it."""
     place, policy = place_of(case), make_policy(case.policy, **dict(case.switches))
     limits = default_limits(policy, place, max_batch_tokens=case.max_batch_tokens)
-    result = simulate(policy, workload_of(case), place, limits=limits)
+    workload = workload_of(case)
+    return simulate(
+        policy, workload, place, limits=limits, compiled=compiled, compiling=say_compiling
+    )
+
+
+def run(case: OnlineCase) -> OnlineNumbers:
+    """What it comes to."""
+    result = simulated(case)
     summary, requests, batches = result.summary(), result.requests, result.batches
     size = batches.num_decodes + batches.num_prefills
     ttft = requests.ttft

@@ -24,6 +24,7 @@ def book(m: Machine, settings: np.record, key: Key) -> int:
         _lose_cache(m, m.victims[i])
     if me.victims:
         leave_running(m, RUNNING)
+    _note_progress(m)
     started = 0
     for i in range(me.chosen):
         r = m.requests[m.chosen[i]]
@@ -44,12 +45,30 @@ def book(m: Machine, settings: np.record, key: Key) -> int:
 
 
 @kernel
+def _note_progress(m: Machine) -> None:
+    """As `Progress.note`; before the batch is booked."""
+    me = m.me[0]
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        if r.computed + r.tokens > r.lost_from:
+            me.got_on += 1
+            me.most_losses = 0
+            return
+    for i in range(me.victims):
+        r = m.requests[m.victims[i]]
+        r.losses = r.losses + 1 if r.losses_since == me.got_on else 1
+        r.losses_since = me.got_on
+        me.most_losses = max(me.most_losses, r.losses)
+
+
+@kernel
 def _lose_cache(m: Machine, number: int) -> None:
     me, r = m.me[0], m.requests[number]
     me.preempted += 1
     me.gone += 1
     r.preempted_order = me.preempted
     r.preemptions += 1
+    r.lost_from = max(r.lost_from, r.computed)
     r.computed = r.held = r.growth = 0
     r.state, r.decided = WAITING, False
 

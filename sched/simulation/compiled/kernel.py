@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import numba
 import numpy as np
 from numba import njit, types
+from numba.core.event import Listener, install_listener
 
-from jaxserve.sched import blocks, cost_model, keys, output_lengths, table, unified
+from jaxserve.sched import blocks, cost_model, keys, output_lengths, progress, table, unified
 from jaxserve.sched.keys import Key
+from jaxserve.sched.simulation.compiled import kept
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
 from jaxserve.sched.simulation.compiled.state import REQUEST
@@ -24,30 +26,59 @@ KEY = types.float64(numba.from_dtype(REQUEST))
 _DIRECTORY = "~/.cache/jaxserve/numba"  # where NUMBA_CACHE_DIR does not say otherwise
 
 
-@lru_cache
-def compiled_serve(world: types.Type, rules: types.Type, costs: types.Type) -> Any:
+_serves: dict[tuple[types.Type, ...], Any] = {}
+
+
+def compiled_serve(
+    world: types.Type, rules: types.Type, costs: types.Type, compiling: Callable[[], None] | None
+) -> Any:
     """`loop.serve` for arguments of these types, which takes a while to compile, but only once.
+    compiling: told when that begins.
 
     What numba keeps is good for as long as the file of the function itself is the same. This one's
     code is in several, so there is a directory for each state of them. Where that cannot be written
     nothing is kept.
     """
-    signature = types.int64(world, rules, costs, types.FunctionType(KEY), types.int64)
+    kinds = (world, rules, costs)
+    if kinds not in _serves:
+        directory = Path(_CONFIG.CACHE_DIR or _DIRECTORY).expanduser() / _digest()
+        keeps = kept.use(directory)
+        # One of several processes compiles, and the others take what it keeps.
+        alone = kept.only_one(directory) if keeps and kept.is_empty(directory) else None
+        watch = _Watch(compiling)
+        with install_listener("numba:compile", watch):
+            _serves[kinds] = _compile(kinds, directory, keeps)
+        if alone is not None:
+            alone.close()
+        if keeps and watch.compiled:
+            kept.remove_old(directory)
+    return _serves[kinds]
+
+
+class _Watch(Listener):
+    """Whether anything is compiled, rather than read."""
+
+    def __init__(self, compiling: Callable[[], None] | None) -> None:
+        self.compiled = False
+        self._compiling = compiling
+
+    def on_start(self, event: Any) -> None:
+        if not self.compiled and self._compiling is not None:
+            self._compiling()
+        self.compiled = True
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def _compile(kinds: tuple[types.Type, ...], directory: Path, keeps: bool) -> Any:
+    signature = types.int64(*kinds, types.FunctionType(KEY), types.int64)
     before = _CONFIG.CACHE_DIR
-    directory = Path(before or _DIRECTORY).expanduser() / _digest()
     _CONFIG.CACHE_DIR = str(directory)
     try:
-        return njit(signature, cache=_writable(directory), **OPTIONS)(serve)
+        return njit(signature, cache=keeps, **OPTIONS)(serve)
     finally:
         _CONFIG.CACHE_DIR = before
-
-
-def _writable(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK)
 
 
 def compiled_key(key: Key) -> Any:
@@ -76,7 +107,7 @@ def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
 
 
 def _digest() -> str:
-    modules = (blocks, cost_model, keys, output_lengths, table, unified)
+    modules = (blocks, cost_model, keys, output_lengths, progress, table, unified)
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

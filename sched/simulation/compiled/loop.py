@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from jaxserve.sched.keys import Key
+from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample
 from jaxserve.sched.simulation.compiled.cost import Costs, Features, batch_time, features
 from jaxserve.sched.simulation.compiled.jit import kernel
@@ -15,12 +16,13 @@ from jaxserve.sched.simulation.compiled.plan import plan
 from jaxserve.sched.simulation.compiled.setting import REFUSED
 from jaxserve.sched.simulation.compiled.state import NOTHING, Machine, Rules, World
 
-DONE, PAUSED, FULL, STUCK = range(4)
+DONE, PAUSED, FULL, STUCK, NOWHERE, ON = range(6)
 
 
 def serve(world: World, rules: Rules, costs: Costs, key: Key, until: int) -> int:
     """Lets the world go on until all requests are over (DONE), `until` of them have arrived
-    (PAUSED), its arrays have no room for more (FULL), or a policy plans nothing (STUCK)."""
+    (PAUSED), its arrays have no room for more (FULL), or a policy plans nothing (STUCK) or gets
+    nowhere (NOWHERE)."""
     replicas, requests = world.replicas, world.requests
     while True:
         soonest = 0
@@ -39,8 +41,9 @@ def serve(world: World, rules: Rules, costs: Costs, key: Key, until: int) -> int
         elif next_time < math.inf:
             if replicas[soonest].batches >= world.log.shape[1]:
                 return FULL
-            if not _once(_machine(world, soonest), rules, costs, key, world.token_times):
-                return STUCK
+            status = _once(_machine(world, soonest), rules, costs, key, world.token_times)
+            if status != ON:
+                return status
         else:
             return DONE
 
@@ -96,16 +99,18 @@ def _arrive(m: Machine, rules: Rules, key: Key, number: int, replica: int) -> No
 
 
 @kernel
-def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndarray) -> bool:
-    """Once round the engine's loop; False if the policy has nothing to plan and never will."""
+def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndarray) -> int:
+    """Once round the engine's loop, ON; or STUCK, or NOWHERE."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]
     side, count, end = me.side, me.flying, me.flying_end
     me.flying = NOTHING
     if me.live:
+        if me.most_losses >= FUTILE:
+            return NOWHERE
         refresh(m, settings, key)
         plan(m, settings, rules.groups)
         if not (me.chosen or me.victims or count != NOTHING):
-            return False
+            return STUCK
         me.clock += host.plan + host.plan_row * me.live
         batch = features(m, costs)
         started = book(m, settings, key)
@@ -117,7 +122,7 @@ def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndar
         _land(m, rules, key, me.side, me.flying, me.flying_end, token_times)
         me.flying = NOTHING
     me.next_time = me.clock if me.live or me.flying != NOTHING else math.inf
-    return True
+    return ON
 
 
 @kernel

@@ -14,9 +14,10 @@ from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.keys import Form
 from jaxserve.sched.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.progress import futile
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
 from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
-from jaxserve.sched.simulation.compiled.loop import DONE, FULL, STUCK
+from jaxserve.sched.simulation.compiled.loop import DONE, FULL, NOWHERE, STUCK
 from jaxserve.sched.simulation.compiled.setting import BATCH, Outcome, Setting
 from jaxserve.sched.simulation.compiled.state import (
     GROUP,
@@ -59,12 +60,14 @@ def run(
     workload: Workload,
     setting: Setting,
     progress: Callable[[int], None] | None = None,
+    compiling: Callable[[], None] | None = None,
 ) -> Outcome:
     """Serves the workload to its end. key: `key_of` the form. InvalidPlan if the policy plans
-    nothing where it could."""
+    nothing where it could, or gets nowhere."""
     rules, costs = _rules(policy, form, setting), _costs(setting)
     world = _world(workload, setting, knows=policy.hypothetical)
-    serve = compiled_serve(*(numba.typeof(fixed) for fixed in (world, rules, costs)))
+    kinds = numba.typeof(world), numba.typeof(rules), numba.typeof(costs)
+    serve = compiled_serve(*kinds, compiling)
     count, seen = len(workload), 0
     every = count if progress is None else max(count // _PAUSES, 1)
     while True:
@@ -73,9 +76,11 @@ def run(
         if progress is not None and arrived > seen:
             progress(arrived - seen)
         seen = arrived
-        if status == STUCK:
+        if status in (STUCK, NOWHERE):
             stuck = world.replicas[world.replicas["next_time"].argmin()]
-            raise InvalidPlan(f"the policy plans nothing for {stuck['live']} requests")
+            if status == NOWHERE:
+                raise futile(int(stuck["batches"]))
+            raise InvalidPlan(f"it plans nothing for {stuck['live']} requests")
         if status == FULL:
             world = _larger(world)
         elif status == DONE:

@@ -17,7 +17,7 @@ from jaxserve.sched.keys import FLOATS, INTEGERS
 # key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
 # tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
 # reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
-# it. state: as in `sched/table.py`.
+# it. state, lost_from: as in `sched/table.py`. losses, losses_since: as in `sched/progress.py`.
 REQUEST = np.dtype(
     [(name, np.float64) for name in (*FLOATS, "key", "first")]
     + [
@@ -27,6 +27,7 @@ REQUEST = np.dtype(
             *("seed", "most_output", "max_tokens", "output_len", "offset", "replica"),
             *("behind", "second", "received", "held", "growth", "tokens", "reserve", "state"),
             *("preemptions", "preempted_order", "last_batch_order"),
+            *("lost_from", "losses", "losses_since"),
         )
     ]
     + [(name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy")],
@@ -37,6 +38,7 @@ REQUEST = np.dtype(
 # where in its list those that wait are. free: blocks. arrivals, batch_order, preempted: how many
 # there have been. gone: preempted since the last batch. flying: rows of the launched step that
 # sample, -1 where none is in flight; flying_end: when it ends; side: which list has them.
+# got_on: steps that computed something new; most_losses: of any one request since the last of them.
 # outputs: how many have ended; ended: with the last tokens that reached the host, at `landed`.
 #
 # Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
@@ -51,7 +53,7 @@ REPLICA = np.dtype(
         (name, np.int64)
         for name in (
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
-            *("gone", "flying", "side", "batches", "outputs", "ended"),
+            *("gone", "flying", "side", "batches", "outputs", "ended", "got_on", "most_losses"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
             *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
         )
