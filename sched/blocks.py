@@ -106,13 +106,17 @@ class BlockPool:
         own that counts; lowered."""
         if not self._shared:
             return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
-        found = np.zeros(len(rows), np.int64)
         refs = self.refs.copy() if refs is None else refs
-        for i, row in enumerate(rows.tolist()):
-            ids = self.blocks_of(row).ravel()
-            refs[ids] -= 1
-            found[i] = np.count_nonzero(refs[ids] == 0)
-        return found
+        return np.array([self.returned(row, refs) for row in rows.tolist()], np.int64)
+
+    def returned(self, row: int, refs: np.ndarray | None = None) -> int:
+        """Blocks that the row would free if it were released. refs: see `returned_by`."""
+        if not self._shared:
+            return int(self.held[row] * PLANES[self.kind[row]])
+        refs = self.refs.copy() if refs is None else refs
+        ids = self.blocks_of(row).ravel()
+        refs[ids] -= 1
+        return int(np.count_nonzero(refs[ids] == 0))
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numba import njit, types
 
-from jaxserve.sched import blocks, cost_model, keys, output_lengths, table, unified
+from jaxserve.sched import block_sizes, cost_model, keys, output_lengths, table, unified
 from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
@@ -76,7 +76,7 @@ def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
 
 
 def _digest() -> str:
-    modules = (blocks, cost_model, keys, output_lengths, table, unified)
+    modules = (block_sizes, cost_model, keys, output_lengths, table, unified)
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
