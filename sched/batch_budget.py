@@ -14,6 +14,8 @@ from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import RUNNING, WAITING
 
+_NOTHING = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -89,10 +91,11 @@ class BatchBudget:
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
         self._promises = expected is not None and expected.of_running
-        self._growth = np.zeros(view.table.capacity if self._promises else 0, np.int64)
+        self._growth, self._promised = _NOTHING, 0
         if self._promises:
-            self._growth[running] = self._growth_of(running)
-        self._promised = int(self._growth.sum())
+            self._growth = np.zeros(view.table.capacity, np.int64)
+            self._growth[running] = growth = self._growth_of(running)
+            self._promised = int(growth.sum())
 
     def __len__(self) -> int:
         return sum(map(len, self.chosen))
@@ -171,12 +174,13 @@ class BatchBudget:
         if len(self.chosen) == 1:
             only = self.chosen[0]
             return BatchPlan(only.rows, only.tokens, only.reserve, only.kinds, operations)
-        fields = ("rows", "tokens", "reserve", "kinds")
-        rows, tokens, reserve, kinds = (
-            np.concatenate([getattr(c, name) for c in self.chosen]).astype(np.int64, copy=False)
-            for name in fields
+        return BatchPlan(
+            np.concatenate([c.rows for c in self.chosen]),
+            np.concatenate([c.tokens for c in self.chosen]),
+            np.concatenate([c.reserve for c in self.chosen]),
+            np.concatenate([c.kinds for c in self.chosen]),
+            operations,
         )
-        return BatchPlan(rows, tokens, reserve, kinds, operations)
 
     def _growth_of(self, rows: np.ndarray) -> np.ndarray:
         """Free blocks that each is expected to take yet, [n]."""

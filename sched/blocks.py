@@ -38,11 +38,11 @@ class BlockPool:
         self.refs = np.zeros(0, np.int32)
         self._free = FreeBlocks(num_blocks)
         self._shared = False  # whether any block may have two holders
+        self._hidden = False  # whether anybody has ever had a hidden cache
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
-        evicted when they are wanted, would count here, too."""
+        """Blocks that an allocation may take."""
         return self._free.count
 
     @property
@@ -94,8 +94,8 @@ class BlockPool:
         held, kind: by row, instead of the pool's own: what would be after some operations."""
         have = (self.held if held is None else held)[rows]
         new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
-        hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
-        if np.count_nonzero(hidden):
+        if self._hidden:
+            hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
@@ -105,7 +105,7 @@ class BlockPool:
         one that others hold with nobody. refs: holders by block, where it is no longer the pool's
         own that counts; lowered."""
         if not self._shared:
-            return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
+            return self.blocks_held(rows)
         refs = self.refs.copy() if refs is None else refs
         return np.array([self.returned(row, refs) for row in rows.tolist()], np.int64)
 
@@ -162,6 +162,7 @@ class BlockPool:
         if np.count_nonzero(self.held[rows]):
             raise ValueError(f"row {rows[self.held[rows] > 0][0]} still holds blocks")
         self.kind[rows], self.direction[rows] = kinds, directions
+        self._hidden = self._hidden or bool(np.count_nonzero(kinds))
 
     def grow(self, row: int, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises as `grow_all`."""

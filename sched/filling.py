@@ -67,6 +67,8 @@ class Filling:
         """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked
         at than may matter."""
         first, size = 0, FIRST_LOOK
+        if len(rows) and self._table.state[rows[0]] == RUNNING:
+            size += len(self.ranking.running)
         while first < len(rows) and self.budget.rows_left and self.budget.batch_left:
             part = rows[first : first + size]
             part = part[self._may_join(part)]
@@ -127,6 +129,8 @@ class Filling:
             return self._without_head(each, rest, preempts)
         self._prefills = False
         running = [j for j in rest if not each.starts[j]]
+        if not running:
+            return running
         decoding = self._table.decoding(cands.rows[running])
         return [j for j, decodes in zip(running, decoding.tolist(), strict=True) if decodes]
 

@@ -157,10 +157,10 @@ class UnifiedPolicy(Policy):
         if not (self.chunked and head.prefill[0] and 0 < room < head.tokens[0]):
             return None
         tokens = np.array([room])
-        if self.reserve is not _CHUNK:
-            return dataclasses.replace(head, tokens=tokens)
-        reserve = budget.view.table.computed[head.rows] + tokens
-        return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
+        reserve, new = head.reserve, head.new
+        if self.reserve is _CHUNK:
+            reserve, new = budget.view.table.computed[head.rows] + tokens, None
+        return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill, new)
 
     def _fill_one_phase(self, filling: Filling, rows: np.ndarray, preempts: bool) -> None:
         """The batch is of one phase: that of whoever is in it first."""
