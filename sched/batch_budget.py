@@ -14,6 +14,8 @@ from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import RUNNING, WAITING
 
+_NOTHING = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -89,10 +91,11 @@ class BatchBudget:
         self._expected = expected
         # By row: blocks that it is expected to take yet. Their sum over those that run.
         self._promises = expected is not None and expected.of_running
-        self._growth = np.zeros(view.table.capacity if self._promises else 0, np.int64)
+        self._growth, self._promised = _NOTHING, 0
         if self._promises:
-            self._growth[running] = self._growth_of(running)
-        self._promised = int(self._growth.sum())
+            self._growth = np.zeros(view.table.capacity, np.int64)
+            self._growth[running] = growth = self._growth_of(running)
+            self._promised = int(growth.sum())
 
     def __len__(self) -> int:
         return sum(map(len, self.chosen))
@@ -108,68 +111,52 @@ class BatchBudget:
             cands.new = self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
         return cands.new
 
-    def fits_budget(self, cands: Candidates) -> int:
-        """How many candidates, taken in order, stay within C, P and the rows of a batch."""
-        ok = len(cands)
-        total = int(np.add.reduce(cands.tokens))
-        if total > self.batch_left or total > self.prefill_left:
-            tokens = np.cumsum(cands.tokens)
-            ok = _prefix(
-                (tokens <= self.batch_left) & (~cands.prefill | (tokens <= self.prefill_left))
-            )
-        return min(ok, self.rows_left)
+    def add(self, cands: Candidates, keep_free: int = 0) -> int:
+        """Puts as many candidates, taken in order, into the batch as stay within C, P and its rows
+        and find their blocks and a slot: how many. keep_free: blocks that those who start leave
+        free. The only one to hold cache leaves none."""
+        if self.add_all(cands, keep_free):
+            return len(cands)
+        each = OneByOne(self, cands, keep_free)
+        count = 0
+        while self.rows_left and each.fits_budget(count) and each.fits_memory(count):
+            each.take(count)
+            count += 1
+        each.close()
+        return count
 
-    def fits_memory(self, cands: Candidates, keep_free: int = 0) -> int:
-        """How many candidates, taken in order, find their blocks and a slot. keep_free: blocks
-        that those who start leave free. The only one to hold cache leaves none."""
+    def add_all(self, cands: Candidates, keep_free: int = 0) -> bool:
+        """Puts all of them into the batch, if their sums show that they fit; whether they do.
+        keep_free: see `add`."""
+        rows, tokens, count = cands.rows, int(np.add.reduce(cands.tokens)), len(cands.rows)
+        if tokens > self.batch_left or count > self.rows_left:
+            return False
+        if tokens > self.prefill_left and np.count_nonzero(cands.prefill):
+            return False
         new = self.new_blocks(cands)
-        starts = self.view.table.state[cands.rows] == WAITING
-        total, starting = int(np.add.reduce(new)), int(np.count_nonzero(starts))
-        if starting == 0:
-            return len(cands) if total <= self.free else _prefix(np.cumsum(new) <= self.free)
-        if self._expected is None:
-            if starting <= self.slots_left and total + keep_free <= self.free:
-                return len(cands)
-            peak = new
-        else:
-            peak = np.maximum(self._growth_of(cands.rows), new)
-        ok = np.cumsum(starts) <= self.slots_left
-        taken, limit = np.cumsum(new), self.free - keep_free
-        if self._promises:
-            self._growth[cands.rows[starts]] = peak[starts]
-            more = np.maximum(new - self._growth[cands.rows], 0)  # than those that run promised
-            promised = np.cumsum(np.where(starts, peak, more)) + self._promised
-            ok &= (taken <= self.free) & (~starts | (promised <= limit))
-        else:
-            ok &= np.where(starts, taken - new + peak <= limit, taken <= self.free)
-        if self.alone and new[0] <= self.free and self.slots_left:
-            ok[0] = True
-        return _prefix(ok)
-
-    def add(self, cands: Candidates) -> None:
-        """Puts all of them into the batch; the caller has checked that they fit."""
-        if not len(cands):
-            return
-        used = int(np.add.reduce(cands.tokens))
-        new = self.new_blocks(cands)
-        starts = self.view.table.state[cands.rows] == WAITING
-        starting = int(np.count_nonzero(starts))
-        self.batch_left -= used
-        self.prefill_left -= used
-        self.rows_left -= len(cands)
+        total = int(np.add.reduce(new))
+        starting = int(np.count_nonzero(self.view.table.state[rows] == WAITING))
+        if starting and (starting > self.slots_left or self._expected is not None):
+            return False
+        if total + (keep_free if starting else 0) > self.free:
+            return False
+        self.batch_left -= tokens
+        self.prefill_left -= tokens
+        self.rows_left -= count
         self.slots_left -= starting
         self._holders += starting
-        self.free -= int(np.add.reduce(new))
+        self.free -= total
         if self._promises:
-            growth = self._growth[cands.rows]
-            before = growth[~starts].sum() if starting else growth.sum()
-            self._promised += int(np.maximum(growth - new, 0).sum()) - int(before)
-        self.decided[cands.rows] = True
-        self.chosen.append(cands)
+            growth = self._growth[rows]
+            self._promised += int((np.maximum(growth - new, 0) - growth).sum())
+        if count:
+            self.decided[rows] = True
+            self.chosen.append(cands)
+        return True
 
     def preempt(self, row: int) -> None:
         """Takes the row's cache away. It must not be in the batch."""
-        self.free += int(self.view.pool.returned_by(np.array([row]), self._refs)[0])
+        self.free += self.view.pool.returned(row, self._refs)
         self.slots_left += 1
         self._holders -= 1
         if self._promises:
@@ -187,12 +174,13 @@ class BatchBudget:
         if len(self.chosen) == 1:
             only = self.chosen[0]
             return BatchPlan(only.rows, only.tokens, only.reserve, only.kinds, operations)
-        fields = ("rows", "tokens", "reserve", "kinds")
-        rows, tokens, reserve, kinds = (
-            np.concatenate([getattr(c, name) for c in self.chosen]).astype(np.int64, copy=False)
-            for name in fields
+        return BatchPlan(
+            np.concatenate([c.rows for c in self.chosen]),
+            np.concatenate([c.tokens for c in self.chosen]),
+            np.concatenate([c.reserve for c in self.chosen]),
+            np.concatenate([c.kinds for c in self.chosen]),
+            operations,
         )
-        return BatchPlan(rows, tokens, reserve, kinds, operations)
 
     def _growth_of(self, rows: np.ndarray) -> np.ndarray:
         """Free blocks that each is expected to take yet, [n]."""
@@ -200,5 +188,64 @@ class BatchBudget:
         return self.view.pool.needed(rows, self._expected.peak(rows), self.view.pool.kind[rows])
 
 
-def _prefix(ok: np.ndarray) -> int:
-    return len(ok) if np.count_nonzero(ok) == len(ok) else int(np.argmin(ok))
+class OneByOne:
+    """Candidates that are looked at, and put into the batch, one after the other. They are plain
+    numbers here: of a single one an array operation takes longer than all there is to do.
+
+    rows, tokens, prefill, new [n]: as in `Candidates`. starts [n]: who holds no cache yet.
+    """
+
+    def __init__(self, budget: BatchBudget, cands: Candidates, keep_free: int) -> None:
+        self._budget, self._cands, self._keep_free = budget, cands, keep_free
+        new = budget.new_blocks(cands)
+        self.rows, self.tokens = cands.rows.tolist(), cands.tokens.tolist()
+        self.prefill, self.new = cands.prefill.tolist(), new.tolist()
+        self.starts = (budget.view.table.state[cands.rows] == WAITING).tolist()
+        # Blocks that each is expected to end with, besides those that it has.
+        self._peak = self.new
+        if budget._expected is not None:
+            self._peak = np.maximum(budget._growth_of(cands.rows), new).tolist()
+        self._taken: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fits_budget(self, i: int) -> bool:
+        """Whether number i stays within C and P."""
+        tokens, budget = self.tokens[i], self._budget
+        return tokens <= budget.batch_left and (
+            not self.prefill[i] or tokens <= budget.prefill_left
+        )
+
+    def fits_memory(self, i: int) -> bool:
+        """Whether number i finds its blocks and a slot."""
+        budget, new = self._budget, self.new[i]
+        if not self.starts[i]:
+            return bool(new <= budget.free)
+        if new > budget.free or not budget.slots_left:
+            return False
+        promised = budget._promised if budget._promises else 0
+        return budget.alone or promised + self._peak[i] <= budget.free - self._keep_free
+
+    def take(self, i: int) -> None:
+        """Puts number i into the batch; the caller has asked whether it fits."""
+        budget, tokens, new = self._budget, self.tokens[i], self.new[i]
+        budget.batch_left -= tokens
+        budget.prefill_left -= tokens
+        budget.rows_left -= 1
+        budget.free -= new
+        if self.starts[i]:
+            budget.slots_left -= 1
+            budget._holders += 1
+            if budget._promises:
+                budget._promised += self._peak[i] - new
+        elif budget._promises:
+            budget._promised -= min(new, int(budget._growth[self.rows[i]]))
+        budget.decided[self.rows[i]] = True
+        self._taken.append(i)
+
+    def close(self) -> None:
+        """Lists those that were taken in the plan; it may go on."""
+        if self._taken:
+            self._budget.chosen.append(self._cands[np.array(self._taken)])
+            self._taken = []

@@ -18,7 +18,7 @@ PLANES = np.array([2, 1])
 
 def blocks_a_plane(tokens: Any, block_size: int) -> Any:
     """Blocks that so many tokens take in each plane of their cache; numbers or arrays."""
-    return -(-tokens // block_size)
+    return (tokens + (block_size - 1)) // block_size
 
 
 def blocks_for(tokens: Any, block_size: int, kind: Any = CacheKind.KV) -> Any:

@@ -35,6 +35,7 @@ class BlockPool(BlockEnds):
         self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
+        self._hidden = False  # whether anybody has ever had a hidden cache
 
     @property
     def pool_tokens(self) -> int:
@@ -75,8 +76,8 @@ class BlockPool(BlockEnds):
         held, kind: by row, instead of the pool's own: what would be after some operations."""
         have = (self.held if held is None else held)[rows]
         new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
-        hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
-        if np.count_nonzero(hidden):
+        if self._hidden:
+            hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
@@ -86,14 +87,18 @@ class BlockPool(BlockEnds):
         one that others hold with nobody. refs: holders by block, where it is no longer the pool's
         own that counts; lowered."""
         if not self.num_shared:
-            return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
-        found = np.zeros(len(rows), np.int64)
+            return self.blocks_held(rows)
         refs = self.refs.copy() if refs is None else refs
-        for i, row in enumerate(rows.tolist()):
-            ids = self.blocks_of(row).ravel()
-            refs[ids] -= 1
-            found[i] = np.count_nonzero(refs[ids] == 0)
-        return found
+        return np.array([self.returned(row, refs) for row in rows.tolist()], np.int64)
+
+    def returned(self, row: int, refs: np.ndarray | None = None) -> int:
+        """Blocks that the row would free if it were released. refs: see `returned_by`."""
+        if not self.num_shared:
+            return int(self.held[row] * PLANES[self.kind[row]])
+        refs = self.refs.copy() if refs is None else refs
+        ids = self.blocks_of(row).ravel()
+        refs[ids] -= 1
+        return int(np.count_nonzero(refs[ids] == 0))
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
@@ -141,6 +146,7 @@ class BlockPool(BlockEnds):
         if np.count_nonzero(self.held[rows]):
             raise ValueError(f"row {rows[self.held[rows] > 0][0]} still holds blocks")
         self.kind[rows], self.direction[rows] = kinds, directions
+        self._hidden = self._hidden or bool(np.count_nonzero(kinds))
 
     def grow(self, row: int, tokens: int) -> None:
         """Makes room for `tokens` tokens in all. Raises as `grow_all`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.kinds import CacheKind, Direction
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens [first, end) of a request's cache on the host. key: its own for ever."""
 
     key: int
@@ -58,7 +57,10 @@ class HostMemory:
 
     def find(self, row: int, first: int) -> Segment | None:
         """The row's segment that begins at that token."""
-        return next((s for s in self._segments.get(row, ()) if s.first == first), None)
+        for segment in self._segments.get(row, ()):
+            if segment.first == first:
+                return segment
+        return None
 
     def overlaps(self, row: int, first: int, end: int) -> bool:
         """Whether any of these tokens of the row are here already."""
@@ -67,16 +69,17 @@ class HostMemory:
     def add(self, row: int, first: int, end: int, kind: CacheKind, side: Direction) -> Segment:
         """A new segment. ValueError if there is no room, or some of it is here already."""
         segment = Segment(self._next_key, first, end, kind, side)
-        if self.overlaps(row, first, end):
-            raise ValueError(f"row {row}: tokens {first} to {end} are on the host already")
-        if segment.slots > self.num_free:
-            raise ValueError(f"{segment.slots} host slots wanted, {self.num_free} free")
-        self._next_key += 1
-        self.num_used += segment.slots
-        self.tokens[row] += end - first
         mine = self._segments.setdefault(row, [])
+        if mine and self.overlaps(row, first, end):
+            raise ValueError(f"row {row}: tokens {first} to {end} are on the host already")
+        if (slots := segment.slots) > self.num_free:
+            raise ValueError(f"{slots} host slots wanted, {self.num_free} free")
+        self._next_key += 1
+        self.num_used += slots
+        self.tokens[row] += end - first
         mine.append(segment)
-        mine.sort(key=lambda s: s.first)
+        if len(mine) > 1:
+            mine.sort(key=lambda s: s.first)
         return segment
 
     def remove(self, row: int, segment: Segment) -> None:

@@ -17,7 +17,7 @@ from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost_model import CostModel, Padding
 from jaxserve.sched.host import HostMemory, Segment
-from jaxserve.sched.kinds import LEFT, CacheKind, Direction
+from jaxserve.sched.kinds import HIDDEN, LEFT, CacheKind, Direction
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
@@ -123,14 +123,9 @@ class Scheduler:
         generated = before + emits
         table.computed[rows], table.generated[rows] = end, generated
         self._note_batch(rows, counts)
-        newest = int(np.count_nonzero(feeds_back))
         sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
-        again = 0
-        if self.preemptions:
-            again = int(np.maximum(np.minimum(end, table.lost_from[rows]) - start, 0).sum())
-        total = int(np.add.reduce(counts))
-        self._progress.note(total, again, _losers(plan) if plan.operations else _NOBODY)
-        return Step(
+        hidden = plan.kinds == HIDDEN if np.count_nonzero(plan.kinds) else None
+        step = Step(
             plan,
             start,
             end,
@@ -138,18 +133,21 @@ class Scheduler:
             decodes,
             feeds_back,
             generated,
+            table.lost_from[rows],
+            hidden,
             moves,
             plan.preempted if plan.operations else _NOBODY,
-            num_decode_tokens=newest,
-            num_prefill_tokens=total - newest - again,
-            num_recomputed_tokens=again,
-            sampling=sampling,
+            sampling,
         )
+        again = step.num_recomputed_tokens if self.preemptions else 0
+        losers = _losers(plan) if plan.operations else _NOBODY
+        self._progress.note(step.num_tokens, again, losers)
+        return step
 
     def _note_batch(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """The order in which they are in the batch, single tokens first."""
         order, single = np.arange(self._batch_order, self._batch_order + len(rows)), counts == 1
-        if not single.all():
+        if np.count_nonzero(single) < len(rows):
             rows = np.concatenate([rows[single], rows[~single]])
         self.table.last_batch_order[rows] = order
         self._batch_order += len(rows)

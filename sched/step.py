@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, Padding
-from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import BatchPlan
 
 
@@ -71,12 +70,10 @@ class Step:
     emits: bool, which rows sample a token. decodes: bool, which compute the newest generated token
     and nothing else. feeds_back: bool, whose last token is the newest generated one, which may be
     on the device alone. generated: int64, tokens generated, those that the step samples included.
-    moves: what to do on the device before it, in order. preempted: rows that lost all their cache.
-    sampling: whether anybody who samples does so otherwise than greedily.
-
-    num_decode_tokens + num_prefill_tokens + num_recomputed_tokens is the tokens of the batch: the
-    newest generated ones, be it at the end of a refill; prompts computed for the first time; and
-    what had been in the cache already before it was lost.
+    lost_from: int64, tokens of each that have been in the cache already when some were lost.
+    hidden: bool, which rows have hidden caches; None where none has. moves: what to do on the
+    device before it, in order. preempted: rows that lost all their cache. sampling: whether anybody
+    who samples does so otherwise than greedily.
     """
 
     plan: BatchPlan
@@ -86,11 +83,10 @@ class Step:
     decodes: np.ndarray
     feeds_back: np.ndarray
     generated: np.ndarray
+    lost_from: np.ndarray
+    hidden: np.ndarray | None
     moves: tuple[Move, ...]
     preempted: np.ndarray
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    num_recomputed_tokens: int
     sampling: bool = False
 
     def __len__(self) -> int:
@@ -103,8 +99,24 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the batch."""
-        return self.num_decode_tokens + self.num_prefill_tokens + self.num_recomputed_tokens
+        """Tokens of the batch: of decodes, prefills and what is recomputed."""
+        return int(np.add.reduce(self.plan.num_tokens))
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """The newest generated ones, be it at the end of a refill."""
+        return int(np.count_nonzero(self.feeds_back))
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Those of prompts that are computed for the first time."""
+        return self.num_tokens - self.num_decode_tokens - self.num_recomputed_tokens
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Those that had been in the cache already before it was lost."""
+        again = np.minimum(self.end, self.lost_from) - self.start
+        return int(np.maximum(again, 0).sum())
 
     @property
     def num_decodes(self) -> int:
@@ -124,7 +136,7 @@ class Step:
             self.start,
             self.decodes,
             padding=padding,
-            hidden=self.plan.kinds == HIDDEN,
+            hidden=self.hidden,
             projected_tokens=moved[0],
             copied_slots=moved[1],
             swapped_slots=moved[2],
@@ -140,6 +152,6 @@ def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int]:
             projected += int(move.cached.sum())
         elif isinstance(move, CopySlots):
             copied += len(move.places)
-        elif isinstance(move, Save | Load):
+        elif isinstance(move, (Save, Load)):
             swapped += len(move.slots)
     return projected, copied, swapped

@@ -15,16 +15,12 @@ from functools import lru_cache
 import numpy as np
 
 from jaxserve.sched.batch_budget import BatchBudget, Candidates, Expected
+from jaxserve.sched.filling import Filling
 from jaxserve.sched.keys import Form, Key, evaluate
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register_variant
-from jaxserve.sched.table import RUNNING, WAITING, RequestTable
-
-FIRST_LOOK, LOOK_GROWTH = 64, 8
-NEVER = np.iinfo(np.int64).max
-NOBODY = np.zeros(0, np.int64)
 
 
 class Phase(enum.Flag):
@@ -114,7 +110,7 @@ class UnifiedPolicy(Policy):
             prefill_tokens=view.limits.max_batch_tokens if self.full_prefill else None,
             expected=self.expected(view),
         )
-        filling = _Filling(self, budget, ranking)
+        filling = Filling(self, budget, ranking, cuts_room=self.reserve is _CHUNK)
         decoding = view.table.decoding(ranking.running)
         for group in self.groups:
             if not (_parts(group.phases)[0] or filling.takes_prefills):
@@ -146,9 +142,10 @@ class UnifiedPolicy(Policy):
         """The rows with all that each has pending, in KV; P applies to those that do not decode.
         reserve: as the policy's `Reserve` says, that of a chunk before it is cut."""
         table = view.table
-        tokens = table.pending(rows)
-        prefill = (tokens != 1) | (table.generated[rows] == 0)
-        reserve = table.computed[rows] + tokens
+        generated = table.generated[rows]
+        reserve = table.prompt_len[rows] + generated
+        tokens = reserve - table.computed[rows]
+        prefill = (tokens != 1) | (generated == 0)
         if self.reserve is _WHOLE:
             whole = table.prompt_len[rows] + view.most_output(rows) - 1
             reserve = np.maximum(reserve, whole)
@@ -159,12 +156,13 @@ class UnifiedPolicy(Policy):
         room = min(budget.batch_left, budget.prefill_left)
         if not (self.chunked and head.prefill[0] and 0 < room < head.tokens[0]):
             return None
-        tokens, reserve = np.array([room]), head.reserve
+        tokens = np.array([room])
+        reserve, new = head.reserve, head.new
         if self.reserve is _CHUNK:
-            reserve = budget.view.table.computed[head.rows] + tokens
-        return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill)
+            reserve, new = budget.view.table.computed[head.rows] + tokens, None
+        return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill, new)
 
-    def _fill_one_phase(self, filling: _Filling, rows: np.ndarray, preempts: bool) -> None:
+    def _fill_one_phase(self, filling: Filling, rows: np.ndarray, preempts: bool) -> None:
         """The batch is of one phase: that of whoever is in it first."""
         budget = filling.budget
         prefill = ~budget.view.table.decoding(rows)
@@ -175,130 +173,6 @@ class UnifiedPolicy(Policy):
             filling.fill(rows[prefill != prefill[0]], preempts)
         else:
             filling.fill(rows[prefill == budget.chosen[0].prefill[0]], preempts)
-
-
-class _Filling:
-    """Step 3 and 4 of the algorithm for one plan."""
-
-    def __init__(self, policy: UnifiedPolicy, budget: BatchBudget, ranking: Ranking) -> None:
-        self.policy, self.budget, self.ranking = policy, budget, ranking
-        self._table: RequestTable = budget.view.table
-        self._watermark = int(policy.watermark * budget.view.pool.num_blocks)
-        # Whoever is preempted waits again, at its place in the queue: those behind it start later.
-        self._last_start = NEVER
-        self._prefills = True  # C and P leave something
-
-    @property
-    def takes_prefills(self) -> bool:
-        """Whether C and P leave something for a prefill."""
-        return self._prefills and self.budget.prefill_left > 0
-
-    def fill(self, rows: np.ndarray, preempts: bool) -> None:
-        """Adds rows in order, as far as they fit. The queue may be long, so no more of it is looked
-        at than may matter."""
-        first, size = 0, FIRST_LOOK
-        while first < len(rows) and self.budget.rows_left and self.budget.batch_left:
-            part = rows[first : first + size]
-            part = part[self._may_join(part)]
-            self._fill(self.policy.candidates(self.budget.view, part), preempts)
-            first, size = first + size, size * LOOK_GROWTH
-            if first < len(rows) and not (self._prefills and self._last_start >= 0):
-                rows, first = rows[first:], 0  # nobody who waits may join any more
-                rows = rows[self._table.state[rows] == RUNNING]
-
-    def _may_join(self, rows: np.ndarray) -> np.ndarray | slice:
-        """Mask of those that are not ruled out by what has happened in this plan."""
-        if self._prefills and self._last_start == NEVER and not self.budget.preempted:
-            return slice(None)
-        ok = ~self.budget.decided[rows]
-        if not self._prefills:
-            return ok & self._table.decoding(rows)
-        waiting = self._table.state[rows] == WAITING
-        return ok & (~waiting | (self.ranking.place[rows] < self._last_start))
-
-    def _fill(self, cands: Candidates, preempts: bool) -> None:
-        budget = self.budget
-        while len(cands):
-            fits = budget.fits_budget(cands)
-            if fits:
-                fits = min(fits, budget.fits_memory(cands, self._watermark))
-            budget.add(cands if fits == len(cands) else cands[:fits])
-            cands = cands[fits:]
-            if not len(cands) or not budget.rows_left:
-                return
-            head = cands[:1]
-            if not budget.fits_budget(head):
-                if not head.prefill[0]:
-                    return  # not a token is left
-                cut = self.policy.cut(budget, head)
-                if cut is None:
-                    cands = self._without_long(cands)
-                elif self._joins(cut, preempts):
-                    self._prefills = False
-                else:
-                    cands = self._without_head(cands, preempts)
-            elif not (preempts and self._make_room(head)):
-                cands = self._without_head(cands, preempts)
-            cands = cands[self._may_join(cands.rows)]
-
-    def _joins(self, cut: Candidates, preempts: bool) -> bool:
-        """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
-        while not self.budget.fits_memory(cut, self._watermark):
-            if not (preempts and self._make_room(cut)) or self.budget.decided[cut.rows[0]]:
-                return False
-        self.budget.add(cut)
-        return True
-
-    def _without_long(self, cands: Candidates) -> Candidates:
-        """What is left when C and P have no room for the head, which cannot be cut."""
-        room = min(self.budget.batch_left, self.budget.prefill_left)
-        if not self.policy.probing or room <= 0:
-            self._prefills = False
-            return cands
-        return cands[~cands.prefill | (cands.tokens <= room)]
-
-    def _without_head(self, cands: Candidates, preempts: bool) -> Candidates:
-        """What is left when the head found no memory, or no slot."""
-        rest = cands[1:]
-        waits = self._table.state[cands.rows[0]] == WAITING
-        if waits and not self.policy.probing:
-            self._last_start = -1
-            return rest
-        if self.policy.reserve is Reserve.CHUNK:
-            return rest  # cut, any of them may take less
-        runs = self._table.state[rest.rows] == RUNNING
-        if not waits:
-            return rest[~runs | (self.budget.new_blocks(rest) <= self.budget.free)]
-        victims = self._victims(cands.rows[0]) if preempts else NOBODY
-        return rest[runs | self._would_fit(rest, victims)]
-
-    def _make_room(self, head: Candidates) -> bool:
-        """Preempts running requests of lower priority that are not in the batch, the lowest first,
-        until the head fits; a running head may be the last of them. Whether any was preempted."""
-        budget, row = self.budget, head.rows[0]
-        victims = self._victims(row)
-        if self._table.state[row] == WAITING and not self._would_fit(head, victims)[0]:
-            return False
-        for victim in victims[::-1].tolist():
-            budget.preempt(victim)
-            if not self.policy.probing:
-                self._last_start = min(self._last_start, int(self.ranking.place[victim]))
-            if victim == row or budget.fits_memory(head, self._watermark):
-                return True
-        return len(victims) > 0
-
-    def _victims(self, row: int) -> np.ndarray:
-        """Running requests, the row itself or behind it, that may be preempted for it."""
-        victims, place = self.ranking.running, self.ranking.place
-        return victims[~self.budget.decided[victims] & (place[victims] >= place[row])]
-
-    def _would_fit(self, cands: Candidates, victims: np.ndarray) -> np.ndarray:
-        """Which of these, who wait, could start if all the victims went, bool [n]."""
-        budget = self.budget
-        free = budget.free + int(budget.view.pool.returned_by(victims).sum())
-        slots = budget.slots_left + len(victims)
-        keep = 0 if budget.alone else self._watermark
-        return (slots > 0) & (budget.new_blocks(cands) + keep <= free)
 
 
 @lru_cache

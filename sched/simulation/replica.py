@@ -167,7 +167,7 @@ class Replica:
                 features.num_prefills,
                 int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
                 len(self._gone),
-                int(np.count_nonzero(step.plan.kinds == HIDDEN)),
+                0 if step.hidden is None else int(np.count_nonzero(step.hidden)),
             )
         )
         if self._record_rows:
@@ -217,12 +217,13 @@ class Replica:
         table = self.scheduler.table
         rows, requests = step.emitting, step.requests
         # A request whose last token was still on its way has taken part once more, for nothing.
-        mine = ~self._over[requests]
-        if np.count_nonzero(mine) < len(rows):
-            rows, requests = rows[mine], requests[mine]
-        self._token_times[self._offsets[requests] + table.received[rows]] = now
+        over = self._over[requests]
+        if np.count_nonzero(over):
+            rows, requests = rows[~over], requests[~over]
+        before = table.received[rows]
+        self._token_times[self._offsets[requests] + before] = now
         self.scheduler.receive(rows, now)
-        over = table.received[rows] >= self._lengths[requests]
+        over = before + 1 >= self._lengths[requests]
         if np.count_nonzero(over):
             for row in rows[over].tolist():
                 self._end(row)

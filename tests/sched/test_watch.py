@@ -42,11 +42,10 @@ def step(rows: int) -> Step:
         decodes=yes,
         feeds_back=yes,
         generated=2 * ones,
+        lost_from=0 * ones,
+        hidden=None,
         moves=(),
         preempted=NOBODY,
-        num_decode_tokens=rows,
-        num_prefill_tokens=0,
-        num_recomputed_tokens=0,
     )
 
 
