@@ -28,6 +28,7 @@ from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.moving_caches import MovingCaches
 from tests.sched_sim.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
+from tests.sharing_caches import SharingCaches
 
 DEPLOYABLE = [name for name in policies() if not make_policy(name).hypothetical]
 HYBRID = [name for name in DEPLOYABLE if make_policy(name).hybrid_cache]
@@ -220,6 +221,19 @@ def test_the_operations_are_the_same_and_cost_the_same(
     agree(make, trace(3, 50.0, True), engine__overlap=overlap, **MOVING)
     assert made[0].did == made[1].did
     assert min(made[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_blocks_are_shared_alike(overlap: bool, agree: Callable[..., SimulationResult]) -> None:
+    made = list[SharingCaches]()
+
+    def make() -> Policy:
+        made.append(SharingCaches([7 * i * i + 3 * i for i in range(97)]))
+        return made[-1]
+
+    agree(make, trace(5, 50.0, True), engine__overlap=overlap, **MOVING)
+    assert made[0].did == made[1].did
+    assert min(made[0].did[name] for name in ("join", "checkpoint", "restore", "elsewhere")) > 5
 
 
 class ThereAndBack(Policy):
