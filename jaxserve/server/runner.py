@@ -16,9 +16,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.contract import ServedEngine
 from jaxserve.server.metrics import MetricsServer
 from jaxserve.server.proto import generation_pb2, generation_pb2_grpc
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.service import GenerationService
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -67,6 +68,7 @@ class Server:
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
+        self._requests: EngineRequests
         self._service: GenerationService
         self._health: health.aio.HealthServicer
         self._metrics: MetricsServer | None = None
@@ -103,7 +105,7 @@ class Server:
 
     def cancel_running(self) -> None:
         """Cuts the grace period short."""
-        self._call(lambda: self._service.cancel_all())
+        self._call(lambda: self._requests.cancel_all())
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stops server and engine. True if all requests finished by themselves.
@@ -149,7 +151,8 @@ class Server:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
-        self._service = GenerationService(self._engine)
+        self._requests = EngineRequests(self._engine)
+        self._service = GenerationService(self._requests)
         self._health = health.aio.HealthServicer()
         server = grpc.aio.server(options=_OPTIONS)
         generation_pb2_grpc.add_GenerationServicer_to_server(self._service, server)
@@ -171,7 +174,7 @@ class Server:
         text = f"the engine failed: {str(error) or type(error).__name__}"
 
         async def tell() -> None:
-            self._service.fail(text)
+            self._requests.fail(text)
             for service in ("", SERVICE):
                 await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
@@ -185,7 +188,7 @@ class Server:
     async def _shut_down(self, server: grpc.aio.Server) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
-        self._service.stop_admission()
+        self._requests.stop_admission()
         await self._health.enter_graceful_shutdown()
         drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
         try:
@@ -193,7 +196,7 @@ class Server:
             self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
         except TimeoutError:  # the device does not answer: whoever waits must still be let go
             self.hung = True
-            self._service.fail(f"the engine did not stop within {limit:g} s")
+            self._requests.fail(f"the engine did not stop within {limit:g} s")
             await server.stop(_CLOSE_S)
             return
         flush = max(deadline - loop.time(), _FLUSH_S)
