@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve import __version__
-from jaxserve.engine.output import FinishReason, TokenLogprobs
+from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.server.proto import generation_pb2 as pb
@@ -87,19 +87,25 @@ def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         index=delta.index,
         token_ids=delta.token_ids,
         text="".join(delta.text),
-        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+        logprobs=[logprobs(entry) for entry in delta.logprobs],
     )
     last = delta.last
     if last is not None and last.finish_reason is not None:
-        message.finish.reason = REASONS[last.finish_reason]
-        if last.usage is not None:
-            message.finish.usage.prompt_tokens = last.usage.prompt_tokens
-            message.finish.usage.output_tokens = last.usage.output_tokens
-            message.finish.usage.preemptions = last.usage.preemptions
-        if last.timings is not None:
-            message.finish.timings.queue_ms = last.timings.queue * 1000
-            message.finish.timings.ttft_ms = last.timings.ttft * 1000
-            message.finish.timings.total_ms = last.timings.total * 1000
+        message.finish.CopyFrom(finish(last.finish_reason, last.usage, last.timings))
+    return message
+
+
+def finish(reason: FinishReason, usage: Usage | None, timings: Timings | None) -> pb.Finish:
+    """How a continuation ended."""
+    message = pb.Finish(reason=REASONS[reason])
+    if usage is not None:
+        message.usage.prompt_tokens = usage.prompt_tokens
+        message.usage.output_tokens = usage.output_tokens
+        message.usage.preemptions = usage.preemptions
+    if timings is not None:
+        message.timings.queue_ms = timings.queue * 1000
+        message.timings.ttft_ms = timings.ttft * 1000
+        message.timings.total_ms = timings.total * 1000
     return message
 
 
@@ -108,7 +114,8 @@ def server_info(info: EngineInfo) -> pb.GetServerInfoResponse:
     return pb.GetServerInfoResponse(version=__version__, **asdict(info))
 
 
-def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+def logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    """Of one token."""
     top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
     return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 

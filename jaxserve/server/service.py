@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NoReturn
 
 import grpc
 
@@ -11,6 +10,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import convert
+from jaxserve.server.abort import abort
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.requests import SHUTTING_DOWN, EngineRequests
@@ -65,14 +65,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         try:
             stream = await self._submit(message)
         except InvalidRequest as error:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except DuplicateRequest as error:
-            await _abort(context, grpc.StatusCode.ALREADY_EXISTS, str(error))
+            await abort(context, grpc.StatusCode.ALREADY_EXISTS, str(error))
         except QueueFull as error:
-            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EngineStopped as error:
             await self._refuse_if_closed(context)
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+            await abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
         try:
             await self._send(stream, context)
         finally:
@@ -80,7 +80,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def _refuse_if_closed(self, context: grpc.aio.ServicerContext) -> None:
         if self._requests.closed is not None:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, self._requests.closed)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, self._requests.closed)
 
     async def _submit(self, message: pb.GenerateRequest) -> Stream:
         convert.check_message(message)
@@ -104,15 +104,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         except StreamFailed as error:
             self._requests.cancel(stream)  # if only one continuation failed
-            await _abort(context, grpc.StatusCode.INTERNAL, str(error))
+            await abort(context, grpc.StatusCode.INTERNAL, str(error))
         if cancelled and self._requests.draining:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
         if cancelled:
-            await _abort(context, grpc.StatusCode.CANCELLED, "the request was cancelled")
-
-
-async def _abort(
-    context: grpc.aio.ServicerContext, code: grpc.StatusCode, details: str
-) -> NoReturn:
-    await context.abort(code, details)
-    raise AssertionError("abort returned")  # abort always raises; this tells the type checker
+            await abort(context, grpc.StatusCode.CANCELLED, "the request was cancelled")

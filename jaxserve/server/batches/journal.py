@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batches.directory import LockedDirectory
 from jaxserve.server.batches.records import (
     BatchConflict,
@@ -24,45 +23,17 @@ from jaxserve.server.batches.records import (
     JournalFull,
     MissingLines,
     NewLine,
+    OtherLines,
     Outcome,
     Position,
     Status,
     UnknownBatch,
     Work,
 )
+from jaxserve.server.batches.tables import open_tables
 
 MAX_LINES = 100_000
 """Of one batch."""
-_VERSION = 1  # of the tables
-_TABLES = """
-CREATE TABLE batches (
-    key INTEGER PRIMARY KEY AUTOINCREMENT,
-    batch_id TEXT NOT NULL UNIQUE,
-    model TEXT NOT NULL,
-    state TEXT NOT NULL,
-    num_lines INTEGER NOT NULL DEFAULT 0,
-    done INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0,
-    changed REAL NOT NULL
-);
-CREATE TABLE commits (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,
-    batch INTEGER NOT NULL UNIQUE REFERENCES batches ON DELETE CASCADE
-);
-CREATE TABLE lines (
-    batch INTEGER NOT NULL REFERENCES batches ON DELETE CASCADE,
-    line INTEGER NOT NULL,
-    request TEXT NOT NULL,
-    PRIMARY KEY (batch, line)
-);
-CREATE TABLE results (
-    batch INTEGER NOT NULL REFERENCES batches ON DELETE CASCADE,
-    line INTEGER NOT NULL,
-    failed INTEGER NOT NULL,
-    result TEXT NOT NULL,
-    PRIMARY KEY (batch, line)
-);
-"""
 _STATUS = "SELECT key, batch_id, model, state, num_lines, done, failed, changed FROM batches"
 
 
@@ -84,7 +55,7 @@ class Journal:
         self._lock = threading.RLock()
         self._directory = LockedDirectory(directory)
         try:
-            self._db = _open(self.path)
+            self._db = open_tables(self.path)
         except BaseException:
             self._directory.release()
             raise
@@ -102,7 +73,8 @@ class Journal:
         and first is 0. Lines that are there already must be the same, so what was not answered can
         be sent again. commit: the batch is whole; from now on it is served and takes no more.
 
-        Raises UnknownBatch, MissingLines, BatchConflict, JournalFull; then nothing has changed.
+        Raises UnknownBatch, MissingLines, OtherLines, BatchConflict, JournalFull; then nothing has
+        changed.
         """
         with self._transaction() as db:
             row = db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
@@ -119,6 +91,10 @@ class Journal:
                 raise MissingLines(f"first_line: batch {batch_id!r} has {problem}")
             known = status.num_lines - first
             self._check_same(status, first, lines[:known])
+            goes_on = bool(lines[known:]) or (commit and status.state is BatchState.OPEN)
+            if goes_on and status.model != model:
+                problem = f"is for the model {status.model!r}, not {model!r}"
+                raise BatchConflict(f"batch_id: batch {batch_id!r} {problem}")
             if lines[known:]:
                 self._insert(status, lines[known:])
             if commit and status.state is BatchState.OPEN:
@@ -262,7 +238,7 @@ class Journal:
         for (number, request), line in zip(rows, lines, strict=True):
             if request != line.request:
                 problem = f"line {number} of batch {status.batch_id!r} is there, and another one"
-                raise BatchConflict(f"batch_id: {problem}")
+                raise OtherLines(f"batch_id: {problem}")
 
     def _insert(self, status: Status, lines: Sequence[NewLine]) -> None:
         if status.state is not BatchState.OPEN:
@@ -315,29 +291,3 @@ class Journal:
     def _shrink(self) -> None:
         with self._lock:
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    try:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise ConfigError(f"server.batch_dir: {path}: {error}") from None
-    try:
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
-            problem = f"{path} is of another version of jaxserve ({version}, not {_VERSION})"
-            raise ConfigError(f"server.batch_dir: {problem}")
-        if version == 0:
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-        db.execute("PRAGMA foreign_keys = ON")
-        if version == 0:
-            db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
-    except sqlite3.Error as error:
-        db.close()
-        raise ConfigError(f"server.batch_dir: {path}: {error}") from None
-    except BaseException:
-        db.close()
-        raise
-    return db

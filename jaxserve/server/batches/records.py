@@ -92,8 +92,12 @@ class MissingLines(BatchRefused):
     """Lines came that do not go on where the batch ends."""
 
 
+class OtherLines(BatchRefused):
+    """The batch has other lines at these places."""
+
+
 class BatchConflict(BatchRefused):
-    """The batch is in a state, or holds lines, that do not go with what was asked."""
+    """The batch is in a state that does not go with what was asked."""
 
 
 class JournalFull(BatchRefused):

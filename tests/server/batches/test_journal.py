@@ -19,6 +19,7 @@ from jaxserve.server.batches.records import (
     JournalFull,
     MissingLines,
     NewLine,
+    OtherLines,
     Outcome,
     Position,
     UnknownBatch,
@@ -101,12 +102,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(journal: Journal) -> N
     before = journal.append("b", "m", 0, lines(3), commit=False)
     with pytest.raises(MissingLines, match="lines go on at 3, not at 4"):
         journal.append("b", "m", 4, lines(1), commit=False)
-    with pytest.raises(BatchConflict, match="line 1 of batch 'b' is there, and another one"):
+    with pytest.raises(OtherLines, match="line 1 of batch 'b' is there, and another one"):
         journal.append("b", "m", 0, [*lines(1), NewLine("else"), *lines(9, 2)], commit=True)
     assert journal.status("b") == before
     journal.append("b", "m", 3, [], commit=True)
     with pytest.raises(BatchConflict, match="is committed and takes no more lines"):
         journal.append("b", "m", 3, lines(1), commit=False)
+    other = journal.append("other", "m", 0, lines(1), commit=False)
+    for commit, more in ((True, []), (False, lines(1, 1))):
+        with pytest.raises(BatchConflict, match="'other' is for the model 'm', not 'n'"):
+            journal.append("other", "n", 1, more, commit=commit)
+    assert journal.append("other", "n", 0, lines(1), commit=False) == other
     with pytest.raises(BatchConflict, match="is being served; cancel it first"):
         journal.delete("b")
 
