@@ -164,7 +164,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
-        f"  batches  {f'in {batches}' if batches else 'refused: server.batch_dir is empty'}",
+        f"  batches  {batches or 'off'}",
         "Try it in a second terminal:",
         f"  {client_line(server.address)}",
     ]
