@@ -21,6 +21,7 @@ from jaxserve.server.proto import batches_pb2 as pb
 
 _FIELDS = ("id", "prompt", "token_ids", "sampling")
 _MAX_ID = 128
+_MAX_BYTES = 32 << 20  # of a message: what the server takes in one call is 64 MiB
 
 
 class PromptError(ValueError):
@@ -91,9 +92,12 @@ def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
     prompt = _text(found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
     sampling = {**defaults, **_sampling(found.get("sampling", {}))}
     try:
-        return make_line(prompt, line_id=name, **sampling)
+        line = make_line(prompt, line_id=name, **sampling)
     except UnicodeEncodeError:
         raise ValueError("holds half a character (an unpaired surrogate)") from None
+    if line.ByteSize() > _MAX_BYTES:
+        raise ValueError(f"takes {line.ByteSize():,} bytes; at most {_MAX_BYTES:,} can be sent")
+    return line
 
 
 def _text(value: Any) -> str:

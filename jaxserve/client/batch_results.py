@@ -35,6 +35,11 @@ class BatchOnServer:
     digest: str
 
 
+def state_path(path: Path) -> Path:
+    """What stands beside a results file while there are results to come."""
+    return path.with_name(f"{path.name}.batch")
+
+
 class ResultsFile:
     """Results of the first `done` prompts, of which `failed` are errors, in a file that no other
     process writes meanwhile.
@@ -44,7 +49,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, prompts: Prompts) -> None:
         self.path, self._prompts = path, prompts
-        self._state = path.with_name(f"{path.name}.batch")
+        self._state = state_path(path)
         self._digest = prompts.digest()
         self.done = self.failed = 0
         self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)

@@ -45,6 +45,7 @@ class BatchRun:
         self._client, self._prompts, self._results = client, prompts, results
         self._patience_s = patience_s
         self._began = False  # this run has found its batch at the server, or put it there
+        self._sent = results.batch is not None  # the server may have it
         self._heard = time.monotonic()  # when the server last answered
         self._bar: Any = None
 
@@ -69,8 +70,8 @@ class BatchRun:
                 self._follow(self._submitted())
             except ServerError as error:
                 if error.code not in _PASSING:
-                    if not (self._began or self._results.done):
-                        self._results.finish()  # nothing is at the server
+                    if not self._sent:
+                        self._results.finish()
                     raise
                 if time.monotonic() - self._heard > self._patience_s:
                     raise
@@ -89,6 +90,7 @@ class BatchRun:
             batch = results.begin()
         elif status is not None and self._is_over(batch, status):
             batch, status = results.begin(), None
+        self._sent = True
         if status is None:
             status = self._client.submit_batch(batch.batch_id, [], commit=False)
         self._began = True

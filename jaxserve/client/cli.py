@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from jaxserve.client.batch_prompts import PromptError, read_prompts
-from jaxserve.client.batch_results import ResultsError, ResultsFile
+from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
 from jaxserve.client.batch_run import PATIENCE_S, BatchCancelled, BatchRun
 from jaxserve.client.client import DEFAULT_ADDRESS, Client
 from jaxserve.client.errors import ServerError
@@ -34,7 +34,7 @@ _NUMBERS = (
     ("repetition_penalty", float, "1 is off (1)"),
     ("presence_penalty", float, "0 is off (0)"),
     ("frequency_penalty", float, "0 is off (0)"),
-    ("logprobs", int, "report that many alternatives (with --file)"),
+    ("logprobs", int, "report that many alternatives"),
     ("n", int, "how many continuations (1)"),
 )
 
@@ -96,12 +96,9 @@ def _check(args: argparse.Namespace) -> None:
     check_file("out", out)
     if out.exists() and not out.is_file():
         raise ValueError(f"--out: {out} is not a file")
-    if path.exists() and any(place.exists() and place.samefile(path) for place in _written(out)):
+    written = (place for place in (out, state_path(out)) if place.exists())
+    if path.exists() and any(place.samefile(path) for place in written):
         raise ValueError(f"--out: {out} would be written over the prompts")
-
-
-def _written(out: Path) -> tuple[Path, ...]:
-    return out, out.with_name(f"{out.name}.batch")
 
 
 def _batch(client: Client, args: argparse.Namespace) -> int:
@@ -115,7 +112,8 @@ def _batch(client: Client, args: argparse.Namespace) -> int:
             client.cancel_batch(results.batch.batch_id)
             print(f"cancelled; {args.out} has {results.done} of {len(prompts.lines)} results")
             return 0
-        BatchRun(client, prompts, results, args.timeout or PATIENCE_S).run()
+        patience_s = PATIENCE_S if args.timeout is None else args.timeout
+        BatchRun(client, prompts, results, patience_s).run()
         if results.failed:
             return _failed(f"{results.failed} of {results.done} prompts failed")
     return 0

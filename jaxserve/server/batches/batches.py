@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Line
 from jaxserve.server.batches.records import BatchConflict, BatchState, NewLine, Outcome, Status
@@ -57,7 +58,8 @@ class Batches:
     def __init__(self, requests: EngineRequests, settings: BatchSettings) -> None:
         self._requests = requests
         self._journal, self._keep_s = settings.journal, settings.keep_s
-        self._runner = BatchRunner(requests, settings.journal, settings.in_flight)
+        self._disk = Disk()
+        self._runner = BatchRunner(requests, settings.journal, self._disk, settings.in_flight)
         self._cleaning: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -90,13 +92,17 @@ class Batches:
         """
         if self._requests.closed is not None:
             raise EngineStopped(self._requests.closed)
-        status = await asyncio.to_thread(self._append, batch_id, first, lines, commit)
+        new = await asyncio.to_thread(self._checked, lines)
+        name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
+        status = await self._disk.do(
+            lambda: self._journal.append(name, model, first, new, commit=commit)
+        )
         self._runner.wake()
         return self._progress(status)
 
     async def status(self, batch_id: str) -> Progress:
         """Where a batch is."""
-        return self._progress(await asyncio.to_thread(self._journal.status, batch_id))
+        return self._progress(await self._disk.do(self._journal.status, batch_id))
 
     async def results(
         self, batch_id: str, first: int, *, follow: bool
@@ -110,7 +116,7 @@ class Batches:
         """
         while True:
             news = self._runner.news()
-            status, page = await asyncio.to_thread(self._page, batch_id, first, follow)
+            status, page = await self._disk.do(self._page, batch_id, first, follow)
             yield self._progress(status), page
             if page:
                 first = page[-1].line + 1
@@ -122,26 +128,17 @@ class Batches:
 
     async def cancel(self, batch_id: str) -> Progress:
         """Lines that wait or run get no result."""
-        status = await asyncio.to_thread(self._journal.cancel, batch_id)
+        status = await self._disk.do(self._journal.cancel, batch_id)
         self._runner.drop(status.key)
         return self._progress(status)
 
     async def delete(self, batch_id: str) -> None:
         """Forgets the batch with its results."""
-        await asyncio.to_thread(self._journal.delete, batch_id)
+        await self._disk.do(self._journal.delete, batch_id)
         self._runner.tell()
 
-    def _append(
-        self,
-        batch_id: str,
-        first: int,
-        lines: Sequence[tuple[Line, InvalidRequest | None]],
-        commit: bool,
-    ) -> Status:
-        new: list[NewLine] = [line.checked(self._requests, problem) for line, problem in lines]
-        model = self._requests.info().model
-        name = batch_id or uuid.uuid4().hex
-        return self._journal.append(name, model, first, new, commit=commit)
+    def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
+        return [line.checked(self._requests, problem) for line, problem in lines]
 
     def _page(self, batch_id: str, first: int, gapless: bool) -> tuple[Status, list[Outcome]]:
         # In this order: a batch that was over before has all its results.
@@ -164,7 +161,7 @@ class Batches:
     async def _clean(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self._journal.clean, self._keep_s)
+                await self._disk.do(self._journal.clean, self._keep_s)
             except sqlite3.Error as error:
                 logging.warning("%s: %s", self._journal.path, error)
             await asyncio.sleep(_CLEAN_S)

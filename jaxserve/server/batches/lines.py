@@ -13,8 +13,9 @@ from jaxserve.sched.request import InvalidRequest, Request, Tier
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.requests.requests import EngineRequests
 
-MAX_LINE_BYTES = 1 << 20
-"""Of a line's JSON in the journal: a prompt of a million ASCII characters, or 100,000 token ids."""
+MAX_LINE_BYTES = 4 << 20
+"""Of a line's JSON in the journal, which is ASCII: a prompt of four million Latin characters,
+700,000 others or half a million token ids."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.records import Outcome, Position, Work
@@ -35,8 +36,11 @@ class BatchRunner:
     written together.
     """
 
-    def __init__(self, requests: EngineRequests, journal: Journal, in_flight: int) -> None:
-        self._requests, self._journal, self._limit = requests, journal, in_flight
+    def __init__(
+        self, requests: EngineRequests, journal: Journal, disk: Disk, in_flight: int
+    ) -> None:
+        self._requests, self._limit = requests, in_flight
+        self._journal, self._disk = journal, disk
         self._model = requests.info().model
         self._ahead: deque[Work] = deque()
         self._position = Position(0, -1)  # of the last line that was read from the journal
@@ -63,7 +67,7 @@ class BatchRunner:
         for stream in self._streams.values():  # of tasks that had not begun
             self._requests.end(stream)
         with contextlib.suppress(sqlite3.Error):  # then they are served again
-            await asyncio.to_thread(self._journal.record, self._finished)
+            await self._disk.do(self._journal.record, self._finished)
         self.tell()
 
     def wake(self) -> None:
@@ -178,7 +182,7 @@ class BatchRunner:
     async def _on_disk(self, function: Callable[..., T], *arguments: Any) -> T:
         while True:
             try:
-                return await asyncio.to_thread(function, *arguments)
+                return await self._disk.do(function, *arguments)
             except sqlite3.Error as error:
                 logging.warning("%s: %s; trying again", self._journal.path, error)
                 await asyncio.sleep(RETRY_S)
