@@ -60,12 +60,12 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Cancels what runs, whose lines wait for the next server; finished lines are written."""
+        for stream in self._streams.values():
+            self._requests.end(stream)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in self._streams.values():  # of tasks that had not begun
-            self._requests.end(stream)
         with contextlib.suppress(sqlite3.Error):  # then they are served again
             await self._disk.do(self._journal.record, self._finished)
         self.tell()
@@ -146,17 +146,14 @@ class BatchRunner:
             await self._freed.wait()
 
     async def _collect(self, work: Work, line: Line, stream: Stream) -> None:
-        completions = None
         try:
             completions = await _completions(stream)
         except StreamFailed:  # the engine: the line waits for the next server
-            pass
-        finally:
-            self._requests.end(stream)
-            del self._streams[work.batch, work.line]
-            if completions is None:
-                self._release(work.batch, work.line)
-        if completions is not None:
+            completions = None
+        del self._streams[work.batch, work.line]
+        if completions is None:
+            self._release(work.batch, work.line)
+        else:
             self._finish(work, Result(line.name, completions))
 
     def _finish(self, work: Work, result: Result) -> None:

@@ -62,11 +62,11 @@ class BatchDoor:
 def batch_server(
     engine: FakeEngine, directory: Path, *, in_flight: int = 4, keep_s: float = 1e9
 ) -> Iterator[BatchDoor]:
-    """A server over the engine, with its batches in the directory."""
+    """A server over the engine, with its batches in the directory. Its grace is for calls."""
     with opened(directory) as journal:
         settings = BatchSettings(journal, in_flight, keep_s)
         with (
-            Server(engine, grace_s=0.0, batches=settings) as server,
+            Server(engine, grace_s=1000.0, batches=settings) as server,
             grpc.insecure_channel(server.address) as channel,
         ):
             yield BatchDoor(channel, journal, server)
