@@ -49,7 +49,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-proto: ## regenerate jaxserve/server/proto from the .proto
+proto: ## regenerate jaxserve/server/proto from proto/
 	test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 setuptools
 	.venv-proto/bin/python -m jaxserve.server.generate_proto

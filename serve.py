@@ -15,6 +15,7 @@ from absl import app
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
+from jaxserve.server.batch_options import open_batches
 from jaxserve.server.runner import run_server
 
 _STARTED = time.monotonic()
@@ -35,17 +36,18 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = launch.read_config()
         launch.check_ports(config)
-        # Imported late: jax takes seconds, and everything above should answer at once.
-        from jaxserve.engine.build import build_engine
+        with open_batches(config) as batches:
+            # Imported late: jax takes seconds, and everything above should answer at once.
+            from jaxserve.engine.build import build_engine
 
-        engine = build_engine(config)
-        engine.start()
+            engine = build_engine(config)
+            engine.start()
 
-        def on_ready(server: launch.Server) -> None:
-            seconds = time.monotonic() - _STARTED
-            print(launch.ready_text(engine.info(), server, seconds), flush=True)
+            def on_ready(server: launch.Server) -> None:
+                seconds = time.monotonic() - _STARTED
+                print(launch.ready_text(engine.info(), server, seconds), flush=True)
 
-        return run_server(engine, config, on_ready)
+            return run_server(engine, config, on_ready, batches)
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1

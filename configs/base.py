@@ -138,4 +138,15 @@ def _server() -> dict[str, Any]:
         "metrics_port": 9464,
         # Seconds that running requests get after SIGTERM.
         "grace_s": 30.0,
+        # Folder of the batches, which survive the server there; only one server at a time, on a
+        # local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port. Empty:
+        # batches are refused.
+        "batch_dir": "auto",
+        # Requests of batches, each of the n of a line, that the engine gets at once; the others
+        # wait on the disk. 0: twice scheduler.max_rows, but at most half of scheduler.max_queue.
+        "batch_in_flight": 0,
+        # Batches that are over are forgotten after so many days, and those that were never whole.
+        "batch_keep_days": 7.0,
+        # GiB on the disk, beyond which no more lines are taken.
+        "batch_gib": 4.0,
     }

@@ -2,26 +2,21 @@
 
 python -m jaxserve.client "Once upon a time"
 python -m jaxserve.client --file prompts.txt --max_tokens 64 > answers.jsonl
+python -m jaxserve.client --batch prompts.jsonl --out results.jsonl
 """
 
-from jaxserve.client.client import (
-    DEFAULT_ADDRESS,
-    TIERS,
-    Client,
-    Completion,
-    Generation,
-    ServerError,
-    Unreachable,
-    make_request,
-)
+from jaxserve.client.client import DEFAULT_ADDRESS, Call, Client, Completion
+from jaxserve.client.errors import ServerError, Unreachable
+from jaxserve.client.messages import TIERS, make_line, make_request
 
 __all__ = [
     "DEFAULT_ADDRESS",
     "TIERS",
+    "Call",
     "Client",
     "Completion",
-    "Generation",
     "ServerError",
     "Unreachable",
+    "make_line",
     "make_request",
 ]

@@ -13,7 +13,14 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from jaxserve.client.client import DEFAULT_ADDRESS, TIERS, Client, ServerError
+from jaxserve.client.batch_prompts import PromptError, read_prompts
+from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
+from jaxserve.client.batch_run import PATIENCE_S, BatchCancelled, BatchRun
+from jaxserve.client.client import DEFAULT_ADDRESS, Client
+from jaxserve.client.errors import ServerError
+from jaxserve.client.messages import TIERS
+from jaxserve.client.records import completion_records, error_record
+from jaxserve.writable import check_file
 
 CONCURRENCY = 16
 _NUMBERS = (
@@ -27,7 +34,7 @@ _NUMBERS = (
     ("repetition_penalty", float, "1 is off (1)"),
     ("presence_penalty", float, "0 is off (0)"),
     ("frequency_penalty", float, "0 is off (0)"),
-    ("logprobs", int, "report that many alternatives (with --file)"),
+    ("logprobs", int, "report that many alternatives"),
     ("n", int, "how many continuations (1)"),
 )
 
@@ -36,33 +43,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for what server or file refused, 2 for usage, 130 for ^C."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if [args.prompt is not None, args.file is not None, args.info].count(True) != 1:
-        parser.error("give one prompt, --file with one a line, or --info")
-    if args.file is None and (args.output, args.concurrency) != ("-", None):
-        parser.error("--output and --concurrency go with --file")
-    if args.concurrency is not None and args.concurrency < 1:
-        parser.error(f"--concurrency must be at least 1, got {args.concurrency}")
     try:
+        _check(args)
         with Client(args.address) as client:
             if args.info:
                 return _info(client, args)
+            if args.batch is not None:
+                return _batch(client, args)
             if args.file is None:
                 return _one(client, args.prompt, _options(args))
             return _many(client, args)
-    except ServerError as error:
-        print(f"jaxserve.client: {error}", file=sys.stderr)
-        return 1
+    except (ServerError, PromptError, ResultsError, BatchCancelled) as error:
+        return _failed(str(error))
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"jaxserve.client: {where}{error.strerror}", file=sys.stderr)
-        return 1
+        return _failed(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except UnicodeDecodeError as error:
-        print(f"jaxserve.client: {args.file} is not UTF-8: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:  # a value that its protobuf field cannot hold
+        return _failed(f"{args.file or args.batch} is not UTF-8: {error}")
+    except ValueError as error:  # flags that do not go together, what a protobuf field cannot hold
         parser.error(str(error))
     except KeyboardInterrupt:
+        if args.batch is not None:
+            _failed("interrupted; the same command goes on, with --cancel it ends the batch")
         return 130
+
+
+def _failed(problem: str | None) -> int:
+    print(f"jaxserve.client: {problem}", file=sys.stderr)
+    return 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ValueError for flags that do not go together."""
+    given = (args.prompt is not None, args.file is not None, args.batch is not None, args.info)
+    if given.count(True) != 1:
+        raise ValueError("give one prompt, --file or --batch with many, or --info")
+    if args.file is None and args.concurrency is not None:
+        raise ValueError("--concurrency goes with --file")
+    if args.concurrency is not None and args.concurrency < 1:
+        raise ValueError(f"--concurrency must be at least 1, got {args.concurrency}")
+    if args.batch is None:
+        if args.file is None and args.out is not None:
+            raise ValueError("--out goes with --file and --batch")
+        if args.cancel:
+            raise ValueError("--cancel goes with --batch")
+        return
+    if args.out is None or args.out == "-":
+        raise ValueError("--batch needs a file for its results, --out=FILE")
+    slo = (args.ttft_ms, args.tbt_ms, args.jct_ms)
+    if args.tier == "realtime" or slo.count(None) < len(slo):
+        raise ValueError("--batch is best-effort: --tier and targets do not go with it")
+    path, out = Path(args.batch), Path(args.out)
+    check_file("out", out)
+    if out.exists() and not out.is_file():
+        raise ValueError(f"--out: {out} is not a file")
+    written = (place for place in (out, state_path(out)) if place.exists())
+    if path.exists() and any(place.samefile(path) for place in written):
+        raise ValueError(f"--out: {out} would be written over the prompts")
+
+
+def _batch(client: Client, args: argparse.Namespace) -> int:
+    """Results go to a file, which any later call goes on with."""
+    defaults = {name: value for name, value in _sampling(args).items() if value is not None}
+    prompts = read_prompts(Path(args.batch), defaults)
+    with ResultsFile(Path(args.out), prompts) as results:
+        if args.cancel:
+            if results.batch is None:
+                raise ResultsError(f"--cancel: there is no batch that {args.out} waits for")
+            client.cancel_batch(results.batch.batch_id)
+            print(f"cancelled; {args.out} has {results.done} of {len(prompts.lines)} results")
+            return 0
+        patience_s = PATIENCE_S if args.timeout is None else args.timeout
+        BatchRun(client, prompts, results, patience_s).run()
+        if results.failed:
+            return _failed(f"{results.failed} of {results.done} prompts failed")
+    return 0
 
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
@@ -107,7 +161,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
     options = _options(args)
     failed = 0
     with (
-        _output(args.output) as output,
+        _output(args.out) as output,
         tqdm(total=len(prompts), unit="prompt", file=sys.stderr) as bar,
         ThreadPoolExecutor(max_workers=args.concurrency or CONCURRENCY) as pool,
     ):
@@ -124,9 +178,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
                 future.cancel()
             client.close()  # ends the calls that run
             raise
-    if failed:
-        print(f"jaxserve.client: {failed} of {len(prompts)} prompts failed", file=sys.stderr)
-    return 1 if failed else 0
+    return _failed(f"{failed} of {len(prompts)} prompts failed") if failed else 0
 
 
 def _record(client: Client, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -134,41 +186,13 @@ def _record(client: Client, prompt: str, options: dict[str, Any]) -> dict[str, A
     try:
         completions = client.complete(prompt, **options)
     except ServerError as error:
-        return {"prompt": prompt, "error": {"code": error.code, "message": str(error)}}
-    return {
-        "prompt": prompt,
-        "completions": [
-            {
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "logprobs": [
-                    {
-                        "token_id": entry.token_id,
-                        "logprob": entry.logprob,
-                        "top": [[top.token_id, top.logprob] for top in entry.top],
-                    }
-                    for entry in completion.logprobs
-                ],
-                "usage": {
-                    "prompt_tokens": completion.usage.prompt_tokens,
-                    "output_tokens": completion.usage.output_tokens,
-                    "preemptions": completion.usage.preemptions,
-                },
-                "timings": {
-                    "queue_ms": completion.timings.queue_ms,
-                    "ttft_ms": completion.timings.ttft_ms,
-                    "total_ms": completion.timings.total_ms,
-                },
-            }
-            for completion in completions
-        ],
-    }
+        return {"prompt": prompt, **error_record(error.code, str(error))}
+    return {"prompt": prompt, **completion_records(completions)}
 
 
 @contextlib.contextmanager
-def _output(path: str) -> Iterator[TextIO]:
-    if path == "-":
+def _output(path: str | None) -> Iterator[TextIO]:
+    if path is None or path == "-":
         yield sys.stdout
     else:
         with open(path, "w", encoding="utf-8") as file:
@@ -176,11 +200,15 @@ def _output(path: str) -> Iterator[TextIO]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    slo = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms", "jct_ms")}
+    tier = args.tier or "realtime"
+    return {**_sampling(args), "timeout": args.timeout, "tier": tier, "slo": slo}
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name, _, _ in _NUMBERS}
-    options |= {"timeout": args.timeout, "tier": args.tier, "ignore_eos": args.ignore_eos or None}
-    options |= {"stop": args.stop, "stop_token_ids": args.stop_token_id}
-    options["logit_bias"] = dict(args.logit_bias) or None
-    options["slo"] = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms", "jct_ms")}
+    options |= {"ignore_eos": args.ignore_eos or None, "stop": args.stop}
+    options |= {"stop_token_ids": args.stop_token_id, "logit_bias": dict(args.logit_bias) or None}
     return options
 
 
@@ -202,12 +230,28 @@ def _parser() -> argparse.ArgumentParser:
     add("prompt", nargs="?", help="the text to continue")
     add("--info", action="store_true", help="show what is served instead")
     add("--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)")
-    add("--timeout", type=float, help="seconds until a call is given up")
+    wait = f"with --batch, until a server that is away is ({PATIENCE_S:g})"
+    add("--timeout", type=float, help=f"seconds until a call is given up; {wait}")
     many = parser.add_argument_group("many prompts")
     many.add_argument("--file", help="prompts, one a line; answers are JSON lines in that order")
-    many.add_argument("--output", default="-", help="where the answers go (- is stdout)")
-    many.add_argument("--concurrency", type=int, help=f"calls at once ({CONCURRENCY})")
-    sampling = parser.add_argument_group("sampling", "Absent ones have the server's default.")
+    many.add_argument("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
+    many.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="prompts as JSON lines, which the server does whenever it has time: "
+        '{"prompt": "Once upon a time"} or {"token_ids": [5, 6]}, if you like with "id": "a" and '
+        '"sampling": {"max_tokens": 64}; interrupted, the same command goes on',
+    )
+    many.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where the answers go (stdout); --batch needs one",
+    )
+    many.add_argument("--cancel", action="store_true", help="end the --batch that --out waits for")
+    sampling = parser.add_argument_group(
+        "sampling",
+        "Absent ones have the server's default. With --batch, for lines that do not say.",
+    )
     for name, kind, text in _NUMBERS:
         sampling.add_argument(f"--{name}", type=kind, help=text)
     sampling.add_argument("--stop", action="append", help="end before this string; repeatable")
@@ -217,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
         "--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS"
     )
     service = parser.add_argument_group("service level")
-    service.add_argument("--tier", choices=tuple(TIERS), default="realtime")
+    service.add_argument("--tier", choices=tuple(TIERS), help="realtime; --batch: best_effort")
     service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
     service.add_argument("--tbt_ms", type=float, help="target: between two tokens")
     service.add_argument("--jct_ms", type=float, help="target: arrival to last token")

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
+from jaxserve.client.errors import explained
+from jaxserve.client.messages import make_request
+from jaxserve.server.proto import batches_pb2, batches_pb2_grpc, generation_pb2_grpc
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.proto import generation_pb2_grpc
 
 DEFAULT_ADDRESS = "localhost:50051"
-TIERS = {"realtime": pb.TIER_REALTIME, "best_effort": pb.TIER_BEST_EFFORT}
-_SAMPLING = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
-_SLO = frozenset(pb.Slo.DESCRIPTOR.fields_by_name)
-
-
-class ServerError(RuntimeError):
-    """The server refused or ended a call. code: the gRPC status, as "INVALID_ARGUMENT"."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class Unreachable(ServerError):
-    """No server answers at that address."""
+_CHANNEL = (
+    ("grpc.max_receive_message_length", -1),  # a slow reader's merged messages
+    # A server that vanished without closing the connection is noticed within 30 s, one that is
+    # back within some.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+_BATCH_CALL_S = 120.0  # what a call may take that moves no results
 
 
 @dataclass
@@ -48,67 +44,39 @@ class Completion:
     usage: pb.Usage = field(default_factory=pb.Usage)
     timings: pb.Timings = field(default_factory=pb.Timings)
 
+    def finish(self, message: pb.Finish) -> None:
+        """Takes in how it ended."""
+        name = pb.FinishReason.Name(message.reason)
+        self.finish_reason = name.removeprefix("FINISH_REASON_").lower()
+        self.usage, self.timings = message.usage, message.timings
 
-def make_request(
-    prompt: str | Sequence[int],
-    *,
-    request_id: str = "",
-    slo: Mapping[str, float] | None = None,
-    tier: str = "realtime",
-    **sampling: Any,
-) -> pb.GenerateRequest:
-    """The message for a prompt, as text or as token ids.
-
-    slo: any of ttft_ms, tbt_ms, jct_ms. tier: "realtime" or "best_effort". sampling: fields of
-    jaxserve.sched.request.SamplingParams; None leaves the server's default.
-    Raises ValueError for a name that does not exist; limits are the server's to check.
-    """
-    if tier not in TIERS:
-        raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
-    _known("sampling parameter", sampling, _SAMPLING)
-    _known("slo", slo or {}, _SLO)
-    message = pb.GenerateRequest(request_id=request_id, tier=TIERS[tier])
-    if isinstance(prompt, str):
-        message.text = prompt
-    else:
-        message.token_ids.SetInParent()  # an empty list is sent as such, for the server to refuse
-        message.token_ids.ids.extend(int(token) for token in prompt)
-    for name, value in (slo or {}).items():
-        _set(message.slo, name, value)
-    for name, value in sampling.items():
-        _set(message.sampling, name, value)
-    return message
+    @classmethod
+    def of(cls, message: batches_pb2.Completion) -> Completion:
+        """One of a line of a batch."""
+        completion = cls(
+            message.index, message.text, list(message.token_ids), list(message.logprobs)
+        )
+        completion.finish(message.finish)
+        return completion
 
 
-def _set(message: Message, name: str, value: Any) -> None:
-    """Sets a field, adds to a repeated one; None leaves it. ValueError, naming the field, for what
-    its protobuf type cannot hold."""
-    try:
-        if value is None:
-            return
-        if name == "logit_bias":
-            message.logit_bias.update(value)
-        elif name in ("stop", "stop_token_ids"):
-            getattr(message, name).extend([value] if isinstance(value, str) else value)
-        else:
-            setattr(message, name, value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
+T = TypeVar("T")
 
 
-class Generation(Iterator[pb.GenerateResponse]):
+class Call(Iterator[T]):
     """A running call, as an iterator over its messages. Dropping it cancels the call."""
 
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
         self._address = address
 
-    def __next__(self) -> pb.GenerateResponse:
+    def __next__(self) -> T:
         """Raises ServerError."""
         try:
-            return next(self._call)
+            message: T = next(self._call)
+            return message
         except grpc.RpcError as error:
-            raise _explained(error, self._address) from None
+            raise explained(error, self._address) from None
 
     def cancel(self) -> None:
         """Ends the call; nothing happens if it has ended."""
@@ -126,19 +94,19 @@ class Client:
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self.address = address
-        options = (("grpc.max_receive_message_length", -1),)  # a slow reader's merged messages
-        self._channel = grpc.insecure_channel(address, options=options)
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._batches = batches_pb2_grpc.BatchesStub(self._channel)
 
     def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Any
-    ) -> Generation:
+    ) -> Call[pb.GenerateResponse]:
         """Sends the request now, and streams what is generated; `make_request` has the options.
 
         timeout: seconds until the call is given up.
         """
         call = self._stub.Generate(make_request(prompt, **options), timeout=timeout)
-        return Generation(call, self.address)
+        return Call(call, self.address)
 
     def complete(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Any
@@ -152,17 +120,58 @@ class Client:
             entry.token_ids.extend(message.token_ids)
             entry.logprobs.extend(message.logprobs)
             if message.HasField("finish"):
-                name = pb.FinishReason.Name(message.finish.reason)
-                entry.finish_reason = name.removeprefix("FINISH_REASON_").lower()
-                entry.usage, entry.timings = message.finish.usage, message.finish.timings
+                entry.finish(message.finish)
         return [completions[index] for index in sorted(completions)]
 
     def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
         """What the server serves: model, limits, policy, pool, device. timeout: seconds."""
+        return self._answer(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout)
+
+    def submit_batch(
+        self,
+        batch_id: str,
+        lines: Sequence[batches_pb2.BatchLine],
+        *,
+        first_line: int = 0,
+        commit: bool = True,
+    ) -> batches_pb2.BatchStatus:
+        """Adds lines (`make_line`) to a batch, number first_line on, or makes one. What was not
+        answered may be sent again as it was. commit: the batch is whole, it is served. batch_id: of
+        your own making; empty has the server make one up."""
+        message = batches_pb2.SubmitBatchRequest(
+            batch_id=batch_id, first_line=first_line, lines=lines, commit=commit
+        )
+        return self._answer(self._batches.SubmitBatch, message, _BATCH_CALL_S).status
+
+    def get_batch(
+        self, batch_id: str, *, first_line: int = 0, follow: bool = True
+    ) -> Call[batches_pb2.GetBatchResponse]:
+        """Where a batch is, and results from a line on, in the order of lines. follow: waits for
+        them until the batch is over; else what there is."""
+        message = batches_pb2.GetBatchRequest(
+            batch_id=batch_id, first_line=first_line, follow=follow
+        )
+        return Call(self._batches.GetBatch(message), self.address)
+
+    def batch_status(self, batch_id: str) -> batches_pb2.BatchStatus:
+        """Where a batch is."""
+        return next(self.get_batch(batch_id, first_line=2**31 - 1, follow=False)).status
+
+    def cancel_batch(self, batch_id: str) -> batches_pb2.BatchStatus:
+        """Ends a batch; lines that wait or run get no result."""
+        message = batches_pb2.CancelBatchRequest(batch_id=batch_id)
+        return self._answer(self._batches.CancelBatch, message, _BATCH_CALL_S).status
+
+    def delete_batch(self, batch_id: str) -> None:
+        """Has the server forget a batch that is over, with its results."""
+        message = batches_pb2.DeleteBatchRequest(batch_id=batch_id)
+        self._answer(self._batches.DeleteBatch, message, _BATCH_CALL_S)
+
+    def _answer(self, method: Any, message: Any, timeout: float | None) -> Any:
         try:
-            return self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+            return method(message, timeout=timeout)
         except grpc.RpcError as error:
-            raise _explained(error, self.address) from None
+            raise explained(error, self.address) from None
 
     def close(self) -> None:
         """Closes the connection; calls that run are cancelled."""
@@ -178,18 +187,3 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _explained(error: Any, address: str) -> ServerError:
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
-        problem = f"no server answers at {address}: is it running? (make serve)"
-        return Unreachable(code.name, problem)
-    return ServerError(code.name, details or code.name.lower().replace("_", " "))
-
-
-def _known(what: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
-    unknown = sorted(set(given) - names)
-    if unknown:
-        known = ", ".join(sorted(names))
-        raise ValueError(f"unknown {what} {unknown[0]!r}; known ones are {known}")

@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxserve import __version__
-from jaxserve.engine.output import FinishReason, TokenLogprobs
+from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.request import SLO, InvalidRequest, SamplingParams, Tier
+from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.streams import Delta
+from jaxserve.server.requests.streams import Delta
 
 MAX_REQUEST_ID = 128
 
@@ -32,26 +32,31 @@ REASONS = {
 
 def check_message(message: pb.GenerateRequest) -> None:
     """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum values,
-    no prompt, an empty one, an overlong request_id."""
-    _no_unknown_fields("request", message)
+    an overlong request_id."""
+    no_unknown_fields("request", message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
-    prompt = message.WhichOneof("prompt")
-    if prompt is None:
+    at_most("request_id", message.request_id, MAX_REQUEST_ID)
+
+
+def prompt(message: Any) -> str | tuple[int, ...]:
+    """Of a message with `text` and `token_ids` in a oneof `prompt`. Raises InvalidRequest without
+    one, or for an empty one."""
+    which = message.WhichOneof("prompt")
+    if which is None:
         raise InvalidRequest("prompt", "is missing; set text or token_ids")
-    if prompt == "text" and not message.text:
-        raise InvalidRequest("prompt", "text is empty; at least 1 character is needed")
-    if prompt == "token_ids" and not message.token_ids.ids:
+    if which == "text":
+        if not message.text:
+            raise InvalidRequest("prompt", "text is empty; at least 1 character is needed")
+        return str(message.text)
+    if not message.token_ids.ids:
         raise InvalidRequest("prompt", "token_ids is empty; at least 1 token is needed")
-    if len(message.request_id) > MAX_REQUEST_ID:
-        problem = f"has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are allowed"
-        raise InvalidRequest("request_id", problem)
+    return tuple(message.token_ids.ids)
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The request's sampling parameters; those that are absent keep SamplingParams' defaults.
-    Raises InvalidRequest, naming the parameter, for a value out of range."""
+def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
+    """Those of the request's sampling parameters that are set, by SamplingParams' names."""
     fields: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
         if descriptor.name == "logit_bias":
@@ -60,7 +65,7 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
             fields[descriptor.name] = value
         else:
             fields[descriptor.name] = tuple(value)
-    return SamplingParams(**fields)
+    return fields
 
 
 def slo(message: pb.Slo) -> SLO:
@@ -82,19 +87,25 @@ def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         index=delta.index,
         token_ids=delta.token_ids,
         text="".join(delta.text),
-        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+        logprobs=[logprobs(entry) for entry in delta.logprobs],
     )
     last = delta.last
     if last is not None and last.finish_reason is not None:
-        message.finish.reason = REASONS[last.finish_reason]
-        if last.usage is not None:
-            message.finish.usage.prompt_tokens = last.usage.prompt_tokens
-            message.finish.usage.output_tokens = last.usage.output_tokens
-            message.finish.usage.preemptions = last.usage.preemptions
-        if last.timings is not None:
-            message.finish.timings.queue_ms = last.timings.queue * 1000
-            message.finish.timings.ttft_ms = last.timings.ttft * 1000
-            message.finish.timings.total_ms = last.timings.total * 1000
+        message.finish.CopyFrom(finish(last.finish_reason, last.usage, last.timings))
+    return message
+
+
+def finish(reason: FinishReason, usage: Usage | None, timings: Timings | None) -> pb.Finish:
+    """How a continuation ended."""
+    message = pb.Finish(reason=REASONS[reason])
+    if usage is not None:
+        message.usage.prompt_tokens = usage.prompt_tokens
+        message.usage.output_tokens = usage.output_tokens
+        message.usage.preemptions = usage.preemptions
+    if timings is not None:
+        message.timings.queue_ms = timings.queue * 1000
+        message.timings.ttft_ms = timings.ttft * 1000
+        message.timings.total_ms = timings.total * 1000
     return message
 
 
@@ -103,17 +114,25 @@ def server_info(info: EngineInfo) -> pb.GetServerInfoResponse:
     return pb.GetServerInfoResponse(version=__version__, **asdict(info))
 
 
-def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+def logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    """Of one token."""
     top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
     return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
-def _no_unknown_fields(name: str, message: Message) -> None:
-    """A field that a newer client sends would be dropped silently, so it is refused."""
+def at_most(name: str, text: str, limit: int) -> None:
+    """Raises InvalidRequest for more than `limit` characters."""
+    if len(text) > limit:
+        raise InvalidRequest(name, f"has {len(text)} characters; at most {limit} are allowed")
+
+
+def no_unknown_fields(name: str, message: Message) -> None:
+    """A field that a newer client sends would be dropped silently, so it is refused: raises
+    InvalidRequest."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number = unknown[0].field_number
         raise InvalidRequest(name, f"field number {number} is unknown to this server")
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
-            _no_unknown_fields(descriptor.name, value)
+            no_unknown_fields(descriptor.name, value)

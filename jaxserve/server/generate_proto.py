@@ -1,4 +1,4 @@
-"""Writes the Python code of proto/jaxserve/v1/generation.proto; `make proto` calls it.
+"""Writes the Python code of proto/jaxserve/v1/; `make proto` calls it.
 
     pip install grpcio-tools==1.80.0
     python -m jaxserve.server.generate_proto [OUT_DIR]
@@ -10,6 +10,7 @@ files are made with the oldest supported grpcio-tools; newer runtimes accept the
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,25 +19,33 @@ from pathlib import Path
 OLDEST_TOOLS = "1.80.0"
 OUT_DIR = Path(__file__).resolve().parent / "proto"
 PROTO_DIR = Path(__file__).resolve().parents[2] / "proto"
-PROTO_FILE = "jaxserve/v1/generation.proto"
+PROTO_FILES = ("jaxserve/v1/batches.proto", "jaxserve/v1/generation.proto")
 PACKAGE = "jaxserve.server.proto"
 
 
 def generate(out_dir: Path) -> list[Path]:
-    """Writes generation_pb2.py, its .pyi and generation_pb2_grpc.py into `out_dir`.
+    """Writes X_pb2.py, its .pyi and X_pb2_grpc.py of each X.proto into `out_dir`.
 
-    Raises FileNotFoundError without the .proto (an installed package does not carry it), and
+    Raises FileNotFoundError without a .proto (an installed package does not carry it), and
     RuntimeError if protoc fails; protoc itself prints why.
     """
-    if not (PROTO_DIR / PROTO_FILE).is_file():
-        raise FileNotFoundError(f"{PROTO_DIR / PROTO_FILE}: run this in a clone of the repository")
+    for path in (PROTO_DIR / name for name in PROTO_FILES):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: run this in a clone of the repository")
     written = []
     with tempfile.TemporaryDirectory() as scratch:
         flags = [f"--{plugin}_out={scratch}" for plugin in ("python", "pyi", "grpc_python")]
         # In a process of its own: it brings another copy of protobuf's C++ code.
-        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO_DIR}", *flags, PROTO_FILE]
+        command = [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"-I{PROTO_DIR}",
+            *flags,
+            *PROTO_FILES,
+        ]
         if subprocess.run(command, check=False).returncode != 0:
-            raise RuntimeError(f"protoc failed on {PROTO_FILE}")
+            raise RuntimeError(f"protoc failed on {' or '.join(PROTO_FILES)}")
         for source in sorted((Path(scratch) / "jaxserve" / "v1").iterdir()):
             target = out_dir / source.name
             target.write_text(_in_package(source.read_text()))
@@ -47,7 +56,7 @@ def generate(out_dir: Path) -> list[Path]:
 def _in_package(text: str) -> str:
     """protoc names modules after the proto's own path; ours live in `PACKAGE`."""
     text = text.replace("from jaxserve.v1 import", f"from {PACKAGE} import")
-    return text.replace("'jaxserve.v1.generation_pb2'", f"'{PACKAGE}.generation_pb2'")
+    return re.sub(r"'jaxserve\.v1\.(\w+_pb2)'", rf"'{PACKAGE}.\1'", text)
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.server.batch_options import check_batches
 from jaxserve.server.runner import Server
 
 DEFAULT_PORT = 50051
@@ -97,6 +98,7 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
     if not 0 <= config.server.grace_s <= MAX_GRACE_S:
         limits = f"must be 0 to {MAX_GRACE_S}, got {config.server.grace_s}"
         raise ConfigError(f"server.grace_s: {limits}")
+    check_batches(config)
     return config
 
 
@@ -151,7 +153,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
     params = f"{info.num_params / 1e6:,.1f}M parameters"
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
-    metrics = server.metrics_address
+    metrics, batches = server.metrics_address, server.batch_path
     lines = [
         f"jaxserve is ready after {seconds:.1f} s",
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
@@ -162,6 +164,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
+        f"  batches  {batches or 'off'}",
         "Try it in a second terminal:",
         f"  {client_line(server.address)}",
     ]

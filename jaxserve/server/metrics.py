@@ -27,7 +27,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Tier
-from jaxserve.server.contract import ServedEngine
+from jaxserve.server.requests.contract import ServedEngine
 
 PREFIX = "jaxserve:"
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

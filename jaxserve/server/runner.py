@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,14 +17,27 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.contract import ServedEngine
+from jaxserve.server.batch_service import BatchesService
+from jaxserve.server.batches.batches import Batches, BatchSettings
 from jaxserve.server.metrics import MetricsServer
-from jaxserve.server.proto import generation_pb2, generation_pb2_grpc
+from jaxserve.server.proto import (
+    batches_pb2,
+    batches_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.service import GenerationService
 
-SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
+    batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name,
+)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OPTIONS = (
-    # Longer prompts than any model takes still get the message that names the limit.
+    # Longer prompts than any model takes still get the message that names the limit; and what one
+    # call may add to a batch.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently
     # A client that vanished without closing its connection is noticed within 30 s.
@@ -41,8 +55,9 @@ class Server:
     """A gRPC server over an engine, on an event loop in a thread of its own.
 
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
-    grace_s: seconds that running requests get when the server stops. The engine must be started;
-    stopping the server drains and stops it.
+    grace_s: seconds that running requests get when the server stops; lines of batches wait for the
+    next server. batches: None takes none. The engine must be started; stopping the server drains
+    and stops it.
 
     failed: the engine has failed, and every call gets an error. hung: it did not answer when the
     server stopped.
@@ -59,14 +74,18 @@ class Server:
         port: int = 0,
         metrics_port: int = -1,
         grace_s: float = 10.0,
+        batches: BatchSettings | None = None,
     ) -> None:
         self._engine = engine
         self._host, self._port = host, port
         self._metrics_port = metrics_port
         self._grace_s = grace_s
+        self._batch_settings = batches
+        self._batches: Batches | None = None
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
+        self._requests: EngineRequests
         self._service: GenerationService
         self._health: health.aio.HealthServicer
         self._metrics: MetricsServer | None = None
@@ -97,13 +116,18 @@ class Server:
         """Where /metrics is served, as "host:port"; None where it is off."""
         return None if self._metrics is None else self._metrics.address
 
+    @property
+    def batch_path(self) -> Path | None:
+        """Where batches are kept; None where they are refused."""
+        return None if self._batch_settings is None else self._batch_settings.journal.path
+
     def request_stop(self) -> None:
         """Begins to stop: no new calls, running ones get the grace period. Returns at once."""
         self._call(lambda: self._stop_requested.set())
 
     def cancel_running(self) -> None:
         """Cuts the grace period short."""
-        self._call(lambda: self._service.cancel_all())
+        self._call(lambda: self._requests.cancel_all())
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stops server and engine. True if all requests finished by themselves.
@@ -149,18 +173,23 @@ class Server:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
-        self._service = GenerationService(self._engine)
+        self._requests = EngineRequests(self._engine)
+        self._service = GenerationService(self._requests)
+        if self._batch_settings is not None:
+            self._batches = Batches(self._requests, self._batch_settings)
         self._health = health.aio.HealthServicer()
         server = grpc.aio.server(options=_OPTIONS)
         generation_pb2_grpc.add_GenerationServicer_to_server(self._service, server)
+        batches_pb2_grpc.add_BatchesServicer_to_server(BatchesService(self._batches), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server
-        )
+        reflection.enable_server_reflection((*SERVICES, _HEALTH), server)
         address = _listen(server, self._host, self._port)
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        for service in SERVICES:
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
+        if self._batches is not None:
+            self._batches.start()
         self._bound.set_result(address)
         await self._stop_requested.wait()
         await self._shut_down(server)
@@ -171,8 +200,10 @@ class Server:
         text = f"the engine failed: {str(error) or type(error).__name__}"
 
         async def tell() -> None:
-            self._service.fail(text)
-            for service in ("", SERVICE):
+            self._requests.fail(text)
+            if self._batches is not None:
+                self._batches.closed()
+            for service in ("", *SERVICES):
                 await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
         assert self._loop is not None
@@ -185,15 +216,17 @@ class Server:
     async def _shut_down(self, server: grpc.aio.Server) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
-        self._service.stop_admission()
+        self._requests.stop_admission()
         await self._health.enter_graceful_shutdown()
+        if self._batches is not None:
+            await self._batches.stop()
         drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
         try:
             limit = self._grace_s + _HUNG_S
             self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
         except TimeoutError:  # the device does not answer: whoever waits must still be let go
             self.hung = True
-            self._service.fail(f"the engine did not stop within {limit:g} s")
+            self._requests.fail(f"the engine did not stop within {limit:g} s")
             await server.stop(_CLOSE_S)
             return
         flush = max(deadline - loop.time(), _FLUSH_S)
@@ -207,7 +240,10 @@ class Server:
 
 
 def run_server(
-    engine: ServedEngine, config: Any, on_ready: Callable[[Server], None] | None = None
+    engine: ServedEngine,
+    config: Any,
+    on_ready: Callable[[Server], None] | None = None,
+    batches: BatchSettings | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0, or 1 if the engine has failed.
 
@@ -220,6 +256,7 @@ def run_server(
         port=config.server.port,
         metrics_port=config.server.metrics_port,
         grace_s=config.server.grace_s,
+        batches=batches,
     )
     signals = 0
 

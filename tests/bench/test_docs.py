@@ -11,10 +11,14 @@ import pytest
 from absl import flags
 
 from jaxserve.bench import cli
+from jaxserve.configs import base
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
 from jaxserve.server import launch
+from jaxserve.server.batches.journal import MAX_LINES
+from jaxserve.server.batches.lines import MAX_LINE_BYTES
+from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.simulate import flags as simulate_flags
 
@@ -80,6 +84,18 @@ def test_the_api_page_names_every_field() -> None:
     for message in (pb.GenerateRequest, pb.SamplingParams, pb.Slo, pb.Timings):
         for field in message.DESCRIPTOR.fields:
             assert f"`{field.name}`" in page, field.full_name
+
+
+def test_the_batches_page_names_every_call_field_and_option() -> None:
+    page = (ROOT / "docs" / "batches.md").read_text()
+    calls = batches_pb2.DESCRIPTOR.services_by_name["Batches"].methods
+    asked = (batches_pb2.SubmitBatchRequest, batches_pb2.GetBatchRequest, batches_pb2.BatchStatus)
+    fields = [field.name for message in asked for field in message.DESCRIPTOR.fields]
+    options = [f"server.{name}" for name in base.get_config().server if name.startswith("batch_")]
+    for name in (*(call.name for call in calls), *fields, *options):
+        assert f"`{name}`" in page, name
+    words = " ".join(page.split())
+    assert f"at most {MAX_LINES:,} lines of at most {MAX_LINE_BYTES >> 20} MiB" in words
 
 
 @pytest.mark.parametrize(

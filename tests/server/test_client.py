@@ -102,7 +102,7 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     prompts = [f"prompt {i}" for i in range(40)]
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("\n\n".join(prompts))
-    flags = [f"--file={source}", f"--output={target}", "--max_tokens=2", "--logprobs=1"]
+    flags = [f"--file={source}", f"--out={target}", "--max_tokens=2", "--logprobs=1"]
     assert main([f"--address={server.address}", *flags]) == 0
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert [record["prompt"] for record in records] == prompts
@@ -203,8 +203,8 @@ def test_unreachable_is_an_error_of_its_own(nobody: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["hi", "--output=x"], "go with --file"),
-        (["hi", "--concurrency=2"], "go with --file"),
+        (["hi", "--out=x"], "goes with --file and --batch"),
+        (["hi", "--concurrency=2"], "goes with --file"),
         (["--file=x", "--concurrency=0"], "at least 1, got 0"),
         (["hi", "--max_tokens=3000000000"], "max_tokens: "),
         (["hi", "--seed=-99999999999999999999"], "seed: "),

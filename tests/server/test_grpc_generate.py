@@ -161,7 +161,9 @@ _sampling = st.fixed_dictionaries(
 @given(_sampling)
 def test_sampling_parameters_survive_the_wire(options: dict) -> None:
     wire = make_request("hi", **options).SerializeToString()
-    received = convert.sampling_params(pb.GenerateRequest.FromString(wire).sampling)
+    received = SamplingParams(
+        **convert.sampling_fields(pb.GenerateRequest.FromString(wire).sampling)
+    )
     expected = dict(options)
     if "logit_bias" in expected:
         expected["logit_bias"] = tuple(sorted(expected["logit_bias"].items()))

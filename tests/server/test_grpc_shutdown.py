@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.client import Client, Generation, ServerError
+from jaxserve.client import Call, Client, ServerError
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
@@ -108,7 +108,7 @@ def test_a_failed_engine_leaves_the_process_up_and_its_exit_code_is_1() -> None:
     assert server.process.returncode == 1
 
 
-def _first(server: Process, stream: Generation) -> None:
+def _first(server: Process, stream: Call) -> None:
     """Makes the first token, and waits for it."""
     server.tell("step")
     assert next(stream).text == " w0"

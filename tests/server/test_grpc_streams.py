@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
-from jaxserve.server.streams import (
+from jaxserve.server.requests.streams import (
     MAX_DELTA_TOKENS,
     Delta,
     DuplicateRequest,

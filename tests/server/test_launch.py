@@ -197,6 +197,7 @@ def test_what_is_printed_when_the_server_is_ready() -> None:
             "steps    predicted by a cost model, timed at the start\n",
             f"address  {server.address}\n",
             f"http://{server.metrics_address}/metrics",
+            "batches  off\n",
             f'-m jaxserve.client --address={server.address} "Once upon a time"',
         ):
             assert words in text

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,8 @@ from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.server.runner import Server
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
+from tests.server.processes import ROOT, serve
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120
 
 
@@ -112,38 +111,14 @@ def test_the_engines_limits_reach_the_client(real: Engine, served: Client) -> No
     assert real.stats().running == 0
 
 
-FIELDS = (
-    "--config.scheduler.max_rows=2",
-    "--config.scheduler.max_batch_tokens=16",
-    "--config.scheduler.max_prefill_tokens=16",
-    "--config.engine.row_buckets=(2,)",
-    "--config.engine.token_buckets=(16,)",
-    "--config.engine.compilation_cache_dir=",
-)
-
-
 def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
-    command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0", *FIELDS]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            printed = []
-            while not printed or "jaxserve.client" not in printed[-1]:
-                printed.append(process.stdout.readline())
-                assert printed[-1], process.stderr.read()
-            text = "".join(printed)
-            assert "tiny-stories" in text and "policy   sarathi" in text
-            address = re.search(r"address  (\S+)", text)
-            assert address is not None
-            with Client(address[1]) as client:
-                (completion,) = client.complete("Once upon a time", max_tokens=8)
-                assert completion.text
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE) == 0
-        finally:
-            process.kill()
+    with serve() as server:
+        assert "tiny-stories" in server.printed and "policy   sarathi" in server.printed
+        with Client(server.address) as client:
+            (completion,) = client.complete("Once upon a time", max_tokens=8)
+            assert completion.text
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_what_cannot_be_served_is_one_line_and_exit_1() -> None:

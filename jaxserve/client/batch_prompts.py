@@ -1,0 +1,130 @@
+"""The prompts of a batch, from a file of JSON lines.
+
+    {"id": "a", "prompt": "Once upon a time", "sampling": {"max_tokens": 64}}
+    {"token_ids": [5, 6, 7]}
+
+`prompt` or `token_ids` is needed; `id`, a name of your own, and `sampling`, fields of
+SamplingParams, are not. Blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.client.messages import make_line
+from jaxserve.server.proto import batches_pb2 as pb
+
+_FIELDS = ("id", "prompt", "token_ids", "sampling")
+_MAX_ID = 128
+_MAX_BYTES = 32 << 20  # of a message: what the server takes in one call is 64 MiB
+
+
+class PromptError(ValueError):
+    """The file is not what it should be; the message names file, line and field."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """path: where they are from. numbers: of the file's lines that hold one, from 1. lines: a
+    message for each."""
+
+    path: Path
+    numbers: list[int]
+    lines: list[pb.BatchLine]
+
+    def digest(self) -> str:
+        """Of all that they ask for; equal files with equal defaults have equal ones."""
+        whole = hashlib.sha256()
+        for number, line in zip(self.numbers, self.lines, strict=True):
+            text = line.SerializeToString(deterministic=True)
+            whole.update(f"{number} {len(text)} ".encode() + text)
+        return whole.hexdigest()
+
+
+def read_prompts(path: Path, defaults: Mapping[str, Any]) -> Prompts:
+    """Reads them all. defaults: sampling parameters for lines that do not say.
+
+    Raises PromptError for the first line that is wrong, OSError, UnicodeDecodeError.
+    """
+    numbers: list[int] = []
+    lines: list[pb.BatchLine] = []
+    seen: dict[str, int] = {}
+    with open(path, encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                line = _line(text, defaults)
+                if line.id and (before := seen.setdefault(line.id, number)) != number:
+                    raise ValueError(f"id: {line.id!r} is line {before}'s")
+            except ValueError as error:
+                raise PromptError(f"{path}, line {number}: {error}") from None
+            numbers.append(number)
+            lines.append(line)
+    if not lines:
+        raise PromptError(f"{path}: there are no prompts in it")
+    return Prompts(path, numbers, lines)
+
+
+def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
+    """Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is not JSON that anybody can read: too many brackets") from None
+    if not isinstance(found, dict):
+        raise ValueError('must be an object, as {"prompt": "Once upon a time"}')
+    unknown = sorted(set(found) - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}; known ones are {', '.join(_FIELDS)}")
+    if ("prompt" in found) == ("token_ids" in found):
+        raise ValueError("needs either prompt or token_ids")
+    name = found.get("id", "")
+    if not isinstance(name, str) or len(name) > _MAX_ID:
+        raise ValueError(f"id: must be a string of at most {_MAX_ID} characters")
+    prompt = _text(found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
+    sampling = {**defaults, **_sampling(found.get("sampling", {}))}
+    try:
+        line = make_line(prompt, line_id=name, **sampling)
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character (an unpaired surrogate)") from None
+    if line.ByteSize() > _MAX_BYTES:
+        raise ValueError(f"takes {line.ByteSize():,} bytes; at most {_MAX_BYTES:,} can be sent")
+    return line
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("prompt: must be a string")
+    return value
+
+
+def _tokens(value: Any) -> list[int]:
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        raise ValueError("token_ids: must be a list of integers")
+    if any(not -(2**31) <= token < 2**31 for token in value):
+        raise ValueError("token_ids: must be 32-bit integers")
+    return value
+
+
+def _sampling(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("sampling: must be an object")
+    found = dict(value)
+    for name, given in found.items():
+        if isinstance(given, bool) and name != "ignore_eos":
+            raise ValueError(f"{name}: must not be true or false")
+    bias = found.get("logit_bias")
+    if bias is not None:
+        try:
+            found["logit_bias"] = {int(token): number for token, number in bias.items()}
+        except (AttributeError, ValueError):
+            raise ValueError('logit_bias: must be an object, as {"17": -1.5}') from None
+    return found

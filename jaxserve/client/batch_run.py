@@ -1,0 +1,155 @@
+"""Has a server complete a file of prompts, whatever happens to client, network or server
+meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.client.batch_prompts import Prompts
+from jaxserve.client.batch_results import BatchOnServer, ResultsFile
+from jaxserve.client.client import Client, Completion
+from jaxserve.client.errors import ServerError
+from jaxserve.client.records import completion_records, error_record
+from jaxserve.server.proto import batches_pb2 as pb
+
+PATIENCE_S = 600.0
+"""How long the server may be away."""
+MAX_LINES = 50_000
+"""Longer files go as several batches, one after the other."""
+_CALL_BYTES = 1 << 20
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+# A server that comes down, a network that does, a proxy between: the call can be made again.
+_PASSING = ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
+
+
+class BatchCancelled(RuntimeError):
+    """Somebody has cancelled the batch while it was being followed."""
+
+
+class BatchRun:
+    """One call of `run` takes the results file from where it is to its end.
+
+    patience_s: seconds without news from the server until it gives up; there must be one at first.
+    """
+
+    def __init__(
+        self, client: Client, prompts: Prompts, results: ResultsFile, patience_s: float
+    ) -> None:
+        self._client, self._prompts, self._results = client, prompts, results
+        self._patience_s = patience_s
+        self._began = False  # this run has found its batch at the server, or put it there
+        self._sent = results.batch is not None  # the server may have it
+        self._heard = time.monotonic()  # when the server last answered
+        self._bar: Any = None
+
+    def run(self) -> None:
+        """Raises ServerError for what it refuses, or is not there, BatchCancelled, OSError."""
+        results = self._results
+        if not results.whole:
+            self._client.info(timeout=self._patience_s)  # nothing is begun where nobody is there
+            self._heard = time.monotonic()
+            with tqdm(
+                total=len(self._prompts.lines), initial=results.done, unit="line", file=sys.stderr
+            ) as self._bar:
+                self._insist()
+        results.finish()
+
+    def _insist(self) -> None:
+        """Until all is there; what passes is waited for."""
+        wait_s = _FIRST_WAIT_S
+        while not self._results.whole:
+            heard = self._heard
+            try:
+                self._follow(self._submitted())
+            except ServerError as error:
+                if error.code not in _PASSING:
+                    if not self._sent:
+                        self._results.finish()
+                    raise
+                if time.monotonic() - self._heard > self._patience_s:
+                    raise
+                wait_s = _FIRST_WAIT_S if self._heard > heard else min(2 * wait_s, _LONGEST_WAIT_S)
+                self._bar.set_postfix_str(f"waiting: {error}")
+                threading.Event().wait(wait_s)
+
+    def _submitted(self) -> BatchOnServer:
+        """The batch at the server, all its lines with it. One that the server does not know any
+        more, that was cancelled before this run, or whose results are all here, is followed by
+        another of the prompts without a result."""
+        results = self._results
+        batch = results.batch or results.begin()
+        status = self._status(batch)
+        if status is None and results.done > batch.first:
+            batch = results.begin()
+        elif status is not None and self._is_over(batch, status):
+            batch, status = results.begin(), None
+        self._sent = True
+        if status is None:
+            status = self._client.submit_batch(batch.batch_id, [], commit=False)
+        self._began = True
+        self._heard = time.monotonic()
+        lines = self._prompts.lines[batch.first : batch.first + MAX_LINES]
+        while status.state == pb.BATCH_STATE_OPEN:
+            first = status.num_lines
+            part = list(_one_call(islice(lines, first, None)))
+            status = self._client.submit_batch(
+                batch.batch_id, part, first_line=first, commit=first + len(part) == len(lines)
+            )
+            self._heard = time.monotonic()
+        return batch
+
+    def _is_over(self, batch: BatchOnServer, status: pb.BatchStatus) -> bool:
+        """No results of it are to come: all are here, or it was cancelled before this run."""
+        if status.state == pb.BATCH_STATE_CANCELLED:
+            return not self._began
+        here = self._results.done - batch.first
+        return status.state == pb.BATCH_STATE_ENDED and here >= status.num_lines
+
+    def _status(self, batch: BatchOnServer) -> pb.BatchStatus | None:
+        try:
+            return self._client.batch_status(batch.batch_id)
+        except ServerError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return None
+
+    def _follow(self, batch: BatchOnServer) -> None:
+        """Takes in results until the server has no more."""
+        results, status = self._results, pb.BatchStatus()
+        for message in self._client.get_batch(
+            batch.batch_id, first_line=results.done - batch.first
+        ):
+            self._heard = time.monotonic()
+            expected = range(results.done - batch.first, 2**31)
+            for result, line in zip(message.results, expected, strict=False):
+                if result.line != line:
+                    raise ServerError("DATA_LOSS", f"result {result.line} came, not {line}")
+            results.append(map(_record, message.results))
+            status = message.status
+            self._bar.update(results.done - self._bar.n)
+            failed = {"failed": results.failed} if results.failed else {}
+            self._bar.set_postfix(running=status.running, **failed)
+        if status.state == pb.BATCH_STATE_CANCELLED:
+            raise BatchCancelled(f"batch {batch.batch_id} was cancelled")
+
+
+def _one_call(lines: Iterator[pb.BatchLine]) -> Iterator[pb.BatchLine]:
+    size = 0
+    for line in lines:
+        size += line.ByteSize()
+        if size > _CALL_BYTES and size > line.ByteSize():
+            return
+        yield line
+
+
+def _record(result: pb.BatchResult) -> dict[str, Any]:
+    if result.HasField("error"):
+        return error_record(result.error.code, result.error.message)
+    return completion_records([Completion.of(each) for each in result.completions])

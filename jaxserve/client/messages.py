@@ -1,0 +1,86 @@
+"""Messages to the server, from what Python programs have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from jaxserve.server.proto import batches_pb2
+from jaxserve.server.proto import generation_pb2 as pb
+
+TIERS = {"realtime": pb.TIER_REALTIME, "best_effort": pb.TIER_BEST_EFFORT}
+SAMPLING = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+_SLO = frozenset(pb.Slo.DESCRIPTOR.fields_by_name)
+
+
+def make_request(
+    prompt: str | Sequence[int],
+    *,
+    request_id: str = "",
+    slo: Mapping[str, float] | None = None,
+    tier: str = "realtime",
+    **sampling: Any,
+) -> pb.GenerateRequest:
+    """The message for a prompt, as text or as token ids.
+
+    slo: any of ttft_ms, tbt_ms, jct_ms. tier: "realtime" or "best_effort". sampling: fields of
+    jaxserve.sched.request.SamplingParams; None leaves the server's default.
+    Raises ValueError for a name that does not exist; limits are the server's to check.
+    """
+    if tier not in TIERS:
+        raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
+    _known("sampling parameter", sampling, SAMPLING)
+    _known("slo", slo or {}, _SLO)
+    message = pb.GenerateRequest(request_id=request_id, tier=TIERS[tier])
+    _set_prompt(message, prompt)
+    for name, value in (slo or {}).items():
+        _set(message.slo, name, value)
+    for name, value in sampling.items():
+        _set(message.sampling, name, value)
+    return message
+
+
+def make_line(
+    prompt: str | Sequence[int], *, line_id: str = "", **sampling: Any
+) -> batches_pb2.BatchLine:
+    """The message for a line of a batch. line_id: a name of your own, which its result will have;
+    the rest as in `make_request`."""
+    _known("sampling parameter", sampling, SAMPLING)
+    message = batches_pb2.BatchLine(id=line_id)
+    _set_prompt(message, prompt)
+    for name, value in sampling.items():
+        _set(message.sampling, name, value)
+    return message
+
+
+def _set_prompt(message: Any, prompt: str | Sequence[int]) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.token_ids.SetInParent()  # an empty list is sent as such, for the server to refuse
+        message.token_ids.ids.extend(int(token) for token in prompt)
+
+
+def _set(message: Message, name: str, value: Any) -> None:
+    """Sets a field, adds to a repeated one; None leaves it. ValueError, naming the field, for what
+    its protobuf type cannot hold."""
+    try:
+        if value is None:
+            return
+        if name == "logit_bias":
+            message.logit_bias.update(value)
+        elif name in ("stop", "stop_token_ids"):
+            getattr(message, name).extend([value] if isinstance(value, str) else value)
+        else:
+            setattr(message, name, value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _known(what: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
+    unknown = sorted(set(given) - names)
+    if unknown:
+        known = ", ".join(sorted(names))
+        raise ValueError(f"unknown {what} {unknown[0]!r}; known ones are {known}")

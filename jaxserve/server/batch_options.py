@@ -1,0 +1,58 @@
+"""What the config says of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.journal import Journal
+
+AUTO = "auto"
+_DAY_S = 86_400.0
+
+
+def check_batches(config: Any) -> None:
+    """Raises ConfigError for a field of `config.server` that is out of range."""
+    server, queue = config.server, config.scheduler.max_queue
+    if not 0 <= server.batch_in_flight <= max(queue, 0):
+        limits = f"must be 0 to scheduler.max_queue ({queue}), got {server.batch_in_flight}"
+        raise ConfigError(f"server.batch_in_flight: {limits}")
+    for name in ("batch_keep_days", "batch_gib"):
+        if not (math.isfinite(server[name]) and server[name] > 0):
+            raise ConfigError(f"server.{name}: must be more than 0, got {server[name]}")
+
+
+def batch_directory(config: Any) -> Path | None:
+    """Where batches are kept; None: there are none. A server on any free port has no folder that
+    its next run would find."""
+    given = config.server.batch_dir
+    if given != AUTO:
+        return Path(given).expanduser() if given else None
+    port = config.server.port
+    return Path(f"~/.local/state/jaxserve/batches-{port}").expanduser() if port else None
+
+
+@contextlib.contextmanager
+def open_batches(config: Any) -> Iterator[BatchSettings | None]:
+    """Has the journal open meanwhile; None where there is none. Raises ConfigError where another
+    server has it, or it cannot be written."""
+    directory = batch_directory(config)
+    if directory is None:
+        yield None
+        return
+    server, scheduler = config.server, config.scheduler
+    half = max(scheduler.max_queue // 2, 1)
+    journal = Journal(directory, max_bytes=int(server.batch_gib * 2**30))
+    try:
+        yield BatchSettings(
+            journal=journal,
+            in_flight=server.batch_in_flight or min(2 * scheduler.max_rows, half),
+            keep_s=server.batch_keep_days * _DAY_S,
+        )
+    finally:
+        journal.close()

@@ -1,0 +1,293 @@
+"""Batches on disk, in SQLite, so that a server that is killed loses none of them.
+
+What a method has returned, or reported as stored, is on the disk: each is one transaction of a
+write-ahead log that is fsynced when it commits (PRAGMA synchronous=FULL,
+https://sqlite.org/wal.html). Lines that are being served are not marked: one without a result is
+waiting, so after a crash it is served again, and a result counts once because (batch, line) is its
+primary key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from jaxserve.server.batches.directory import LockedDirectory
+from jaxserve.server.batches.records import (
+    BatchConflict,
+    BatchState,
+    JournalFull,
+    MissingLines,
+    NewLine,
+    OtherLines,
+    Outcome,
+    Position,
+    Status,
+    UnknownBatch,
+    Work,
+)
+from jaxserve.server.batches.tables import open_tables
+
+MAX_LINES = 100_000
+"""Of one batch."""
+_STATUS = "SELECT key, batch_id, model, state, num_lines, done, failed, changed FROM batches"
+
+
+class Journal:
+    """The batches in a directory, which no other process may open meanwhile. Every method may be
+    called from any thread, and raises sqlite3.Error where the disk does not do its part.
+
+    max_bytes: what all of it may take before no more lines are taken in; results of those that are
+    there are kept beyond it. clock: seconds since the epoch.
+
+    Raises ConfigError for a directory that is in use, cannot be written or holds something else.
+    """
+
+    def __init__(
+        self, directory: Path, max_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path = directory / "batches.sqlite"
+        self._max_bytes, self._clock = max_bytes, clock
+        self._lock = threading.RLock()
+        self._directory = LockedDirectory(directory)
+        try:
+            self._db = open_tables(self.path)
+        except BaseException:
+            self._directory.release()
+            raise
+
+    def close(self) -> None:
+        """Lets others open the directory. Idempotent."""
+        with self._lock:
+            self._db.close()
+            self._directory.release()
+
+    def append(
+        self, batch_id: str, model: str, first: int, lines: Sequence[NewLine], *, commit: bool
+    ) -> Status:
+        """Adds lines number `first`, `first` + 1, ... of a batch, which is made if it is not there
+        and first is 0. Lines that are there already must be the same, so what was not answered can
+        be sent again. commit: the batch is whole; from now on it is served and takes no more.
+
+        Raises UnknownBatch, MissingLines, OtherLines, BatchConflict, JournalFull; then nothing has
+        changed.
+        """
+        with self._transaction() as db:
+            row = db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
+            if row is None:
+                if first > 0:
+                    raise UnknownBatch(batch_id)
+                db.execute(
+                    "INSERT INTO batches (batch_id, model, state, changed) VALUES (?, ?, ?, ?)",
+                    (batch_id, model, BatchState.OPEN, self._clock()),
+                )
+            status = self.status(batch_id)
+            if first > status.num_lines:
+                problem = f"lines go on at {status.num_lines}, not at {first}"
+                raise MissingLines(f"first_line: batch {batch_id!r} has {problem}")
+            known = status.num_lines - first
+            self._check_same(status, first, lines[:known])
+            goes_on = bool(lines[known:]) or (commit and status.state is BatchState.OPEN)
+            if goes_on and status.model != model:
+                problem = f"is for the model {status.model!r}, not {model!r}"
+                raise BatchConflict(f"batch_id: batch {batch_id!r} {problem}")
+            if lines[known:]:
+                self._insert(status, lines[known:])
+            if commit and status.state is BatchState.OPEN:
+                self._commit(self.status(batch_id))
+            return self.status(batch_id)
+
+    def status(self, batch_id: str) -> Status:
+        """Raises UnknownBatch."""
+        with self._lock:
+            row = self._db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
+        if row is None:
+            raise UnknownBatch(batch_id)
+        key, name, model, state, *counts = row
+        return Status(key, name, model, BatchState(state), *counts)
+
+    def results(
+        self, batch_id: str, first: int, *, max_bytes: int, gapless: bool = False
+    ) -> list[Outcome]:
+        """Of lines from `first` on, in order: as many as take max_bytes, but at least one if there
+        is one. gapless: only up to the first line that has none. Raises UnknownBatch."""
+        found: list[Outcome] = []
+        with self._lock:
+            key = self.status(batch_id).key
+            rows = self._db.execute(
+                "SELECT line, result, failed FROM results WHERE batch = ? AND line >= ?"
+                " ORDER BY line",
+                (key, first),
+            )
+            for line, result, failed in rows:
+                if gapless and line != first + len(found):
+                    break
+                max_bytes -= len(result)
+                if found and max_bytes < 0:
+                    break
+                found.append(Outcome(key, line, result, bool(failed)))
+        return found
+
+    def waiting(self, model: str, after: Position, limit: int) -> list[Work]:
+        """Lines behind `after` without a result, of batches that are served, in order of service;
+        at most `limit`. model: only batches for it."""
+        found: list[Work] = []
+        with self._lock:
+            batches = self._db.execute(
+                "SELECT batch, place FROM commits JOIN batches ON batch = key"
+                " WHERE state = ? AND model = ? AND place >= ? ORDER BY place",
+                (BatchState.COMMITTED, model, after.place),
+            ).fetchall()
+            for key, place in batches:
+                rows = self._db.execute(
+                    "SELECT line, request FROM lines WHERE batch = :key AND line > :after AND NOT"
+                    " EXISTS (SELECT 1 FROM results WHERE batch = :key AND line = lines.line)"
+                    " ORDER BY line LIMIT :limit",
+                    {
+                        "key": key,
+                        "after": after.line if place == after.place else -1,
+                        "limit": limit - len(found),
+                    },
+                )
+                found += [Work(Position(place, line), key, request) for line, request in rows]
+                if len(found) == limit:
+                    break
+        return found
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Keeps results. Those of a batch that has ended, is cancelled or gone are dropped, and a
+        line that has one keeps it."""
+        with self._transaction() as db:
+            for outcome in outcomes:
+                cursor = db.execute(
+                    "INSERT INTO results SELECT key, :line, :failed, :result FROM batches"
+                    " WHERE key = :key AND state = :served ON CONFLICT DO NOTHING",
+                    {
+                        "key": outcome.batch,
+                        "line": outcome.line,
+                        "failed": outcome.failed,
+                        "result": outcome.result,
+                        "served": BatchState.COMMITTED,
+                    },
+                )
+                if cursor.rowcount:
+                    count = "failed" if outcome.failed else "done"
+                    db.execute(
+                        f"UPDATE batches SET {count} = {count} + 1 WHERE key = ?", (outcome.batch,)
+                    )
+            for key in {outcome.batch for outcome in outcomes}:
+                self._end_if_whole(key)
+
+    def cancel(self, batch_id: str) -> Status:
+        """Lines without a result get none any more; nothing happens to a batch that is over. Raises
+        UnknownBatch."""
+        with self._transaction() as db:
+            status = self.status(batch_id)
+            if not status.over:
+                db.execute(
+                    "UPDATE batches SET state = ?, changed = ? WHERE key = ?",
+                    (BatchState.CANCELLED, self._clock(), status.key),
+                )
+            return self.status(batch_id)
+
+    def delete(self, batch_id: str) -> None:
+        """Forgets a batch with its results. Raises UnknownBatch, and BatchConflict for one that is
+        being served."""
+        with self._transaction() as db:
+            status = self.status(batch_id)
+            if status.state is BatchState.COMMITTED:
+                raise BatchConflict(
+                    f"batch_id: batch {batch_id!r} is being served; cancel it first"
+                )
+            db.execute("DELETE FROM batches WHERE key = ?", (status.key,))
+        self._shrink()
+
+    def clean(self, keep_s: float) -> int:
+        """Forgets batches that are over, or were never committed, and have not changed for so many
+        seconds. Returns how many."""
+        with self._transaction() as db:
+            cursor = db.execute(
+                "DELETE FROM batches WHERE state != ? AND changed < ?",
+                (BatchState.COMMITTED, self._clock() - keep_s),
+            )
+        if cursor.rowcount:
+            self._shrink()
+        return cursor.rowcount
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk has rolled it back already
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _check_same(self, status: Status, first: int, lines: Sequence[NewLine]) -> None:
+        rows = self._db.execute(
+            "SELECT line, request FROM lines WHERE batch = ? AND line >= ? ORDER BY line LIMIT ?",
+            (status.key, first, len(lines)),
+        )
+        for (number, request), line in zip(rows, lines, strict=True):
+            if request != line.request:
+                problem = f"line {number} of batch {status.batch_id!r} is there, and another one"
+                raise OtherLines(f"batch_id: {problem}")
+
+    def _insert(self, status: Status, lines: Sequence[NewLine]) -> None:
+        if status.state is not BatchState.OPEN:
+            problem = f"batch {status.batch_id!r} is {status.state} and takes no more lines"
+            raise BatchConflict(f"batch_id: {problem}")
+        total = status.num_lines + len(lines)
+        if total > MAX_LINES:
+            raise JournalFull(f"lines: {total} in a batch; at most {MAX_LINES} are allowed")
+        size = self._size() + sum(len(line.request.encode()) for line in lines)
+        if size > self._max_bytes:
+            problem = f"all batches would take {size:,} bytes; at most {self._max_bytes:,} are"
+            raise JournalFull(f"lines: {problem} allowed (server.batch_gib)")
+        numbered = list(enumerate(lines, status.num_lines))
+        self._db.executemany(
+            "INSERT INTO lines VALUES (?, ?, ?)",
+            [(status.key, number, line.request) for number, line in numbered],
+        )
+        failed = [(status.key, n, True, line.error) for n, line in numbered if line.error]
+        self._db.executemany("INSERT INTO results VALUES (?, ?, ?, ?)", failed)
+        self._db.execute(
+            "UPDATE batches SET num_lines = ?, failed = failed + ?, changed = ? WHERE key = ?",
+            (total, len(failed), self._clock(), status.key),
+        )
+
+    def _commit(self, status: Status) -> None:
+        if not status.num_lines:
+            raise BatchConflict(f"commit: batch {status.batch_id!r} has no lines")
+        self._db.execute(
+            "UPDATE batches SET state = ?, changed = ? WHERE key = ?",
+            (BatchState.COMMITTED, self._clock(), status.key),
+        )
+        self._db.execute("INSERT INTO commits (batch) VALUES (?)", (status.key,))
+        self._end_if_whole(status.key)
+
+    def _end_if_whole(self, key: int) -> None:
+        self._db.execute(
+            "UPDATE batches SET state = ?, changed = ?"
+            " WHERE key = ? AND state = ? AND done + failed = num_lines",
+            (BatchState.ENDED, self._clock(), key, BatchState.COMMITTED),
+        )
+
+    def _size(self) -> int:
+        """Bytes in use, without those of forgotten batches."""
+        pages, free, page_size = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((pages - free) * page_size)
+
+    def _shrink(self) -> None:
+        with self._lock:
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()

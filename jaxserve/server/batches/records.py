@@ -1,0 +1,104 @@
+"""What the journal says of batches, and why it refuses some."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class BatchState(enum.StrEnum):
+    """Where a batch is."""
+
+    OPEN = "open"  # more lines may come; none is served yet
+    COMMITTED = "committed"  # its lines are served
+    ENDED = "ended"  # every line has its result
+    CANCELLED = "cancelled"  # lines without a result get none
+
+
+@dataclass(frozen=True)
+class Status:
+    """A batch. key: its number in the journal, never used again. model: what its lines are for.
+    done, failed: lines with a result, and with an error instead. changed: when it last changed
+    state or got lines, in seconds since the epoch."""
+
+    key: int
+    batch_id: str
+    model: str
+    state: BatchState
+    num_lines: int
+    done: int
+    failed: int
+    changed: float
+
+    @property
+    def over(self) -> bool:
+        """No more results will come."""
+        return self.state in (BatchState.ENDED, BatchState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class NewLine:
+    """A line to keep. request: text, whatever the doors and the runner agree on. error: the result
+    of a line that is not worth trying."""
+
+    request: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A line's place in the order of service: batches by when they were committed, then lines."""
+
+    place: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A line to serve. batch: the batch's key."""
+
+    position: Position
+    batch: int
+    request: str
+
+    @property
+    def line(self) -> int:
+        """Its number in the batch, from 0."""
+        return self.position.line
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line's result, to keep. batch: the batch's key. failed: it says of an error."""
+
+    batch: int
+    line: int
+    result: str
+    failed: bool
+
+
+class BatchRefused(ValueError):
+    """The journal does not do that; the message says why."""
+
+
+class UnknownBatch(BatchRefused):
+    """There is no batch of that id."""
+
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(f"batch_id: there is no batch {batch_id!r}")
+
+
+class MissingLines(BatchRefused):
+    """Lines came that do not go on where the batch ends."""
+
+
+class OtherLines(BatchRefused):
+    """The batch has other lines at these places."""
+
+
+class BatchConflict(BatchRefused):
+    """The batch is in a state that does not go with what was asked."""
+
+
+class JournalFull(BatchRefused):
+    """The batch, or all of them, would take more than they may."""

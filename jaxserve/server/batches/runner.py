@@ -1,0 +1,221 @@
+"""Serves the lines of the journal's batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.output import FinishReason
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.disk import Disk
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.batches.lines import Completion, Line, LineError, Result
+from jaxserve.server.batches.records import Outcome, Position, Work
+from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.streams import Delta, Stream, StreamFailed
+
+RETRY_S = 0.5
+"""Until the next try where the engine's queue is full, or the disk has failed."""
+_AHEAD = 64  # lines read from the journal at once
+
+T = TypeVar("T")
+
+
+class BatchRunner:
+    """Has the engine serve what waits in the journal, in its order, and writes down the results.
+    Create it on the event loop that serves; all its methods run there.
+
+    in_flight: how many continuations the engine gets at once at most, though one line always goes.
+    A line counts until its result is on disk. Results that come while others are being written are
+    written together.
+    """
+
+    def __init__(
+        self, requests: EngineRequests, journal: Journal, disk: Disk, in_flight: int
+    ) -> None:
+        self._requests, self._limit = requests, in_flight
+        self._journal, self._disk = journal, disk
+        self._model = requests.info().model
+        self._ahead: deque[Work] = deque()
+        self._position = Position(0, -1)  # of the last line that was read from the journal
+        self._in_flight: dict[tuple[int, int], int] = {}  # batch and line: continuations
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._dropped: set[int] = set()  # batches whose lines are not to start any more
+        self._finished: list[Outcome] = []
+        self._work, self._freed, self._results = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Begins with the first line that has no result."""
+        self._spawn(self._feed())
+        self._spawn(self._write())
+
+    async def stop(self) -> None:
+        """Cancels what runs, whose lines wait for the next server; finished lines are written."""
+        for stream in self._streams.values():
+            self._requests.end(stream)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(sqlite3.Error):  # then they are served again
+            await self._disk.do(self._journal.record, self._finished)
+        self.tell()
+
+    def wake(self) -> None:
+        """The journal has new lines."""
+        self._work.set()
+
+    def drop(self, batch: int) -> None:
+        """Ends what runs of a batch that has been cancelled. batch: its key."""
+        self._dropped.add(batch)
+        for (key, _), stream in self._streams.items():
+            if key == batch:
+                self._requests.cancel(stream)
+        self.tell()
+
+    def running(self, batch: int) -> int:
+        """Lines of a batch, by its key, that the engine has."""
+        return sum(key == batch for key, _ in self._streams)
+
+    def news(self) -> asyncio.Event:
+        """Set once there is something new to read of any batch. Take it before you read."""
+        return self._news
+
+    def tell(self) -> None:
+        """Sets `news`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logging.error("batches are not served any more", exc_info=error)
+            self.failure = f"batches are not served any more: {error!r}"
+            self.tell()
+
+    async def _feed(self) -> None:
+        while True:
+            work = await self._next()
+            line = Line.from_json(work.request)
+            try:
+                request = await line.request(self._requests)
+                await self._room(request.sampling.n)
+                while work.batch not in self._dropped:
+                    try:
+                        stream = self._requests.open(request)
+                    except QueueFull:
+                        await _wait(self._freed, RETRY_S)
+                    else:
+                        key = (work.batch, work.line)
+                        self._in_flight[key], self._streams[key] = request.sampling.n, stream
+                        self._spawn(self._collect(work, line, stream))
+                        break
+            except InvalidRequest as error:  # the model is another one of the same name
+                self._finish(work, Result(line.name, error=LineError.of(error)))
+            except EngineStopped:
+                return
+
+    async def _next(self) -> Work:
+        while not self._ahead:
+            self._work.clear()
+            found = await self._on_disk(self._journal.waiting, self._model, self._position, _AHEAD)
+            if found:
+                self._ahead.extend(found)
+                self._position = found[-1].position
+            else:
+                await self._work.wait()
+        return self._ahead.popleft()
+
+    async def _room(self, n: int) -> None:
+        while self._in_flight and sum(self._in_flight.values()) + n > self._limit:
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _collect(self, work: Work, line: Line, stream: Stream) -> None:
+        try:
+            completions = await _completions(stream)
+        except StreamFailed:  # the engine: the line waits for the next server
+            completions = None
+        del self._streams[work.batch, work.line]
+        if completions is None:
+            self._release(work.batch, work.line)
+        else:
+            self._finish(work, Result(line.name, completions))
+
+    def _finish(self, work: Work, result: Result) -> None:
+        failed = result.error is not None
+        self._finished.append(Outcome(work.batch, work.line, result.to_json(), failed))
+        self._results.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._results.wait()
+            self._results.clear()
+            count = len(self._finished)
+            await self._on_disk(self._journal.record, self._finished[:count])
+            for outcome in self._finished[:count]:
+                self._release(outcome.batch, outcome.line)
+            del self._finished[:count]
+            self.tell()
+
+    def _release(self, batch: int, line: int) -> None:
+        self._in_flight.pop((batch, line), None)
+        self._freed.set()
+
+    async def _on_disk(self, function: Callable[..., T], *arguments: Any) -> T:
+        while True:
+            try:
+                return await self._disk.do(function, *arguments)
+            except sqlite3.Error as error:
+                logging.warning("%s: %s; trying again", self._journal.path, error)
+                await asyncio.sleep(RETRY_S)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    event.clear()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+
+
+async def _completions(stream: Stream) -> tuple[Completion, ...] | None:
+    """All that the stream says, by index; None where it was cancelled. Raises StreamFailed."""
+    whole: dict[int, Delta] = {}
+    while (delta := await stream.next()) is not None:
+        known = whole.setdefault(delta.index, delta)
+        if known is not delta:
+            known.token_ids += delta.token_ids
+            known.text += delta.text
+            known.logprobs += delta.logprobs
+            known.last = delta.last
+    found = []
+    for index, each in sorted(whole.items()):
+        last = each.last
+        if last is None or last.finish_reason in (None, FinishReason.CANCELLED):
+            return None
+        assert last.finish_reason and last.usage and last.timings
+        found.append(
+            Completion(
+                index=index,
+                text="".join(each.text),
+                token_ids=tuple(each.token_ids),
+                finish_reason=last.finish_reason,
+                usage=last.usage,
+                timings=last.timings,
+                logprobs=tuple(each.logprobs),
+            )
+        )
+    return tuple(found)

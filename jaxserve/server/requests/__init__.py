@@ -1,0 +1,1 @@
+"""From any door of the server to the engine and back: `EngineRequests` in requests.py."""

@@ -1,0 +1,126 @@
+"""The requests of all doors on their way to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.engine.errors import EngineStopped
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier, validate
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.streams import OutputRouter, Stream
+
+SHUTTING_DOWN = "the server is shutting down"
+# Encoding takes about a microsecond a character; longer texts leave the event loop to others.
+_ENCODE_INLINE_CHARS = 2000
+
+
+class EngineRequests:
+    """Makes requests, hands them to the engine, and knows whether it takes any. Create it on the
+    event loop that serves; all but `build` and `check` run there."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self._router = OutputRouter(asyncio.get_running_loop())
+        self.draining = False
+        self.failure: str | None = None
+
+    @property
+    def closed(self) -> str | None:
+        """Why no requests are taken any more; None while they are."""
+        return self.failure or (SHUTTING_DOWN if self.draining else None)
+
+    def info(self) -> EngineInfo:
+        """What is served, the same from start to stop."""
+        return self._engine.info()
+
+    def stop_admission(self) -> None:
+        """No new requests from now on."""
+        self.draining = True
+
+    def fail(self, error: str) -> None:
+        """Ends every open stream with StreamFailed; no new requests from now on."""
+        self.failure = error
+        self._router.fail_all(error)
+
+    def cancel_all(self) -> None:
+        """Cancels every running request; its stream ends once the engine has said its last word."""
+        for request_id in self._router.unfinished():
+            self._engine.cancel(request_id)
+
+    async def make(self, prompt: str | Sequence[int], **options: Any) -> Request:
+        """`build`, of long texts beside the event loop."""
+        if isinstance(prompt, str) and len(prompt) > _ENCODE_INLINE_CHARS:
+            return await asyncio.to_thread(self.build, prompt, **options)
+        return self.build(prompt, **options)
+
+    def build(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: Mapping[str, Any],
+        request_id: str = "",
+        slo: SLO | None = None,
+        tier: Tier = Tier.REALTIME,
+    ) -> Request:
+        """A request of text or token ids. Safe to call from any thread.
+
+        sampling: fields of SamplingParams, its defaults for the absent ones; who asks for no length
+        gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
+        Raises InvalidRequest.
+        """
+        params = SamplingParams(**sampling)
+        tokens = tuple(self._engine.encode(prompt) if isinstance(prompt, str) else prompt)
+        if "max_tokens" not in sampling:
+            info = self._engine.info()
+            room = min(info.max_model_len, info.pool_tokens) - len(tokens)
+            fits = max(1, params.min_tokens, min(params.max_tokens, room))
+            params = dataclasses.replace(params, max_tokens=fits)
+        return Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=tokens,
+            sampling=params,
+            slo=slo or SLO(),
+            tier=tier,
+        )
+
+    def check(self, request: Request) -> None:
+        """Whether the engine can serve it, by its size and token ids, before it is submitted. Safe
+        to call from any thread. Raises InvalidRequest."""
+        info = self._engine.info()
+        validate(
+            request,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            pool_tokens=info.pool_tokens,
+        )
+
+    def open(self, request: Request) -> Stream:
+        """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
+
+        Raises EngineStopped where none are taken, DuplicateRequest, InvalidRequest, QueueFull.
+        """
+        # Without an await in between, a later failure or shutdown finds the stream open.
+        if self.closed is not None:
+            raise EngineStopped(self.closed)
+        stream = self._router.open(request.id, request.sampling.n)
+        try:
+            self._engine.submit(request, self._router.on_output)
+        except BaseException:
+            self._router.forget(request.id)
+            raise
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Cancels the request; the stream ends once the engine has said its last word."""
+        self._engine.cancel(stream.request_id)
+
+    def end(self, stream: Stream) -> None:
+        """Nobody reads the stream any more: an unfinished request is cancelled."""
+        if not stream.finished:
+            stream.abandon()
+            self.cancel(stream)

@@ -1,0 +1,77 @@
+"""What the config says of batches, and what serve.py makes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.batch_options import batch_directory, check_batches, open_batches
+from jaxserve.server.batches.journal import Journal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def config(**server):
+    made = base.get_config()
+    made.server.update(server)
+    return made
+
+
+def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    state = Path("/home/me/.local/state/jaxserve")
+    assert batch_directory(config()) == state / "batches-50051"
+    assert batch_directory(config(port=7)) == state / "batches-7"
+    assert batch_directory(config(batch_dir="~/x", port=0)) == Path("/home/me/x")
+    assert batch_directory(config(port=0)) is None, "its next run would not find it"
+    assert batch_directory(config(batch_dir="")) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"batch_in_flight": -1}, r"batch_in_flight: must be 0 to scheduler.max_queue \(256\)"),
+        ({"batch_in_flight": 257}, "batch_in_flight: must be .* got 257"),
+        ({"batch_keep_days": 0.0}, "batch_keep_days: must be more than 0, got 0"),
+        ({"batch_keep_days": float("nan")}, "batch_keep_days: must be more than 0, got nan"),
+        ({"batch_gib": -1.0}, "batch_gib: must be more than 0, got -1"),
+    ],
+)
+def test_fields_out_of_range(fields: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server\." + words):
+        check_batches(config(**fields))
+
+
+def test_what_is_in_range_is_what_the_server_gets(tmp_path: Path) -> None:
+    given = config(batch_dir=str(tmp_path), batch_keep_days=2.0)
+    check_batches(given)
+    with open_batches(given) as batches:
+        assert batches is not None
+        assert (batches.in_flight, batches.keep_s) == (64, 2 * 86_400)
+        with pytest.raises(ConfigError, match="in use by another server"), open_batches(given):
+            pass
+    given.scheduler.max_queue = 0
+    with open_batches(given) as batches:
+        assert batches is not None and batches.in_flight == 1
+    given.scheduler.max_queue = 9
+    given.server.batch_in_flight = 9
+    check_batches(given)
+    with open_batches(given) as batches:
+        assert batches is not None and batches.in_flight == 9
+    with open_batches(config(batch_dir="")) as batches:
+        assert batches is None
+
+
+def test_a_second_server_is_one_line_before_the_model_is_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, "serve.py", "--port=0", f"--config.server.batch_dir={tmp_path}"]
+    journal = Journal(tmp_path, 1)
+    done = subprocess.run([*command, "--model=no/such"], cwd=ROOT, capture_output=True, text=True)
+    journal.close()
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"serve.py: server.batch_dir: {tmp_path}: in use by another")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,259 @@
+"""Batches over gRPC: submitted, served, followed, cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from jaxserve.client import Client
+from jaxserve.sched.request import Request, Tier
+from jaxserve.server.batches import lines as lines_module
+from jaxserve.server.proto import batches_pb2 as pb
+from jaxserve.server.proto import batches_pb2_grpc
+from jaxserve.server.runner import Server
+from tests.server.batches.serving import STATE, BatchDoor, batch_server
+from tests.server.fake_engine import FIRST, FakeEngine
+
+
+@pytest.fixture
+def door(engine: FakeEngine, tmp_path: Path) -> Iterator[BatchDoor]:
+    with batch_server(engine, tmp_path) as door:
+        yield door
+
+
+def line(text: str = "hi", **sampling) -> pb.BatchLine:
+    return pb.BatchLine(text=text, sampling=sampling)
+
+
+def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: FakeEngine) -> None:
+    engine.run()
+    first = line("one", max_tokens=2, logprobs=1, stop=["x", "y"], logit_bias={7: 1.5}, seed=3)
+    first.id = "first"
+    second = line(max_tokens=1, n=2)
+    second.token_ids.ids.extend([5, 6])
+    assert door.submit("b", [first, second]).batch_id == "b"
+    one, two = door.results("b")
+    assert (one.line, one.id, two.line, two.id) == (0, "first", 1, "")
+    (completion,) = one.completions
+    assert (completion.index, completion.text) == (0, " w0 w1")
+    assert list(completion.token_ids) == [FIRST, FIRST + 1]
+    assert [(e.token_id, e.logprob, e.top[0].token_id) for e in completion.logprobs] == [
+        (FIRST, -0.5, FIRST),
+        (FIRST + 1, -0.5, FIRST + 1),
+    ]
+    assert completion.finish.usage.prompt_tokens == 3
+    assert completion.finish.timings.ttft_ms == 200
+    assert [each.index for each in two.completions] == [0, 1]
+    request, other = engine.requests
+    assert request.tier is other.tier is Tier.BEST_EFFORT
+    sampling = request.sampling
+    assert (sampling.stop, sampling.logit_bias, sampling.seed) == (("x", "y"), ((7, 1.5),), 3)
+    assert other.prompt == (5, 6)
+    status = door.status("b")
+    assert (status.state, status.num_lines, status.done) == (STATE["ENDED"], 2, 2)
+    assert status.model == "fake" and not (status.failed or status.waiting or status.running)
+
+
+def test_lines_in_error_fail_by_themselves(
+    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10_000)
+    engine.run()
+    unknown = pb.BatchLine.FromString(line("hi").SerializeToString() + b"\xc8\x01\x05")
+    named = pb.BatchLine(id="x" * 129, text="hi")
+    bad = [pb.BatchLine(id="none"), line(""), line("x" * 5000), line(temperature=-1.0)]
+    bad += [line("x" * 20_000), unknown, named, pb.BatchLine(token_ids={"ids": [100_000]})]
+    status = door.submit("b", [*bad, line(max_tokens=1)])
+    assert (status.failed, status.state) == (len(bad), STATE["COMMITTED"])
+    *failed, served = door.results("b")
+    assert served.completions[0].text == " w0"
+    for result, words in zip(
+        failed,
+        (
+            "prompt: is missing; set text or token_ids",
+            "prompt: text is empty",
+            "prompt: has 5000 tokens; at most 4095 can be served",
+            "temperature: must be at least 0 and at most 100, got -1.0",
+            "bytes; at most 10,000 are allowed",
+            "line: field number 25 is unknown to this server",
+            "id: has 129 characters; at most 128 are allowed",
+            "prompt: token id 100000 is outside 0..99999",
+        ),
+        strict=True,
+    ):
+        assert words in result.error.message
+        assert result.error.code == "INVALID_ARGUMENT" and not result.completions
+    assert failed[0].id == "none"
+    assert len(engine.requests) == 1
+
+
+def test_results_come_in_the_order_of_lines(door: BatchDoor, engine: FakeEngine) -> None:
+    door.submit("b", [line(max_tokens=2), line(max_tokens=1), line(max_tokens=3)])
+    engine.wait(lambda: len(engine.live) == 3)
+    pages = door.pages("b", follow=True)
+    engine.step()  # line 1 is done
+    assert next(p for p in pages if p.status.done == 1).status.running == 2
+    engine.step()  # line 0
+    assert [r.line for r in next(p for p in pages if p.results).results] == [0, 1]
+    assert [r.line for r in door.results("b", follow=False)] == [0, 1]
+    engine.step()
+    assert [r.line for p in pages for r in p.results] == [2]
+    assert [r.line for r in door.results("b", first=1)] == [1, 2]
+
+
+def test_what_is_there_is_told_at_once_without_follow(door: BatchDoor, engine: FakeEngine) -> None:
+    door.submit("b", [line(max_tokens=2), line(max_tokens=1)])
+    engine.wait(lambda: len(engine.live) == 2)
+    pages = door.pages("b", follow=True)
+    engine.step()
+    next(page for page in pages if page.status.done)
+    (page, last) = door.pages("b", follow=False)
+    assert [result.line for result in page.results] == [1]
+    assert not last.results
+
+
+def test_many_results_take_many_messages(
+    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.server.batches.batches.PAGE_BYTES", 1000)
+    engine.run()
+    door.submit("b", [line(max_tokens=3)] * 12)
+    assert [result.line for result in door.results("b")] == [*range(12)]
+    assert len(list(door.pages("b", follow=False))) > 3
+
+
+def test_a_large_batch_goes_in_several_calls(door: BatchDoor, engine: FakeEngine) -> None:
+    engine.run()
+    for first in range(0, 30, 10):
+        lines = [line(f"prompt {first + i}", max_tokens=1) for i in range(10)]
+        status = door.submit("b", lines, first=first, commit=False)
+    assert (status.state, status.num_lines) == (STATE["OPEN"], 30)
+    assert not engine.requests
+    assert door.submit("b", first=30).state == STATE["COMMITTED"]
+    assert len(door.results("b")) == 30
+    expected = [f"prompt {i}" for i in range(30)]
+    assert ["".join(map(chr, request.prompt)) for request in engine.requests] == expected
+
+
+def test_a_submission_that_is_repeated_is_served_once(door: BatchDoor, engine: FakeEngine) -> None:
+    engine.run()
+    lines = [line(f"prompt {i}", max_tokens=1) for i in range(3)]
+    for _ in range(2):
+        door.submit("b", lines)
+    assert len(door.results("b")) == 3
+    door.submit("b", lines)
+    assert len(engine.requests) == 3
+
+
+def test_without_an_id_the_server_makes_one_up(door: BatchDoor, engine: FakeEngine) -> None:
+    engine.run()
+    names = {door.submit("", [line(max_tokens=1)]).batch_id for _ in range(2)}
+    assert len(names) == 2
+    for name in names:
+        assert len(door.results(name)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "words"),
+    [
+        (lambda door: door.submit("x" * 129, ["hi"]), "INVALID_ARGUMENT", "batch_id: has 129"),
+        (lambda door: door.submit("b", first=-1), "INVALID_ARGUMENT", "first_line: must be at lea"),
+        (lambda door: door.status("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+        (lambda door: door.cancel("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+        (lambda door: door.delete("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+        (lambda door: door.submit("b", ["hi"], first=2), "OUT_OF_RANGE", "go on at 1, not at 2"),
+        (lambda door: door.submit("b", ["ho"]), "ALREADY_EXISTS", "line 0 .* another one"),
+        (lambda door: door.submit("b", ["hi", "ho"]), "FAILED_PRECONDITION", "takes no more lines"),
+        (lambda door: door.delete("b"), "FAILED_PRECONDITION", "cancel it first"),
+    ],
+)
+def test_refusals(door: BatchDoor, call, code: str, words: str) -> None:
+    door.submit("b", ["hi"])
+    with pytest.raises(grpc.RpcError, match=words) as error:
+        call(door)
+    assert error.value.code().name == code
+
+
+def test_a_server_without_a_directory_refuses_batches(server: Server) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = batches_pb2_grpc.BatchesStub(channel)
+        with pytest.raises(grpc.RpcError, match=r"takes no batches: server\.batch_dir") as error:
+            stub.SubmitBatch(pb.SubmitBatchRequest())
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_the_engine_never_has_more_than_the_limit(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had: list[int] = []
+    submit = engine.submit
+
+    def live() -> int:
+        return sum(running.request.sampling.n for running in engine.live.values())
+
+    def spied(request: Request, on_output) -> None:
+        with engine.changed:
+            submit(request, on_output)
+            had.append(live())
+
+    monkeypatch.setattr(engine, "submit", spied)
+    with batch_server(engine, tmp_path, in_flight=3) as door:
+        sizes = [1, 1, 2, 5, 1, 3, 2, 2]  # of which 5 goes alone
+        door.submit("b", [line(max_tokens=2, n=n) for n in sizes])
+        for together in (2, 2, 5, 1, 3, 2, 2):
+            engine.wait(lambda together=together: had and live() == together)
+            engine.step()
+            engine.step()
+        assert [len(result.completions) for result in door.results("b")] == sizes
+    assert had == [1, 2, 2, 5, 1, 3, 2, 2]
+
+
+def test_a_full_queue_makes_batches_wait(
+    door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.server.batches.runner.RETRY_S", 0.01)
+    refused = []
+    submit = engine.submit
+
+    def spied(request: Request, on_output) -> None:
+        try:
+            submit(request, on_output)
+        except Exception as error:
+            with engine.changed:
+                refused.append(error)
+                engine.changed.notify_all()
+            raise
+
+    monkeypatch.setattr(engine, "submit", spied)
+    engine.max_requests = 1
+    with Client(door.server.address) as client:
+        stream = client.generate("first", max_tokens=1)
+        engine.wait(lambda: engine.live)
+        door.submit("b", [line(max_tokens=1)] * 2)
+        engine.wait(lambda: len(refused) > 1)
+        engine.run()
+        assert len(list(stream)) == 1
+        assert len(door.results("b")) == 2
+
+
+def test_cancelling_ends_what_runs_and_what_waits(door: BatchDoor, engine: FakeEngine) -> None:
+    door.submit("b", [line(max_tokens=1), *[line()] * 9])
+    engine.wait(lambda: len(engine.live) == 4)
+    pages = door.pages("b", follow=True)
+    engine.step()
+    next(page for page in pages if page.results)
+    status = door.cancel("b")
+    assert (status.state, status.done, status.waiting) == (STATE["CANCELLED"], 1, 0)
+    assert [result.line for page in pages for result in page.results] == []
+    door.submit("next", [line(max_tokens=1)])  # behind it: the runner has come past it
+    engine.wait(lambda: [r for r in engine.live.values() if r.request.sampling.max_tokens == 1])
+    assert len(engine.live) == 1
+    engine.step()
+    assert len(door.results("next")) == 1
+    assert door.cancel("next").state == STATE["ENDED"], "it was over before"
+    door.delete("b")
+    with pytest.raises(grpc.RpcError, match="no batch 'b'"):
+        door.status("b")

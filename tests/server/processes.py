@@ -1,0 +1,52 @@
+"""serve.py in a process of its own, with few steps to compile."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class ServedProcess:
+    """printed: what it has said until it was ready."""
+
+    process: subprocess.Popen[str]
+    printed: str
+    address: str
+
+
+@contextmanager
+def serve(*flags: str, rows: int = 2, tokens: int = 16) -> Iterator[ServedProcess]:
+    """The model in the box, ready, in batches of so many rows and tokens. Killed at the end."""
+    fields = (
+        f"scheduler.max_rows={rows}",
+        f"scheduler.max_batch_tokens={tokens}",
+        f"scheduler.max_prefill_tokens={tokens}",
+        f"engine.row_buckets=({rows},)",
+        f"engine.token_buckets=({tokens},)",
+        "engine.compilation_cache_dir=",
+    )
+    command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0"]
+    command += [*(f"--config.{field}" for field in fields), *flags]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            printed = []
+            while not printed or "jaxserve.client" not in printed[-1]:
+                printed.append(process.stdout.readline())
+                assert printed[-1], process.stderr.read()
+            text = "".join(printed)
+            address = re.search(r"address  (\S+)", text)
+            assert address is not None
+            yield ServedProcess(process, text, address[1])
+        finally:
+            process.kill()
