@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.block_ends import NOBODY
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.kinds import HIDDEN, CacheKind
@@ -47,8 +46,7 @@ def blocks_used(pool: BlockPool, tier: np.ndarray) -> dict[tuple[str, str], int]
     """How many used blocks hold what for whom: by kind of cache, and by tier of the one holder, or
     SHARED where a block is filled from both ends. Each counts once. tier: by row of the table."""
     ids, rows = pool.holders()
-    both = (pool.owners[ids] != NOBODY).all(axis=1)
-    whose = np.where(both, len(Tier), tier[rows])
+    whose = np.where(np.isin(ids, pool.both_ends()), len(Tier), tier[rows])
     kinds = pool.kind[rows]
     return {
         (kind.name.lower(), str(name)): int(np.count_nonzero((kinds == kind) & (whose == number)))

@@ -271,7 +271,8 @@ class Serving:
             member.slot = NO_SLOT
 
     def stop(self) -> None:
-        """Tells the observers, for the last time."""
+        """Ends the executor, and tells the observers, for the last time."""
+        self._executor.close()
         observers, self.observers = self.observers, []
         for observer in observers:
             observer.on_stop()
