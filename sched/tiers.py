@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.kinds import HIDDEN, CacheKind
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 from jaxserve.sched.step import Step, Widen
@@ -29,7 +29,7 @@ def lengthening(step: Step, view: View, took: float) -> float:
         step.start[alone],
         step.decodes[alone],
         padding=view.padding,
-        hidden=plan.kinds[alone] == HIDDEN,
+        hidden=None if step.hidden is None else step.hidden[alone],
         projected_tokens=_widened(step, step.rows[alone]),
         sampling=not view.table.greedy[emitting].all(),
     )

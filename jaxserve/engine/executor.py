@@ -66,7 +66,7 @@ class Executor(Protocol):
 
     def copy_slots(self, places: np.ndarray) -> None:
         """places int32 [m, 4]: what is in the first (block, slot) goes to the second, in all
-        layers."""
+        layers; no target is a source."""
         ...
 
     def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:

@@ -94,9 +94,10 @@ class EngineStats:
 
     waiting, running: continuations. blocks: how many blocks hold what for whom, `{("kv",
     "realtime"): 12, ...}`, see `sched.tiers.blocks_used`. host_slots_total, host_slots_used: of
-    host memory for checkpoints. preemptions, steps: since the start. compiles_after_warmup:
-    compilations while serving. step_time_error: of the predicted step times lately, the mean of
-    |predicted / measured - 1|.
+    host memory for checkpoints. Since the start, preemptions and steps; slots_checkpointed,
+    slots_restored; host_full: preemptions for whose caches host memory had no room.
+    compiles_after_warmup: compilations while serving. step_time_error: of the predicted step times
+    lately, the mean of |predicted / measured - 1|.
     """
 
     waiting: int
@@ -106,6 +107,9 @@ class EngineStats:
     blocks: dict[tuple[str, str], int]
     host_slots_total: int
     host_slots_used: int
+    slots_checkpointed: int
+    slots_restored: int
+    host_full: int
     preemptions: int
     compiles_after_warmup: int
     steps: int

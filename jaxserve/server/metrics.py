@@ -151,6 +151,12 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("num_host_slots", text, stats.host_slots_total)
         text = "Slots of host memory that hold checkpoints."
         yield self._gauge("num_host_slots_used", text, stats.host_slots_used)
+        text = "Slots copied to host memory."
+        yield self._counter("checkpointed_slots", text, stats.slots_checkpointed)
+        text = "Slots copied back."
+        yield self._counter("restored_slots", text, stats.slots_restored)
+        text = "Preempted requests that are recomputed because host memory had no room for them."
+        yield self._counter("host_memory_full", text, stats.host_full)
         text = "Mean relative error of the predicted batch times lately."
         yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."

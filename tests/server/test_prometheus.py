@@ -83,6 +83,9 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "num_blocks_used", kind="kv", tier="shared") == 5
     assert value(samples, "num_host_slots") == 640
     assert value(samples, "num_host_slots_used") == 64
+    assert value(samples, "checkpointed_slots_total") == 300
+    assert value(samples, "restored_slots_total") == 200
+    assert value(samples, "host_memory_full_total") == 2
     assert value(samples, "num_preemptions_total") == 3
     assert value(samples, "compiles_after_warmup_total") == 0
     assert value(samples, "step_time_seconds_count") == 1
