@@ -7,6 +7,7 @@ import numpy as np
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.plan import Join
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 from jaxserve.sched.step import Step, Widen
@@ -16,12 +17,14 @@ _NAMES = np.array([*(tier.name.lower() for tier in Tier), SHARED])
 
 
 def lengthening(step: Step, view: View, took: float) -> float:
-    """Seconds that its best-effort rows make a step longer for the real-time ones in it: `took`,
-    which it is predicted to take, less what `View.step_time` says of those alone. What is moved for
-    the step counts as the best-effort rows' doing. 0 where all rows are of one tier. Asked when the
-    step is booked, while its rows are still its requests'."""
-    alone = view.table.tier[step.rows] == Tier.REALTIME
-    if np.count_nonzero(alone) in (0, len(step)):
+    """Seconds that best-effort requests make a step longer for the real-time ones in it: `took`,
+    which it is predicted to take, less what `View.step_time` says of those alone. Where best-effort
+    caches are moved for it, all that is moved counts as their doing. 0 where they have no part in
+    it. Asked when the step is booked, while its rows are still its requests'."""
+    tier, moved = view.table.tier, [op for op in step.plan.operations if not isinstance(op, Join)]
+    alone = tier[step.rows] == Tier.REALTIME
+    theirs = [step.rows, *(op.rows for op in moved)]
+    if not alone.any() or all((tier[rows] == Tier.REALTIME).all() for rows in theirs):
         return 0.0
     plan, emitting = step.plan, step.rows[alone & step.emits]
     batch = BatchFeatures.of(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.kinds import HIDDEN, CacheKind, Direction
-from jaxserve.sched.plan import BatchPlan, Join, ToKV
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Join, Preempt, ToKV
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
@@ -47,6 +47,7 @@ class Served:
             max_model_len=64,
             capacity=8,
             cost_model=COST,
+            host_slots=64,
             rho=1e-6,
         )
         for number, tier in enumerate(tiers):
@@ -90,6 +91,17 @@ def test_there_is_none_without_both_tiers() -> None:
     for tier in Tier:
         served = Served(tier, tier)
         assert served.cost(served.step(0, 1, count=3)) == 0
+
+
+def test_best_effort_caches_that_make_way_are_part_of_it() -> None:
+    served = Served(RT, BE)
+    served.step(0, 1, count=3)
+    move = Checkpoint(np.array([1]), np.array([1]), np.array([3])), Preempt.whole(np.array([1]))
+    longer = served.step(0, operations=move)
+    assert served.cost(longer) == pytest.approx(3 * _COSTS["swapped_slot"] * 4)
+    served = Served(RT, RT)
+    served.step(0, 1, count=3)
+    assert served.cost(served.step(0, operations=move)) == 0
 
 
 def test_real_time_rows_widen_their_own_caches() -> None:
