@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.engine import choices, host_copies
+from jaxserve.engine import choices, host_copies, moves
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.host_copies import HostCopies
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.table import RUNNING, WAITING
 from tests.engine.conftest import Texts
-from tests.engine.harness import SAMPLING, TIMEOUT, engine, prompts, send
+from tests.engine.harness import SAMPLING, SCARCE, TIMEOUT, engine, generate, prompts, send
+from tests.sharing_caches import SharingCaches
 
 AWAY = 8  # steps
 HOST = {"cache__host_gib": 0.001}
@@ -113,6 +115,48 @@ def test_no_step_waits_for_a_checkpoint_but_a_restore_does(
         assert trace.log.index("copied") < trace.log.index("loaded")
         (thread,) = running.executor._mover._host._thread._threads  # type: ignore[attr-defined]
     assert not thread.is_alive(), "the engine has stopped"
+
+
+class Late(HostCopies):
+    """Makes copies when one is wanted back, or there is no room to put it off any longer."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self._gate, self.put_off = threading.Event(), 0
+
+    def put(self, staged: Any, parts: Any) -> None:
+        self._thread.submit(self._gate.wait, TIMEOUT)
+        self.put_off += 1
+        super().put(staged, parts)
+
+    def make_room(self, slots: int) -> None:
+        if self._staged + slots > self._room:
+            self._gate.set()
+        super().make_room(slots)
+        if self._staged + slots <= self._room // 2:
+            self._gate.clear()
+
+    def get(self, key: int) -> np.ndarray:
+        self._gate.set()
+        return super().get(key)
+
+    def close(self) -> None:
+        self._gate.set()
+        super().close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_text_is_the_same_however_late_copies_are_made(
+    shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    lots = np.random.default_rng(seed).integers(0, 10**6, 50).tolist()
+    policy = SharingCaches(lots)
+    monkeypatch.setattr(choices, "make_policy", lambda name: policy)
+    monkeypatch.setattr(moves, "HostCopies", Late)
+    with engine(shapes["opt"], **SCARCE, cache__host_gib=1e-3, cache__rho="0") as running:
+        assert generate(running, prompts()[:10], **SAMPLING) == alone("opt")[:10]
+        assert running.executor._mover._host.put_off > 10  # type: ignore[attr-defined]
+    assert min(policy.did[what] for what in ("join", "checkpoint", "restore", "drop")) > 0
 
 
 def test_what_a_copy_raises_fails_the_engine(
