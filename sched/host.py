@@ -30,11 +30,13 @@ class HostMemory:
     """Segments by row of the request table, of `rows` rows. capacity: slots, of one plane each.
 
     tokens: int64 [rows], how many of each row's are here. Those below what the row has computed are
-    missing from its cache until they are restored."""
+    missing from its cache until they are restored. Since the start: num_saved, num_restored: slots;
+    num_full: preemptions of requests whose lost tokens found no room here."""
 
     def __init__(self, capacity: int = 0, rows: int = 0) -> None:
         self.capacity = capacity
         self.num_used = 0
+        self.num_saved = self.num_restored = self.num_full = 0
         self.tokens = np.zeros(rows, np.int64)
         self._segments: dict[int, list[Segment]] = {}
         self._next_key = 0
@@ -76,11 +78,17 @@ class HostMemory:
             raise ValueError(f"{slots} host slots wanted, {self.num_free} free")
         self._next_key += 1
         self.num_used += slots
+        self.num_saved += slots
         self.tokens[row] += end - first
         mine.append(segment)
         if len(mine) > 1:
             mine.sort(key=lambda s: s.first)
         return segment
+
+    def restore(self, row: int, segment: Segment) -> None:
+        """It goes back to the pool."""
+        self.num_restored += segment.slots
+        self.remove(row, segment)
 
     def remove(self, row: int, segment: Segment) -> None:
         """It is no longer needed."""
@@ -95,6 +103,13 @@ class HostMemory:
                 first = segment.end
             elif segment.first > first:
                 self.remove(row, segment)
+
+    def note_loss(self, row: int, first: int, end: int, kind: CacheKind) -> None:
+        """The row's cached tokens [first, end) are lost, but for those of them that are here. If
+        the others would not have found room, that is why they are."""
+        here = sum(s.end - s.first for s in self.segments(row) if s.first >= first)
+        if int(slots_for(end - first - here, kind)) > self.num_free:
+            self.num_full += 1
 
     def release(self, row: int) -> None:
         """All of the row's are no longer needed."""

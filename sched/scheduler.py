@@ -209,12 +209,18 @@ class Scheduler:
     def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
         table, rows = self.table, op.rows
         table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
-        whole = op.keep == 0
+        whole, kinds = op.keep == 0, self.pool.kind[rows]
         self.pool.release_all(rows[whole])
         for row, keep in zip(rows[~whole].tolist(), op.keep[~whole].tolist(), strict=True):
             self.pool.truncate(row, keep)
         for i in np.flatnonzero(self.host.tokens[rows]).tolist():
             self.host.keep_chain(int(rows[i]), int(op.keep[i]))
+        if self.policy.moves_cache:
+            for row, keep, end, kind in zip(
+                *(column.tolist() for column in (rows, op.keep, table.computed[rows], kinds)),
+                strict=True,
+            ):
+                self.host.note_loss(row, keep, end, CacheKind(kind))
         table.computed[rows] = op.keep
         table.preemptions[rows] += 1
         order = self.preemptions + 1
@@ -276,7 +282,7 @@ class Scheduler:
             table.computed[rows] = tokens
         slots = [pool.slots_of(row, segment.first, segment.end) for row, segment in found]
         for row, segment in found:
-            self.host.remove(row, segment)
+            self.host.restore(row, segment)
         keys = tuple(segment.key for _, segment in found)
         return [Load(keys, tuple(map(len, slots)), np.concatenate(slots))]
 

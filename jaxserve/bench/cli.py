@@ -7,9 +7,11 @@
     python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     python -m jaxserve.bench plan
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
+    python -m jaxserve.bench mixed --rate=8
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
 
+`mixed` serves real-time requests over a best-effort batch, under several policies; see mixed.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `kernels` times the attention kernels, and `gpu` is everything there is to measure on a
 GPU; see kernels.py and gpu.py. For the others the engine runs in this process, with the presets and
@@ -25,19 +27,17 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from absl import flags
 from ml_collections import ConfigDict
 
 from jaxserve import workload_flags
 from jaxserve.bench import fidelity, runs
+from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import step_metrics
 from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
-from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
@@ -46,7 +46,6 @@ from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.server import launch
 
-DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 INPUT_LEN, OUTPUT_LEN = 128, 64
 Measure = Callable[[Target], dict[str, Any]]
 
@@ -56,6 +55,7 @@ STANDALONE = {
     "simulate": "jaxserve.bench.simulate",
     "kernels": "jaxserve.bench.kernels",
     "gpu": "jaxserve.bench.gpu",
+    "mixed": "jaxserve.bench.mixed",
 }
 
 
@@ -105,21 +105,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
     if args.command == "fidelity":
         if args.rate is not None and not (math.isfinite(args.rate) and args.rate > 0):
             raise UsageError(f"--rate must be a positive number, got {args.rate}")
-        args.configs = [_config(each) for each in _each_config(rest)]
+        args.configs = [read_config(each) for each in _each_config(rest)]
         if any(config.engine.record for config in args.configs):
             raise UsageError("--config.engine.record: fidelity makes recordings of its own")
         return args, None
-    return args, _config(rest)
-
-
-def _config(rest: Sequence[str]) -> ConfigDict:
-    """What the flags of serve.py say."""
-    values = flags.FlagValues()
-    launch.parse_flags(["jaxserve.bench", *rest], str(DEFAULT_CONFIG), values)
-    for name in ("port", "metrics_port"):
-        if values[name].value is not None:
-            raise UsageError(f"--{name} is for serve.py; the bench opens no port")
-    return launch.read_config(values)
+    return args, read_config(rest)
 
 
 def _each_config(rest: Sequence[str]) -> list[list[str]]:
@@ -255,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
+    commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
     commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
     commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")
     for name, help_text, count in (

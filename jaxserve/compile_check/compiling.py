@@ -14,6 +14,7 @@ import jax
 
 from jaxserve.compile_check import toolchain
 from jaxserve.compile_check.case import Case
+from jaxserve.compile_check.host_memory import host_copies
 from jaxserve.compile_check.programs import Program
 from jaxserve.compile_check.ptx import KernelUse, kernel_uses
 from jaxserve.pallas_kernels import tuned
@@ -69,6 +70,8 @@ def compile_program(case: Case, program: Program) -> Result:
             compiled = program.lower(case).compile(compiler_options=_dump_to(case, folder))
             seconds = time.perf_counter() - begin
             kernels = _kernels(case, folder)
+            if program.host:
+                _check_host_copies(compiled.as_text() or "")
         except Exception as error:  # compilers raise what they like
             reason = _first_line(error)
             status = NO_ROOM if "RESOURCE_EXHAUSTED" in reason and _is_hbm(reason) else FAILED
@@ -106,6 +109,12 @@ def _kernels(case: Case, folder: Path) -> list[KernelUse]:
         if use.shared > limit:  # only a launch would say so
             raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
     return uses
+
+
+def _check_host_copies(text: str) -> None:
+    to_host, back = host_copies(text)
+    if not (to_host and back):
+        raise RuntimeError(f"asynchronous copies: {to_host} to host memory, {back} from there")
 
 
 def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:

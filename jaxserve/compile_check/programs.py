@@ -29,12 +29,13 @@ POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 class Program:
     """lower() traces and lowers it for the case's devices. hidden: reads hidden blocks, so it is
     only for models that can have them. whole: takes the weights too, so its memory is the
-    device's."""
+    device's. host: has to copy to host memory and back, asynchronously."""
 
     name: str
     lower: Callable[[Case], jax.stages.Lowered]
     hidden: bool = False
     whole: bool = False
+    host: bool = False
 
     def applies(self, case: Case) -> bool:
         """Whether the case's model can have such a program."""
@@ -219,6 +220,21 @@ def _stage_in(case: Case) -> jax.stages.Lowered:
     return _lower(case, moving.stage_in, _pool(case), staging, slots, _layer(case))
 
 
+def _through_host(case: Case) -> jax.stages.Lowered:
+    """A checkpoint and its restore in one, since a topology of GPUs knows no host memory in which
+    an argument could lie. The barrier keeps the two copies from cancelling out."""
+
+    def swap(pool: Any, out: Any, back: Any, count: Any, **options: Any) -> Any:
+        staged = moving.stage_out(pool, out, count, **options)
+        staged = jax.device_put(staged, jax.memory.Space.Host)
+        staged, pool = jax.lax.optimization_barrier((staged, pool))
+        staged = jax.device_put(staged, jax.memory.Space.Device)
+        return moving.stage_in(pool, staged, back, count, **options)
+
+    slots = _array(case, (MOVES, 2), jnp.int32)
+    return _lower(case, swap, _pool(case), slots, slots, _layer(case))
+
+
 PROGRAMS = (
     Program("decode step", functools.partial(_decode_step, hidden=False), whole=True),
     Program("prefill and mixed step", functools.partial(_mixed_step, hidden=False), whole=True),
@@ -235,6 +251,7 @@ PROGRAMS = (
     Program("move", _move),
     Program("stage out", _stage_out),
     Program("stage in", _stage_in),
+    Program("to the host and back", _through_host, host=True),
 )
 
 

@@ -199,7 +199,10 @@ with {used}. What is compiled: the whole decode step at {sizes.max_rows} request
 for {sizes.max_batch_tokens} tokens (prefills, chunks of them and mixed batches run this one), and
 every kernel by itself, in {sizes.dtype}, over blocks of {sizes.block_size} tokens, with tables for
 the model's longest request. The hidden steps are those with hidden caches in them, for models that
-have such; "hidden to KV" projects the vectors of one in place."""
+have such; "hidden to KV" projects the vectors of one in place. "To the host and back" is a
+checkpoint and its restore: it counts as compiled only where both copies are asynchronous and the
+host memory is what the device has pinned. The engine has the same copies made between its programs,
+where no step of the device waits for them."""
 
 _INTRODUCTION = """\
 # Targets

@@ -25,11 +25,11 @@ from jaxserve.engine.executor import Executor
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.serving import InFlight, Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.online_cost import OnlineCostModel
-from jaxserve.sched.request import InvalidRequest, Request, Tier, validate
+from jaxserve.sched.request import InvalidRequest, Request, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
+from jaxserve.sched.tiers import blocks_used
 from jaxserve.sched.watch import StepWatch
 
 log = logging.getLogger(__name__)
@@ -155,14 +155,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
-        table, pool = self._scheduler.table, self._scheduler.pool
-        _, rows = pool.holders()
-        kinds, tiers = pool.kind[rows], table.tier[rows]
-        blocks = {
-            (kind.name.lower(), tier.name.lower()): int(((kinds == kind) & (tiers == tier)).sum())
-            for kind in CacheKind
-            for tier in Tier
-        }
+        scheduler = self._scheduler
+        table, pool, host = scheduler.table, scheduler.pool, scheduler.host
         with self._wake:
             queued = sum(isinstance(c, _Submit) for c in self._inbox)
         return EngineStats(
@@ -170,8 +164,13 @@ class Engine:
             running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
-            blocks=blocks,
-            preemptions=self._scheduler.preemptions,
+            blocks=blocks_used(pool, table.tier),
+            host_slots_total=host.capacity,
+            host_slots_used=host.num_used,
+            slots_checkpointed=host.num_saved,
+            slots_restored=host.num_restored,
+            host_full=host.num_full,
+            preemptions=scheduler.preemptions,
             compiles_after_warmup=self._compiles.count,
             steps=self._serving.steps,
             step_time_error=self._cost_model.error,

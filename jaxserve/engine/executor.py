@@ -47,7 +47,8 @@ class Handle(Protocol):
 
 class Executor(Protocol):
     """What the engine's loop needs of a device. Calls take effect in the order in which they are
-    made; none of them waits, but a large `save` or `load` for room on the device."""
+    made; none of them waits, but a large `save` or `load` for room on the device, and a `load` for
+    the copies that it wants. What went wrong meanwhile is raised by whichever is next."""
 
     @property
     def buckets(self) -> Buckets:
@@ -64,26 +65,30 @@ class Executor(Protocol):
         ...
 
     def copy_slots(self, places: np.ndarray) -> None:
-        """places int32 [m, 4], (block, slot, block, slot): what is in the first slot goes to the
-        second one, in all layers; no target is a source."""
+        """places int32 [m, 4]: what is in the first (block, slot) goes to the second, in all
+        layers; no target is a source."""
         ...
 
     def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """Copies to host memory what is in slots int32 [sum of counts, 2], (block, slot): the first
-        counts[0] of them under keys[0], and so on."""
+        """Copies what is in slots int32 [sum(counts), 2], (block, slot), to host memory: the first
+        counts[0] under keys[0], and so on."""
         ...
 
     def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """Copies what was saved under these keys, counts[i] slots each, to as many other slots."""
+        """Copies what was saved under the keys to as many other slots."""
         ...
 
-    def discard(self, keys: tuple[int, ...]) -> None:
+    def discard(self, keys: Sequence[int]) -> None:
         """Forgets what was saved under these keys."""
         ...
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
         """Launches one step. packed: int32 [layout.size], not to be changed afterwards. full: some
         row samples with more than plain greedy."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it does beside; nothing is asked of it any more. Idempotent."""
         ...
 
 
@@ -128,6 +133,8 @@ class JaxExecutor:
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> StepHandle:
         """See `Executor`."""
+        if self._mover is not None:
+            self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(packed, self._place)
             self.pool, logits, slots, emit = self._step(
@@ -160,9 +167,14 @@ class JaxExecutor:
         with self._mesh or contextlib.nullcontext():
             self.pool = self._moving().load(self.pool, keys, counts, slots)
 
-    def discard(self, keys: tuple[int, ...]) -> None:
+    def discard(self, keys: Sequence[int]) -> None:
         """See `Executor`."""
         self._moving().discard(keys)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._mover is not None:
+            self._mover.close()
 
     def _moving(self) -> Mover:
         if self._mover is None:

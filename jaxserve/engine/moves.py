@@ -1,7 +1,8 @@
-"""Blocks copied on the device, and slots of the pool to and from host memory (BROS section 5.2)."""
+"""Slots of the pool to other blocks, and to and from host memory (BROS section 5.2)."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -10,41 +11,52 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from jaxserve.engine.host_copies import HostCopies
 from jaxserve.engine.step_model import StepModel
 from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.move import STAGING
 
-PIECE = 256
-"""Slots that go at once: the one compiled size."""
+SIZES = (32, 256)
+"""Slots that go at once: the compiled sizes, ascending."""
 
-ON_THE_WAY = 4
-"""Pieces that are on the device beside the pool at once, each way."""
+ROOM = 1024
+"""Slots whose contents are on the device beside the pool, each way, at most."""
 
-STAGED_SLOTS = 2 * ON_THE_WAY * PIECE
+STAGED_SLOTS = 2 * ROOM
 """Slots for whose contents there has to be room beside the pool."""
+
+PINNED = "pinned_host"
 
 
 class Mover:
-    """pool_format: the pool's own, see `row_major`; place: where its arguments go.
+    """pool_format: the pool's own, see `row_major`; place: where its arguments go; pinned: whether
+    what leaves goes through pinned memory of the host's, by default `has_pinned` of the devices.
 
-    What is saved stays in buffers on the device until its copy has reached the host, which is
-    looked after at the next moves; what is loaded, until it is in the pool. Nothing waits but for
-    room: where more than ON_THE_WAY pieces would be there.
+    What is saved is staged on the device and copied from there, see `HostCopies`; what is loaded is
+    on its way to the device at once, and goes into the pool in the order of the steps. Nothing
+    waits but for room, where more than ROOM slots would be there, and a load for its own copies.
     """
 
-    def __init__(self, model: StepModel, pool_format: Format, place: Any) -> None:
+    def __init__(
+        self, model: StepModel, pool_format: Format, place: Any, *, pinned: bool | None = None
+    ) -> None:
+        mesh = model.mesh
         self._place = place
-        self._staging = place if model.mesh is None else NamedSharding(model.mesh, STAGING)
-        self._move, self._out, self._in = _functions(model.backend, model.mesh, pool_format)
-        self._saved: dict[int, list[Any]] = {}  # pieces: whole on the device, cut on the host
-        self._leaving: deque[tuple[int, int, int]] = deque()  # key, number of the piece, its slots
-        self._arriving = 0  # pieces that may be on the device, not yet in the pool
+        self._staging: Sharding = (
+            SingleDeviceSharding(place) if mesh is None else NamedSharding(mesh, STAGING)
+        )
+        device = next(iter(self._staging.device_set))
+        pinned = has_pinned(device) if pinned is None else pinned
+        self._pinned = self._staging.with_memory_kind(PINNED) if pinned else None
+        self._move, self._out, self._in = _functions(model.backend, mesh, pool_format)
+        self._host = HostCopies(ROOM)
+        self._arriving: deque[tuple[Any, int]] = deque()  # is ready when in the pool; slots
 
     def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
-        """The pool with what is in slot places[i, :2], (block, slot), in slot places[i, 2:] too, in
-        all layers; places: int32 [m, 4], no target a source."""
+        """The pool with what is in the first (block, slot) of places int32 [m, 4] in the second
+        too, in all layers."""
         for piece, count in _pieces(places):
             pool = self._move(pool, *self._put(piece, count))
         return pool
@@ -52,95 +64,129 @@ class Mover:
     def save(
         self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> None:
-        """Keeps what is in slots int32 [sum of counts, 2], (block, slot): of the first counts[0] of
-        them under keys[0], and so on."""
-        for key, own in zip(keys, _split(slots, counts), strict=True):
-            pieces = self._saved[key] = []
-            for number, (piece, count) in enumerate(_pieces(own)):
-                self._to_host()
-                pieces.append(self._out(pool, *self._put(piece, count)))
-                pieces[-1].copy_to_host_async()
-                self._leaving.append((key, number, count))
+        """Keeps what is in slots int32 [sum(counts), 2], (block, slot): the first counts[0] under
+        keys[0], and so on."""
+        layers, _, heads, _, dim = pool.shape
+        for key, count in zip(keys, counts, strict=True):
+            self._host.open(key, (count, layers, heads, dim), pool.dtype)
+        first = 0
+        for piece, count in _pieces(slots):
+            self._host.make_room(len(piece))
+            staged = self._out(pool, *self._put(piece, count))
+            if self._pinned is None:
+                staged.copy_to_host_async()
+            else:
+                staged = jax.device_put(staged, self._pinned)
+            self._host.put(staged, _parts(keys, counts, first, first + count))
+            first += count
 
     def load(
         self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> jax.Array:
-        """The pool with what is kept under keys[0] in the first counts[0] of these slots, and so
-        on."""
-        self._to_host()
-        for key, own in zip(keys, _split(slots, counts), strict=True):
-            for kept, (piece, count) in zip(self._saved[key], _pieces(own), strict=True):
-                if self._arriving == ON_THE_WAY:
-                    pool.block_until_ready()
-                    self._arriving = 0
-                staged = jax.device_put(_whole(kept), self._staging)
-                pool = self._in(pool, staged, *self._put(piece, count))
-                self._arriving += 1
+        """The pool with what is kept under the keys in these slots, as in `save`."""
+        kept = {key: self._host.get(key) for key in keys}
+        first = 0
+        for piece, count in _pieces(slots):
+            parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]
+            self._make_room(len(piece))
+            staged = jax.device_put(_joined(parts, len(piece)), self._staging)
+            pool, there = self._in(pool, staged, *self._put(piece, count))
+            self._arriving.append((there, len(piece)))
+            first += count
         return pool
 
-    def discard(self, keys: tuple[int, ...]) -> None:
+    def discard(self, keys: Sequence[int]) -> None:
         """Forgets what is kept under them."""
-        for key in keys:
-            del self._saved[key]
+        self._host.discard(keys)
+
+    def check(self) -> None:
+        """Raises what a copy to the host has raised."""
+        self._host.make_room(0)
+
+    def close(self) -> None:
+        """Ends the copies, and their thread. Idempotent."""
+        self._host.close()
 
     def warm_up(self, pool: jax.Array) -> jax.Array:
         """Compiles all of it, on nothing."""
         nothing = np.zeros((0, 4), np.int32)
-        moves, slots = _padded(nothing), _padded(nothing[:, :2])
-        pool = self._move(pool, *self._put(moves, 0))
-        staged = np.asarray(self._out(pool, *self._put(slots, 0)))
-        return self._in(pool, jax.device_put(staged, self._staging), *self._put(slots, 0))
+        for size in SIZES:
+            moves, slots = _padded(nothing, size), _padded(nothing[:, :2], size)
+            pool = self._move(pool, *self._put(moves, 0))
+            staged = self._out(pool, *self._put(slots, 0))
+            if self._pinned is not None:
+                staged = jax.device_put(staged, self._pinned)
+            back = jax.device_put(np.asarray(staged), self._staging)
+            pool, _ = self._in(pool, back, *self._put(slots, 0))
+        return pool
 
-    def _to_host(self) -> None:
-        """Keeps what has reached the host there alone, no more of it than was saved, and sees to it
-        that there is room for one more piece on the device."""
-        while self._leaving:
-            key, number, count = self._leaving[0]
-            if key in self._saved:
-                pieces = self._saved[key]
-                if len(self._leaving) < ON_THE_WAY and not pieces[number].is_ready():
-                    return
-                pieces[number] = np.asarray(pieces[number])[:count].copy()
-            self._leaving.popleft()
+    def _make_room(self, slots: int) -> None:
+        """Waits, if it has to, until so many more may be on their way to the pool."""
+        arriving = self._arriving
+        while arriving and (
+            arriving[0][0].is_ready() or sum(count for _, count in arriving) + slots > ROOM
+        ):
+            arriving.popleft()[0].block_until_ready()
 
     def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
         return jax.device_put((places, np.int32(count)), self._place)
 
 
+def has_pinned(device: jax.Device) -> bool:
+    """Whether the device copies to memory of the host's that is pinned for it, beside the steps. A
+    CPU names such memory too, but it has no other."""
+    return device.platform != "cpu" and PINNED in {m.kind for m in device.addressable_memories()}
+
+
 @lru_cache(maxsize=8)
 def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[Any, Any, Any]:
     """move_slots, stage_out and stage_in, jitted; the pool is donated where it changes, and stays
-    as it lies."""
+    as it lies. The last one also returns a number, which is there when the pool is."""
     options: dict[str, Any] = {"backend": backend, "mesh": mesh}
-    changes: dict[str, Any] = {"donate_argnums": 0, "out_shardings": pool_format}
+
+    def come_in(pool: jax.Array, staging: Any, slots: Any, count: Any) -> tuple[jax.Array, Any]:
+        return stage_in(pool, staging, slots, count, **options), count + 1
+
+    def changes(out: Any) -> dict[str, Any]:
+        return {"donate_argnums": 0, "out_shardings": out}
+
     return (
-        jax.jit(partial(move_slots, **options), **changes),
+        jax.jit(partial(move_slots, **options), **changes(pool_format)),
         jax.jit(partial(stage_out, **options)),
-        jax.jit(partial(stage_in, **options), **changes),
+        jax.jit(come_in, **changes((pool_format, None))),
     )
 
 
-def _split(slots: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    return np.split(slots, np.cumsum(counts)[:-1])
-
-
 def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """int32 [m, k] in pieces of [PIECE, k], and how many of each count."""
-    for first in range(0, len(places), PIECE):
-        piece = places[first : first + PIECE]
-        yield _padded(piece), len(piece)
+    """int32 [m, k] in pieces of [one of SIZES, k], and how many of each count."""
+    most = SIZES[-1]
+    for first in range(0, len(places), most):
+        piece = places[first : first + most]
+        yield _padded(piece, next(size for size in SIZES if size >= len(piece))), len(piece)
 
 
-def _whole(kept: Any) -> Any:
-    """What is kept of a piece, as long as a piece; the rest may hold anything."""
-    if len(kept) == PIECE:
-        return kept
-    whole = np.empty((PIECE, *kept.shape[1:]), kept.dtype)
-    whole[: len(kept)] = kept
+def _parts(
+    keys: Sequence[int], counts: Sequence[int], first: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Whose entries [first, end) are, of counts[i] of keys[i] one behind the other: each key and
+    which of its own."""
+    ends = itertools.accumulate(counts)
+    for key, count, behind in zip(keys, counts, ends, strict=True):
+        a, b = max(first, behind - count), min(end, behind)
+        if a < b:
+            yield key, a - behind + count, b - behind + count
+
+
+def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
+    """One behind the other, [size, ...]; the rest may hold anything."""
+    if len(parts) == 1 and len(parts[0]) == size:
+        return parts[0]
+    whole = np.empty((size, *parts[0].shape[1:]), parts[0].dtype)
+    np.concatenate(parts, out=whole[: sum(map(len, parts))])
     return whole
 
 
-def _padded(piece: np.ndarray) -> np.ndarray:
-    padded = np.zeros((PIECE, piece.shape[1]), np.int32)
+def _padded(piece: np.ndarray, size: int) -> np.ndarray:
+    padded = np.zeros((size, piece.shape[1]), np.int32)
     padded[: len(piece)] = piece
     return padded

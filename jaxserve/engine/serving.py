@@ -21,6 +21,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.tiers import lengthening
 from jaxserve.sched.watch import StepWatch, Watched
 
 
@@ -33,6 +34,7 @@ class InFlight:
     emitting: list[tuple[int, Continuation]]
     step: Step
     watched: Watched
+    lengthening: float
     padded_tokens: int
     preemptions: int
     num_live: int
@@ -133,12 +135,13 @@ class Serving:
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         preemptions, self._preemptions = self._preemptions, 0
-        launched = self._clock()
+        watched = self._watch.launched(step, self._clock())
         return InFlight(
             handle,
             emitting,
             step,
-            self._watch.launched(step, launched),
+            watched,
+            lengthening(step, scheduler.view, watched.predicted),
             layout.tokens,
             preemptions,
             num_live=num_live,
@@ -230,6 +233,7 @@ class Serving:
             step_time=now - step.begin,
             device_time=device_time,
             predicted_time=step.watched.predicted,
+            lengthening=step.lengthening,
             plan_time=step.plan_time,
             launch_time=step.launch_time,
             finish_time=self._clock() - now,
@@ -267,7 +271,8 @@ class Serving:
             member.slot = NO_SLOT
 
     def stop(self) -> None:
-        """Tells the observers, for the last time."""
+        """Ends the executor, and tells the observers, for the last time."""
+        self._executor.close()
         observers, self.observers = self.observers, []
         for observer in observers:
             observer.on_stop()

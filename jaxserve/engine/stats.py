@@ -27,7 +27,8 @@ class StepStats:
     num_hidden: rows with hidden caches.
     end: when its tokens were on the host, on the engine's clock.
     step_time: launch to tokens on the host. device_time: what it took the device, see
-    `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch.
+    `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch;
+    lengthening: how much of that is for best-effort rows, see `sched.tiers`.
     plan_time: the policy's plan and its booking; launch_time: moves, building the batch and handing
     it over; finish_time: detokenising and streaming. All three whether or not the device hid them.
     """
@@ -52,6 +53,7 @@ class StepStats:
     step_time: float
     device_time: float
     predicted_time: float
+    lengthening: float
     plan_time: float
     launch_time: float
     finish_time: float
@@ -90,9 +92,12 @@ class RequestStats:
 class EngineStats:
     """A snapshot.
 
-    waiting, running: continuations. blocks: how many blocks hold what, `{("kv", "realtime"): 12,
-    ...}`. preemptions, steps: since the start. compiles_after_warmup: compilations while serving.
-    step_time_error: of the predicted step times lately, the mean of |predicted / measured - 1|.
+    waiting, running: continuations. blocks: how many blocks hold what for whom, `{("kv",
+    "realtime"): 12, ...}`, see `sched.tiers.blocks_used`. host_slots_total, host_slots_used: of
+    host memory for checkpoints. Since the start, preemptions and steps; slots_checkpointed,
+    slots_restored; host_full: preemptions for whose caches host memory had no room.
+    compiles_after_warmup: compilations while serving. step_time_error: of the predicted step times
+    lately, the mean of |predicted / measured - 1|.
     """
 
     waiting: int
@@ -100,6 +105,11 @@ class EngineStats:
     blocks_total: int
     blocks_free: int
     blocks: dict[tuple[str, str], int]
+    host_slots_total: int
+    host_slots_used: int
+    slots_checkpointed: int
+    slots_restored: int
+    host_full: int
     preemptions: int
     compiles_after_warmup: int
     steps: int

@@ -91,6 +91,8 @@ class EngineMetrics(Collector, Observer):
         self._prefill_tokens = 0
         self._recomputed_tokens = 0
         self._padding = 0
+        self._lengthened_steps = 0
+        self._lengthened_seconds = 0.0
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
 
     def on_step(self, stats: StepStats) -> None:
@@ -103,6 +105,8 @@ class EngineMetrics(Collector, Observer):
         self._prefill_tokens += stats.num_prefill_tokens
         self._recomputed_tokens += stats.num_recomputed_tokens
         self._padding += stats.padded_tokens - stats.num_tokens
+        self._lengthened_steps += stats.lengthening > 0
+        self._lengthened_seconds += stats.lengthening
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         """ttft: seconds from arrival."""
@@ -138,11 +142,21 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
-        name, text = "num_blocks_used", "Blocks in use, by what they cache and whose it is."
+        name, text = "num_blocks_used", "Blocks in use, by what they cache and who fills them."
         blocks = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "kind", "tier"))
         for (kind, tier), count in sorted(stats.blocks.items()):
             blocks.add_metric((self._model, kind, tier), count)
         yield blocks
+        text = "Slots of host memory for checkpoints; a token takes one, K and V take two."
+        yield self._gauge("num_host_slots", text, stats.host_slots_total)
+        text = "Slots of host memory that hold checkpoints."
+        yield self._gauge("num_host_slots_used", text, stats.host_slots_used)
+        text = "Slots copied to host memory."
+        yield self._counter("checkpointed_slots", text, stats.slots_checkpointed)
+        text = "Slots copied back."
+        yield self._counter("restored_slots", text, stats.slots_restored)
+        text = "Preempted requests that are recomputed because host memory had no room for them."
+        yield self._counter("host_memory_full", text, stats.host_full)
         text = "Mean relative error of the predicted batch times lately."
         yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."
@@ -156,8 +170,9 @@ class EngineMetrics(Collector, Observer):
         yield self._counter("prompt_tokens", text, self._prefill_tokens)
         text = "Tokens computed again because a preemption had taken them from the cache."
         yield self._counter("recomputed_tokens", text, self._recomputed_tokens)
-        generated = sum(h.count() for group in (self._ttft, self._tbt) for h in group.values())
-        yield self._counter("generation_tokens", "Tokens generated.", generated)
+        generated = {t: self._ttft[t].count() + self._tbt[t].count() for t in Tier}
+        yield self._counter("generation_tokens", "Tokens generated.", sum(generated.values()))
+        yield from self._best_effort(generated[Tier.BEST_EFFORT])
         yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)
         name, text = "request_success", "Finished continuations, by why they ended."
         finished = CounterMetricFamily(
@@ -166,6 +181,15 @@ class EngineMetrics(Collector, Observer):
         for reason, label in _REASONS.items():
             finished.add_metric((self._model, label), self._finished.get(reason, 0))
         yield finished
+
+    def _best_effort(self, generated: int) -> Iterator[Metric]:
+        """What best-effort requests brought, and what they cost the real-time ones."""
+        text = "Tokens generated for best-effort requests."
+        yield self._counter("best_effort_tokens", text, generated)
+        text = "Batches predicted to take longer than their real-time requests alone."
+        yield self._counter("lengthened_steps", text, self._lengthened_steps)
+        text = "By how much longer, all told."
+        yield self._counter("lengthened_seconds", text, self._lengthened_seconds)
 
     def _histograms(self) -> Iterator[Metric]:
         by_tier = (

@@ -23,6 +23,7 @@ from jaxserve.sched.simulation.compiled.setting import BATCH, Setting
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.table import DRAINING
+from jaxserve.sched.tiers import lengthening
 from jaxserve.sched.watch import StepWatch, Watched
 
 
@@ -30,12 +31,14 @@ from jaxserve.sched.watch import StepWatch, Watched
 class BatchRows:
     """Who was in a batch: requests [n] by their number in the workload, the tokens each computed
     and whether it was a decode; preempted: requests that lost their cache since the batch before it
-    was planned."""
+    was planned; lengthening: seconds that it took longer for those of best effort, see
+    `sched.tiers`."""
 
     requests: np.ndarray
     tokens: np.ndarray
     decoding: np.ndarray
     preempted: np.ndarray
+    lengthening: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +173,12 @@ class Replica:
                 0 if step.hidden is None else int(np.count_nonzero(step.hidden)),
             )
         )
+        launched = self._launched(step, end, all_decode=features.num_decodes == self.live)
         if self._record_rows:
-            self._record(step)
+            watched = launched.watched
+            self._record(step, duration if watched is None else watched.predicted)
         self._gone.clear()
-        return self._launched(step, end, all_decode=features.num_decodes == self.live)
+        return launched
 
     def _launched(self, step: Step, end: float, *, all_decode: bool) -> _Step:
         emitting, generated = step.rows, step.generated
@@ -242,6 +247,8 @@ class Replica:
         pool, overlap = self.scheduler.pool, self._setting.overlap
         if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
             return False  # what they hold or read is not what a stretch counts
+        if self._record_rows and np.ptp(table.tier[rows]):
+            return False  # nor what one tier costs the other
         lengths = self._lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]
         most = int(left.max())
@@ -302,9 +309,11 @@ class Replica:
             self._log_parts.append(np.array(self._log, BATCH))
             self._log = []
 
-    def _record(self, step: Step) -> None:
+    def _record(self, step: Step, took: float) -> None:
+        """took: what it was predicted to."""
         requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
-        self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone))
+        longer = lengthening(step, self.scheduler.view, took)
+        self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))
 
     def _record_stretch(self, rows: np.ndarray, took: np.ndarray) -> None:
         requests, nobody = self._request_of[rows], np.zeros(0, np.int64)

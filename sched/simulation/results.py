@@ -146,6 +146,14 @@ class SimulationResult:
     kv_tokens: int
     seed_read: bool
 
+    @property
+    def lengthening(self) -> np.ndarray | None:
+        """Seconds that each batch took longer for its best-effort requests, float64 [batches], see
+        `sched.tiers`; None where rows were not recorded."""
+        if self.rows is None:
+            return None
+        return np.array([one.lengthening for replica in self.rows for one in replica])
+
     def summary(self) -> dict[str, Any]:
         """The numbers of one run; seconds, or milliseconds where the name says so. None for a mean,
         or a rate, of nothing, as where every request was refused.

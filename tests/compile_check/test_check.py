@@ -24,6 +24,7 @@ from jaxserve.compile_check.compiling import (
     Result,
     compile_program,
 )
+from jaxserve.compile_check.host_memory import host_copies
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.ptx import launches, parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
@@ -183,6 +184,24 @@ def test_hidden_programs_are_for_models_that_can_have_them() -> None:
     grouped = dataclasses.replace(multi, config=model_shape("llama-3-8b")[1])
     absorbed = choose("absorbed")[0]
     assert absorbed.applies(multi) and not absorbed.applies(grouped)
+
+
+def test_copies_to_host_memory_are_read_from_the_compiled_program() -> None:
+    to = "(bf16[2,4]{1,0:S(5)}, bf16[2,4]{1,0:T(2,128)}, u32[]{:S(2)}) copy-start(%staged), x={}"
+    back = "(bf16[2,4]{1,0}, bf16[2,4]{1,0:S(5)}, u32[]) copy-start(%kept)"
+    done = "  ROOT %done = bf16[2,4]{1,0:S(5)} copy-done(%a)\n  %e = bf16[2,4]{1,0} copy-done(%b.1)"
+    assert host_copies(f"  %a = {to}\n  %b.1 = {back}\n{done}") == (1, 1)
+    assert host_copies(f"  %a = {to}\n{done}") == (1, 0)
+    assert host_copies(f"  %c = {to}\n  %d = {back}\n{done}") == (0, 0), "never waited for"
+    onto = "  %a = (f32[2]{0}, f32[2]{0}, u32[]) copy-start(%x)\n"
+    assert host_copies(onto + "  %y = f32[2]{0} copy-done(%a)") == (0, 0), "within the device"
+
+
+def test_what_does_not_go_through_host_memory_is_a_failure() -> None:
+    """As on a CPU, all of whose memory is that."""
+    result = compile_program(host_case(host()), choose("to the host and back")[0])
+    assert result.status == FAILED
+    assert result.reason == "RuntimeError: asynchronous copies: 0 to host memory, 0 from there"
 
 
 def test_registers_are_read_from_the_assembler() -> None:

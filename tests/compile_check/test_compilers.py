@@ -81,7 +81,7 @@ def test_the_tiny_model_compiles(compilers: Path, target: str) -> None:
     found = check(compilers, f"--target={target}", "--model=tiny", "--max_batch_tokens=256")
     assert_compiled(found)
     assert_in_place(found)
-    assert {"decode step", "prefill and mixed step", "absorbed", "move"} <= {
+    assert {"decode step", "prefill and mixed step", "absorbed", "to the host and back"} <= {
         program["program"] for program in found["programs"]
     }
 

@@ -11,7 +11,7 @@ from jaxserve.configs import base
 from jaxserve.engine import choices, moves
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.model_options import load_shape
-from jaxserve.engine.moves import ON_THE_WAY, PIECE
+from jaxserve.engine.moves import ROOM
 from jaxserve.engine.sizing import Demand, moving_workspace, pool_blocks
 from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
@@ -34,7 +34,7 @@ def test_text_survives_every_move(
 ) -> None:
     expected = alone("opt")
     policy = MovingCaches()
-    monkeypatch.setattr(moves, "PIECE", 16)  # most of what moves goes in several
+    monkeypatch.setattr(moves, "SIZES", (4, 16))  # most of what moves goes in several
     monkeypatch.setattr(choices, "make_policy", lambda name: policy)
     fields = {"cache__rho": "0", **fields}
     with engine(shapes["opt"], **HOST, **fields) as running:
@@ -64,9 +64,7 @@ def test_text_survives_being_swapped_out(
     with engine(shapes["opt"], **HOST, **fields, engine__overlap=overlap) as running:
         load, loaded = running.executor.load, list[int]()
         monkeypatch.setattr(
-            running.executor,
-            "load",
-            lambda keys, *where: (loaded.extend(keys), load(keys, *where)),
+            running.executor, "load", lambda keys, *more: (loaded.extend(keys), load(keys, *more))
         )
         assert generate(running, prompts(), **SAMPLING) == alone("opt")
         assert running._scheduler.host.num_used == 0
@@ -92,7 +90,7 @@ def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
     _, config, _ = load_shape(fields)
     slot = config.num_layers * config.num_kv_heads * config.head_dim * 4
     heads = config.num_kv_heads
-    assert moving_workspace(policy, config, "float32", heads) == 2 * ON_THE_WAY * PIECE * slot
+    assert moving_workspace(policy, config, "float32", heads) == 2 * ROOM * slot
     assert moving_workspace(make_policy("vllm"), config, "float32", heads) == 0
     demand = Demand(0, 16, 0, 0.9, 4096, 4096, 64)
     sizes: dict[str, Any] = {

@@ -109,7 +109,10 @@ class Device:
     def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
         pass
 
-    def discard(self, keys: tuple[int, ...]) -> None:
+    def discard(self, keys: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:

@@ -164,6 +164,9 @@ def same(served: Served, result: SimulationResult) -> None:
         np.testing.assert_allclose(ours, engines, rtol=1e-9)
     hidden = [int(np.count_nonzero(plan.kinds)) for plan in served.plans]
     assert hidden == batches.num_hidden.tolist()
+    longer = np.array([stats.lengthening for stats in served.steps])
+    np.testing.assert_allclose(longer, result.lengthening, rtol=1e-9, atol=1e-15)
+    assert longer.any(), "both tiers should have been in one step"
     if not served.chosen.policy.moves_cache:  # else there are operations without a batch, too
         measured = [stats.device_time for stats in served.steps]
         np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)

@@ -15,7 +15,7 @@ from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import policies
-from jaxserve.sched.request import SLO
+from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
@@ -244,6 +244,18 @@ def test_progress_counts_the_arrivals() -> None:
     seen: list[int] = []
     simulate("vllm", random_workload(0, 7, 10.0), SEVEN, progress=seen.append)
     assert sum(seen) == 7
+
+
+@pytest.mark.parametrize("coast", [True, False])
+def test_best_effort_rows_cost_real_time_ones_their_part_of_a_step(coast: bool) -> None:
+    tiers = np.array([Tier.REALTIME, Tier.BEST_EFFORT, Tier.BEST_EFFORT], np.int8)
+    workload = of([0.0] * 3, [4, 5, 6], [7, 9, 6])
+    workload = dataclasses.replace(workload, tier=tiers, limit=workload.output_len)
+    options: dict[str, Any] = {"kv_tokens": 99, "block_size": 1, "coast": coast}
+    result = simulate("vllm", workload, PER_TOKEN, record_rows=True, **options)
+    assert result.lengthening is not None
+    assert result.lengthening.tolist() == [11.0] + [2.0] * 5 + [1.0] + [0.0] * 2
+    assert simulate("vllm", workload, PER_TOKEN, **options).lengthening is None
 
 
 class AllHidden(Policy):

@@ -44,6 +44,9 @@ def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> N
         client.complete("hi", max_tokens=2, n=2, tier="best_effort")
     samples = scrape(metrics)
     assert value(samples, "generation_tokens_total") == 7
+    assert value(samples, "best_effort_tokens_total") == 4
+    assert value(samples, "lengthened_steps_total") == engine.steps
+    assert value(samples, "lengthened_seconds_total") == pytest.approx(0.002 * engine.steps)
     assert value(samples, "request_success_total", finished_reason="length") == 3
     assert value(samples, "request_success_total", finished_reason="abort") == 0
     assert value(samples, "request_prompt_tokens_count") == 3
@@ -77,6 +80,12 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "num_blocks_free") == 1023
     assert value(samples, "num_blocks_used", kind="kv", tier="realtime") == 1
     assert value(samples, "num_blocks_used", kind="kv", tier="best_effort") == 0
+    assert value(samples, "num_blocks_used", kind="kv", tier="shared") == 5
+    assert value(samples, "num_host_slots") == 640
+    assert value(samples, "num_host_slots_used") == 64
+    assert value(samples, "checkpointed_slots_total") == 300
+    assert value(samples, "restored_slots_total") == 200
+    assert value(samples, "host_memory_full_total") == 2
     assert value(samples, "num_preemptions_total") == 3
     assert value(samples, "compiles_after_warmup_total") == 0
     assert value(samples, "step_time_seconds_count") == 1

@@ -1,0 +1,299 @@
+"""Real-time requests over a best-effort batch, served under several policies, and simulated.
+
+    python -m jaxserve.bench mixed
+    python -m jaxserve.bench mixed --policies=bros,vllm --rate=6 --repeats=1 --json
+
+Each policy has an engine of its own, with the same small pool. A batch of best-effort requests is
+there at once, and real-time ones come at random times beside it, until both are done; the policies
+take turns, so that what drifts on the machine falls on all of them. All is recorded, and each
+recording simulated under its policy, limits and pool, on a system fitted to the other turns' steps
+(to its own, if there are none): the line below what was served. Numbers are medians over the turns.
+
+Lengths are those of the paper (BROS section 7.1: ShareGPT's for real-time requests, 512 to 1024 in
+and 32 to 128 out for best-effort ones) over --scale, and the targets, which are 400 and 200 ms
+there, are for the model in the box on a CPU; a target for the time between tokens is one for its
+mean over a request. Flags of serve.py work too: --config=, --config.cache.num_blocks=, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from jaxserve.bench import runs
+from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
+from jaxserve.engine.stats import StepRecorder, StepStats
+from jaxserve.group_table import aligned
+from jaxserve.machine import machine, versions
+from jaxserve.profile import build
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation import replay
+from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.terms import Terms
+from jaxserve.sched.workloads.lengths import sampler
+from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
+from jaxserve.server.launch import UsageError
+
+POLICIES = ("bros", "round_robin", "vllm", "priority")
+BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
+NUM_BLOCKS, LONGEST = 128, 384  # of the pool; tokens of a request
+HOST_GIB = 0.0625
+WARM_UP = 8  # requests
+RECORD_MIB = 1024  # as good as without limit
+MEASURES = {
+    "normalised_ms": ("ms a token", "{:.2f}"),
+    "ttft_attained": ("of TTFT", "{:.1%}"),
+    "tpot_attained": ("of TPOT", "{:.1%}"),
+    "ttft_p99_ms": ("TTFT P99, ms", "{:.0f}"),
+    "tbt_p99_ms": ("TBT P99, ms", "{:.1f}"),
+    "batch_tokens_per_s": ("batch tokens/s", "{:.0f}"),
+    "lengthened_steps": ("steps lengthened", "{:.0f}"),
+    "lengthened_s": ("by s", "{:.2f}"),
+    "preemptions": ("preemptions", "{:.0f}"),
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with the configuration as `config`; argparse exits by itself for
+    --help. Raises UsageError or ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxserve.bench mixed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command="mixed")
+    add = parser.add_argument
+    known = [name for name in POLICIES if name in policies()]
+    add("--policies", default=",".join(known), help="names, separated by commas (%(default)s)")
+    for name, kind, default, text in (
+        ("rate", float, 8.0, "real-time requests/s"),
+        ("num_requests", int, 60, "real-time requests"),
+        ("batch", int, 250, "best-effort requests"),
+        ("scale", float, 4.0, "what the paper's lengths are divided by"),
+        ("ttft_ms", float, 100.0, "target of real-time requests for the first token"),
+        ("tbt_ms", float, 25.0, "their target for the mean time between tokens"),
+        ("repeats", int, 3, "turns; medians count"),
+        ("seed", int, 0, "of lengths, arrivals and prompts"),
+    ):
+        add(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args, rest = parser.parse_known_args(argv)
+    for name in ("rate", "scale", "ttft_ms", "tbt_ms"):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name} must be a positive number, got {value}")
+    for name, least in (("num_requests", 1), ("batch", 1), ("repeats", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    args.policies = args.policies.split(",")
+    for name in args.policies:
+        try:
+            make_policy(name)
+        except ValueError as error:
+            raise UsageError(f"--policies: {error}") from error
+    args.config = read_config(rest)
+    if args.config.engine.record:
+        raise UsageError("--config.engine.record: mixed makes recordings of its own")
+    return args
+
+
+def workload(args: argparse.Namespace, turn: int) -> Workload:
+    """What is served in a turn, the same under every policy. No prompt takes more than two thirds
+    of the longest request, and no output more than one."""
+    rng, longest = np.random.default_rng((args.seed, turn)), _longest(args.config)
+    realtime = sampler("sharegpt")(args.num_requests, rng)
+    asked = (
+        (realtime.prompt_len, BATCH_PROMPT, 2 * longest // 3),
+        (realtime.output_len, BATCH_OUTPUT, longest // 3),
+    )
+    prompt, output = (
+        np.clip(
+            np.concatenate([drawn, rng.integers(*bounds, args.batch, endpoint=True)]) / args.scale,
+            2,
+            most,
+        ).astype(np.int64)
+        for drawn, bounds, most in asked
+    )
+    arrival = poisson_arrivals(args.rate, args.num_requests, rng)
+    return _in_order(prompt, output, np.append(arrival, np.zeros(args.batch)), args)
+
+
+def _in_order(
+    prompt: np.ndarray, output: np.ndarray, due: np.ndarray, args: argparse.Namespace
+) -> Workload:
+    """The real-time requests come first in the arrays."""
+    count = args.num_requests + args.batch
+    realtime = np.arange(count) < args.num_requests
+    terms = dataclasses.replace(
+        Terms.none(count),
+        tier=np.where(realtime, Tier.REALTIME, Tier.BEST_EFFORT).astype(np.int8),
+        ttft=np.where(realtime, args.ttft_ms / 1e3, np.inf),
+        tbt=np.where(realtime, args.tbt_ms / 1e3, np.inf),
+    )
+    order = np.argsort(due, kind="stable")
+    both = Lengths(prompt[order], output[order])
+    return Workload.of(due[order], both, limit=both.output_len, terms=terms.take(order))
+
+
+def show(args: argparse.Namespace) -> int:
+    """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
+    and RecordingError."""
+    result = measure(args)
+    print(text(result), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON object."""
+    where, asked = machine(), {name: v for name, v in vars(args).items() if name != "config"}
+    loads = [workload(args, turn) for turn in range(args.repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        served = _serve(args, loads, Path(folder))
+        found = {
+            name: _compare(replay.read(Path(folder) / f"{number}.jsonl"), steps, args)
+            for number, (name, steps) in enumerate(served["steps"].items())
+        }
+    return {
+        "command": "mixed",
+        "workload": asked,
+        "policies": found,
+        "model": served["model"],
+        "config": args.config.to_dict(),
+        "machine": where,
+        "versions": versions(),
+    }
+
+
+def _longest(config: ConfigDict) -> int:
+    return int(config.engine.max_model_len or LONGEST)
+
+
+def _configured(config: ConfigDict, policy: str, record: Path, requests: int) -> ConfigDict:
+    """For one policy. The pool is small, unless the configuration says how large it is."""
+    config = copy.deepcopy(config)
+    config.scheduler.policy, config.scheduler.params = policy, {}
+    config.scheduler.max_queue = max(config.scheduler.max_queue, requests)
+    config.engine.max_model_len = _longest(config)
+    config.cache.num_blocks = config.cache.num_blocks or NUM_BLOCKS
+    if make_policy(policy).moves_cache:
+        config.cache.host_gib = config.cache.host_gib or HOST_GIB
+    config.engine.record, config.engine.record_mib = str(record), RECORD_MIB
+    return config
+
+
+def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dict[str, Any]:
+    """Records all turns of all policies, in folder/NUMBER.jsonl by policy. `steps`: those of each
+    turn, by policy; `model`: what served them."""
+    shown, engines = sys.stderr.isatty(), dict[str, Any]()
+    steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
+    recorders: dict[str, StepRecorder] = {}
+    try:
+        for number, name in enumerate(args.policies):
+            path = folder / f"{number}.jsonl"
+            config = _configured(args.config, name, path, len(loads[0]))
+            engine = engines[name] = build(config, progress=shown)
+            recorders[name] = StepRecorder()
+            engine.add_observer(recorders[name])
+            engine.start()
+            target = EngineTarget(engine)
+            info = target.info()
+            for load in loads:
+                check_fits(load, info)
+            runs.warm_up(target, WARM_UP, 32, 8, args.seed)
+        turns = [(turn, name) for turn in range(args.repeats) for name in args.policies]
+        for turn, name in tqdm(turns, desc="serving", unit="turn", disable=not shown):
+            recorders[name].steps = []
+            jobs = random_jobs(loads[turn], info["vocab_size"], np.random.default_rng(args.seed))
+            _, records = drive(EngineTarget(engines[name]), jobs, loads[turn].arrival)
+            must_finish(jobs, records)
+            steps[name].append(recorders[name].steps)
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    return {"steps": steps, "model": {**info, "policy": ",".join(args.policies)}}
+
+
+def _compare(
+    recording: Recording, steps: list[list[StepStats]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """One policy: medians of what was served and of what is predicted, and each turn's. steps: of
+    each turn."""
+    count = args.num_requests + args.batch
+    turns: dict[str, list[dict[str, float]]] = {"served": [], "simulated": []}
+    for turn, taken in enumerate(steps):
+        first = WARM_UP + turn * count
+        part = recording.part(first, first + count)
+        others = recording
+        if args.repeats > 1:
+            own = recording.within(first, first + count)
+            others = dataclasses.replace(recording, steps=recording.steps.take(~own))
+        predicted = replay.again(part, replay.system_of(others), record_rows=True)
+        assert predicted.lengthening is not None
+        longer = np.array([one.lengthening for one in taken])
+        turns["served"].append(_measures(replay.served(part), longer))
+        turns["simulated"].append(_measures(predicted, predicted.lengthening))
+    medians = {
+        which: {m: float(np.median([one[m] for one in each])) for m in MEASURES}
+        for which, each in turns.items()
+    }
+    return {**medians, "turns": turns}
+
+
+def _measures(result: SimulationResult, lengthening: np.ndarray) -> dict[str, float]:
+    """MEASURES of a turn: of the real-time requests, then of the batch: its tokens until its last
+    one, and what it cost. lengthening: of each step, see `sched.tiers`."""
+    terms = result.requests.workload.terms
+    realtime = terms.tier == Tier.REALTIME
+    mine, batch = result.requests.times.take(realtime), result.requests.times.take(~realtime)
+    asked = terms.take(realtime)
+    several = mine.tokens > 1
+    tpot = (mine.e2e - mine.ttft)[several] / (mine.tokens[several] - 1)
+    tbt, _ = mine.tbt
+    until = float(batch.token_times.max() - batch.due.min())
+    return {
+        "normalised_ms": float(mine.normalised_latency.mean()) * 1e3,
+        "ttft_attained": float((mine.ttft <= asked.ttft).mean()),
+        "tpot_attained": float((tpot <= asked.tbt[several]).mean()) if several.any() else 1.0,
+        "ttft_p99_ms": float(np.percentile(mine.ttft, 99)) * 1e3,
+        "tbt_p99_ms": float(np.percentile(tbt, 99)) * 1e3 if len(tbt) else 0.0,
+        "batch_tokens_per_s": len(batch.token_times) / until,
+        "lengthened_steps": int(np.count_nonzero(lengthening)),
+        "lengthened_s": float(lengthening.sum()),
+        "preemptions": int(result.batches.preemptions.sum()),
+    }
+
+
+def text(result: dict[str, Any]) -> str:
+    """A table of two lines a policy, for people."""
+    asked, where, info = result["workload"], result["machine"], result["model"]
+    rows = [["", "", *(name for name, _ in MEASURES.values())]]
+    for policy, found in result["policies"].items():
+        for which in ("served", "simulated"):
+            cells = [form.format(found[which][m]) for m, (_, form) in MEASURES.items()]
+            rows.append([policy if which == "served" else "", which, *cells])
+    head = [
+        f"mixed: {info['model']} ({info['dtype']}, {info['device']}), {asked['num_requests']} "
+        f"real-time requests at {asked['rate']:g}/s with targets of {asked['ttft_ms']:g} and "
+        f"{asked['tbt_ms']:g} ms, over a batch of {asked['batch']}; medians of {asked['repeats']}",
+        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
+    ]
+    return "\n".join([*head, aligned(rows)])

@@ -1,0 +1,78 @@
+"""Contents of slots in host memory, copied there by a thread beside the steps (BROS section 5.2).
+
+What leaves the pool is staged on the device, in the order of the steps, so that its slots can be
+written at once. From there a thread takes it into memory of the host's own. It stands where a copy
+stream would: the engine's thread goes on, and waits only for what it wants back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class HostCopies:
+    """What is kept by key: arrays [slots, ...]. One thread calls; what a copy raised is raised by
+    the next call of any kind but `close`. room: slots that may be staged at a time, not yet copied.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room, self._staged = room, 0
+        self._kept: dict[int, np.ndarray] = {}
+        self._copied: dict[int, Future[None]] = {}  # the last copy to each
+        self._under_way: deque[tuple[Future[None], int]] = deque()  # with its slots
+        self._thread = ThreadPoolExecutor(1, "jaxserve-copies")
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Of all that is kept, in the order of `open`."""
+        return tuple(self._kept)
+
+    def open(self, key: int, shape: Sequence[int], dtype: Any) -> None:
+        """Memory for what comes under `key`."""
+        self._kept[key] = np.empty(shape, dtype)
+
+    def make_room(self, slots: int) -> None:
+        """Waits until so many more may be staged; not at all where they may."""
+        under_way = self._under_way
+        while under_way and (under_way[0][0].done() or self._staged + slots > self._room):
+            copied, count = under_way.popleft()
+            self._staged -= count
+            copied.result()
+
+    def put(self, staged: jax.Array, parts: Iterable[tuple[int, int, int]]) -> None:
+        """Begins to copy staged [m, ...]: one part after the other, (key, first, end), to the slots
+        [first, end) of what is kept under the key. Whatever m is, there is room for it."""
+        parts = list(parts)
+        targets = [self._kept[key][first:end] for key, first, end in parts]
+        copied = self._thread.submit(_copy, staged, targets)
+        self._under_way.append((copied, len(staged)))
+        self._staged += len(staged)
+        self._copied.update((key, copied) for key, _, _ in parts)
+
+    def get(self, key: int) -> np.ndarray:
+        """What is kept under `key`; waits for its own copies alone. Nobody writes to it."""
+        self._copied[key].result()  # they are made in order
+        return self._kept[key]
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Forgets what is kept under them. A copy under way ends in memory that nobody has."""
+        self.make_room(0)
+        for key in keys:
+            del self._kept[key], self._copied[key]
+
+    def close(self) -> None:
+        """Ends the thread, when the copy that it makes is done. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _copy(staged: jax.Array, targets: list[np.ndarray]) -> None:
+    contents, first = np.asarray(staged), 0  # waits for the device
+    for target in targets:
+        target[:] = contents[first : first + len(target)]
+        first += len(target)
