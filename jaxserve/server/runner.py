@@ -219,7 +219,8 @@ class Server:
         self._requests.stop_admission()
         await self._health.enter_graceful_shutdown()
         if self._batches is not None:
-            await self._batches.stop()
+            with contextlib.suppress(TimeoutError):  # a disk that does not answer
+                await asyncio.wait_for(self._batches.stop(), self._grace_s + _HUNG_S)
         drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
         try:
             limit = self._grace_s + _HUNG_S

@@ -9,9 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 GENERATION = "jaxserve.v1.Generation"
+BATCHES = "jaxserve.v1.Batches"
 
 
-@pytest.mark.parametrize("service", ["", GENERATION])
+@pytest.mark.parametrize("service", ["", GENERATION, BATCHES])
 def test_a_running_server_is_serving(channel: grpc.Channel, service: str) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     reply = stub.Check(health_pb2.HealthCheckRequest(service=service))
@@ -32,7 +33,7 @@ def test_reflection_lists_the_services_and_describes_ours(channel: grpc.Channel)
     ]
     listed, described = stub.ServerReflectionInfo(iter(requests))
     names = {service.name for service in listed.list_services_response.service}
-    assert {GENERATION, "grpc.health.v1.Health"} <= names
+    assert {GENERATION, BATCHES, "grpc.health.v1.Health"} <= names
     (proto,) = described.file_descriptor_response.file_descriptor_proto
     file = descriptor_pb2.FileDescriptorProto.FromString(proto)
     assert [method.name for method in file.service[0].method] == ["Generate", "GetServerInfo"]
