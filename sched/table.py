@@ -63,6 +63,7 @@ class RequestTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy
+        self.num_timed = 0  # requests that have a TTFT or a TBT
         # By state.
         self._order = [np.zeros(0, np.int64) for _ in State]
         self._stale = [False for _ in State]
@@ -91,6 +92,7 @@ class RequestTable:
         self.num_sampling += not self.greedy[row]
         for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):
             column[row] = np.inf if target is None else target
+        self.num_timed += self._is_timed(row)
         self.move(np.array([row]), WAITING)
         return row
 
@@ -100,6 +102,7 @@ class RequestTable:
         if self.state[row] == FREE:
             raise ValueError(f"row {row} is free already")
         self.num_sampling -= not self.greedy[row]
+        self.num_timed -= self._is_timed(row)
         self.move(np.array([row]), FREE)
         self._free.append(row)
 
@@ -115,6 +118,9 @@ class RequestTable:
         if to in _LISTED:
             self._joined[to].append(rows)
             self._stale[to] = True
+
+    def _is_timed(self, row: int) -> bool:
+        return bool(min(self.ttft[row], self.tbt[row]) < np.inf)
 
     def pending(self, rows: np.ndarray) -> np.ndarray:
         """Tokens known but not in the cache, [len(rows)]."""

@@ -71,9 +71,12 @@ def start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> S
 def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
     if min(budget.blocks, budget.tokens, budget.slots) <= 0 or not len(rows):
         return Starts(rows[:0], rows[:0], rows[:0])
+    kind = _KV if values.penalty is None else _HIDDEN
+    fits = view.pool.blocks_for(values.tokens, kind) <= budget.blocks
     if not budget.chunked:
-        short = np.flatnonzero(values.tokens <= budget.tokens)
-        rows, values = rows[short], values.of(short)
+        fits &= values.tokens <= budget.tokens
+    if np.count_nonzero(fits) < len(rows):  # of a long queue that may be few
+        rows, values = rows[fits], values.of(fits)
     choice = _choose(view, values, budget.blocks)
     order = choice.served
     tokens = values.tokens[order]

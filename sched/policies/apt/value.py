@@ -83,11 +83,14 @@ def weigh(
     late is not in the table, so a request that has caught up counts as in time again.
     """
     table = view.table
+    generated, received = table.generated[rows], table.received[rows]
     # Before the first token, last_token is the arrival. A token that is on its way counts as there.
-    flying = table.generated[rows] > table.received[rows]
-    pending = np.where(flying, 0.0, np.maximum(clock - table.last_token[rows], 0.0))
-    late = pending > np.where(table.received[rows] == 0, table.ttft[rows], table.tbt[rows])
-    tokens = table.prompt_len[rows] + table.generated[rows]
+    pending = np.maximum(clock - table.last_token[rows], 0.0)
+    pending[generated > received] = 0.0
+    late = np.zeros(len(rows), bool)
+    if table.num_timed:
+        late = pending > np.where(received == 0, table.ttft[rows], table.tbt[rows])
+    tokens = table.prompt_len[rows] + generated
     value, penalty = np.maximum(pending, step), None
     if delay is not None:
         penalty = delay * tokens
