@@ -221,7 +221,9 @@ class HostTerms:
     and its launch, and for each of its rows. admit: for each row that takes a slot for sampling.
     move: for each operation on the pool that is sent to the device. finish, finish_row: once the
     tokens are there, and for each row that samples one. idle: what a step takes longer on a device
-    that had nothing to do. ValueError for a negative or infinite one.
+    that had nothing to do. receive, receive_row: from one step to the next plan, and for each
+    request taken in then. wake: from an arrival until a thread that slept is as far as one that did
+    not. ValueError for a negative or infinite one.
     """
 
     plan: float = 0.0
@@ -233,6 +235,9 @@ class HostTerms:
     finish: float = 0.0
     finish_row: float = 0.0
     idle: float = 0.0
+    receive: float = 0.0
+    receive_row: float = 0.0
+    wake: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

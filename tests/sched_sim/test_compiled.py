@@ -48,8 +48,8 @@ VARIED = [
     "vllm:probing=true",
     "sarathi_nocp:probing=true:watermark=0.1",
 ]
-HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4)
-SLOW_HOST = HostTerms(plan=0.03, finish=0.02, launch_row=0.004)
+HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4, 3e-5, 2e-5, 1e-3)
+SLOW_HOST = HostTerms(plan=0.03, finish=0.02, launch_row=0.004, receive_row=0.01, wake=0.05)
 ENGINE = Padding(rows=(1, 4, 16, 48), tokens=(16, 128, 512), decode_group=4)
 
 
