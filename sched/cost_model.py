@@ -21,20 +21,23 @@ class Padding:
     A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
     both ascending. decode_group: rows whose caches decodes read together, sorted by length; each of
     a group costs what its longest does, and the last group counts as full (the XLA backend).
+    decode_chunk: tokens that such a group reads at once, to which its length is rounded up.
     ValueError for buckets that are none.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     decode_group: int = 1
+    decode_chunk: int = 1
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens"):
             sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ValueError(f"padding.{name} must be positive and ascending, got {sizes}")
-        if self.decode_group < 1:
-            raise ValueError(f"padding.decode_group must be at least 1, got {self.decode_group}")
+        for name in ("decode_group", "decode_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"padding.{name} must be at least 1, got {getattr(self, name)}")
 
     def of(self, num_tokens: Any, singles: Any) -> Any:
         """Padded size of batches with `num_tokens` tokens; singles: whether each row has one.
@@ -55,7 +58,8 @@ class Padding:
         group = min(self.decode_group, self.rows_of(padded_tokens))
         if group == 1:
             return int(np.add.reduce(lengths))
-        return group * int(np.add.reduce(np.sort(lengths)[::-1][::group]))
+        chunks = -(-np.sort(lengths)[::-1][::group] // self.decode_chunk)
+        return group * self.decode_chunk * int(np.add.reduce(chunks))
 
 
 def _next(sizes: tuple[int, ...], size: int) -> int:
@@ -183,7 +187,8 @@ class Coefficients:
 
     per_token: of padded_tokens; per_decode, per_prefill: of their numbers; the others: of the
     feature of their name. token_bias: of every batch; decode_bias, prefill_bias: of one that has
-    decodes, or prefills. Raises ValueError for a negative or infinite one.
+    decodes, or prefills; batch_bias: of one of more than one token, padding included: its products
+    are of matrices, not of a matrix and a vector. Raises ValueError for a negative or infinite one.
     """
 
     per_token: float
@@ -201,6 +206,7 @@ class Coefficients:
     swapped_slot: float = 0.0
     hidden_prefill: float = 0.0
     sampled_row: float = 0.0
+    batch_bias: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -266,6 +272,7 @@ class LinearCostModel:
         """InferMax section 3.2, with padding, hidden caches and swaps; see `CostModel`."""
         k, f = self.coefficients, features
         layer = k.token_bias + k.per_token * f.padded_tokens
+        layer = layer + (f.padded_tokens > 1) * k.batch_bias
         layer = layer + (
             (f.num_decodes > 0) * k.decode_bias
             + k.decode_kv * f.decode_kv

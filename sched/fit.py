@@ -104,6 +104,7 @@ def columns(f: BatchFeatures) -> list[Any]:
         f.swapped_slots,
         f.hidden_prefill,
         f.sampled_rows,
+        1.0 * (f.padded_tokens > 1),
     ]
 
 

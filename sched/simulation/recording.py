@@ -230,7 +230,8 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         coefficients = Coefficients(**model["coefficients"])
         content["cost_model"] = LinearCostModel(coefficients, model["num_layers"])
         rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
-        content["padding"] = Padding(rows, tokens, padding["decode_group"])
+        sizes = padding["decode_group"], padding["decode_chunk"]
+        content["padding"] = Padding(rows, tokens, *sizes)
         header = Header(**content)
         for name, fits in _HEADER_CHECKS.items():
             if not fits(getattr(header, name)):

@@ -12,7 +12,10 @@ from jaxserve.sched.fit import FitError
 from jaxserve.sched.served_steps import MIN_STEPS, ServedSteps, fit_device, fit_host
 
 TRUE = LinearCostModel(
-    Coefficients(3e-6, 4e-4, 2e-8, 1e-5, 3e-6, 2e-9, 2e-5, 4e-6, 1e-8, hidden_token=5e-8), 4
+    Coefficients(
+        *(3e-6, 4e-4, 2e-8, 1e-5, 3e-6, 2e-9, 2e-5, 4e-6, 1e-8), hidden_token=5e-8, batch_bias=2e-4
+    ),
+    4,
 )
 HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4, 3e-5, 2e-5, 5e-4)
 
@@ -25,7 +28,7 @@ def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
     before = rng.integers(0, 200, count) * (chunk > 0)
     features = BatchFeatures(
         num_tokens=decodes + chunk,
-        padded_tokens=(decodes + chunk + 7) // 8 * 8,
+        padded_tokens=np.where(decodes + chunk == 1, 1, (decodes + chunk + 7) // 8 * 8),
         decode_kv=decodes * rng.integers(1, 300, count),
         num_decodes=decodes,
         prefill_quad=chunk * (chunk + 2 * before),
