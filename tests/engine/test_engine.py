@@ -242,6 +242,26 @@ def check_the_times(steps: list[StepStats], running: Engine) -> None:
     assert running.stats().step_time_error == running._cost_model.error > 0
 
 
+def test_a_thread_that_slept_says_how_long_it_took_to_wake_up(shapes: dict[str, Path]) -> None:
+    with engine(shapes["llama"]) as running:
+        recorder, asleep = Recorder(), threading.Event()
+        wait_for = running._wake.wait_for
+
+        def waiting(*args: Any, **kwargs: Any) -> bool:
+            if running._serving.steps == 2:
+                asleep.set()  # its lock is free once it sleeps
+            return wait_for(*args, **kwargs)
+
+        running._wake.wait_for = waiting  # type: ignore[method-assign, assignment]
+        running.add_observer(recorder)
+        generate(running, [[3] * 10], max_tokens=2, ignore_eos=True)
+        assert asleep.wait(TIMEOUT)
+        generate(running, [[4] * 10], max_tokens=2, ignore_eos=True)
+    prompt, *later = recorder.steps[2:]
+    assert 0 < prompt.wake_time < 60 and prompt.num_received == 1
+    assert {s.wake_time for s in later} == {0.0}
+
+
 def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:
     """What forbid-compile mode is for: a shape that escaped the warm-up must not go unnoticed."""
     for culprit, complaint in (
