@@ -17,7 +17,7 @@ from jaxserve.sched.fit import PRIOR, FitError, columns, nearest
 
 MIN_STEPS = 10
 MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept
-CLIP = 2.0  # a step counts as at most so many times what was to be expected
+CLIP = 3.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
 MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
@@ -75,9 +75,8 @@ class ServedSteps:
 
 def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     """What explains the steps' device times, near a multiple of the prior where they say nothing.
-    Errors count relative to what was to be expected. Steps after idle take something longer that is
-    not in it: a server with little to do has no other ones with prompts. FitError for fewer than
-    MIN_STEPS steps."""
+    Steps after idle take something longer that is not in it: a server with little to do has no
+    other ones with prompts. FitError for fewer than MIN_STEPS steps."""
     steps = steps.take(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
@@ -163,13 +162,16 @@ def _wake(steps: ServedSteps, host: HostTerms) -> float:
 def _robust(
     design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: np.ndarray
 ) -> np.ndarray:
-    """Weights whose errors are relative: at first to what was measured, which pulls them down, and
-    then to what is expected, with outliers clipped. In the end they are scaled, so that all rows
-    together take what was measured: disturbances that come again and again are part of it."""
+    """Least squares whose rows have a variance that grows with their time, as that of what strikes
+    at random, and just as often in each second, does. At first that is the time measured, which
+    pulls the weights down, and then the expected, with outliers clipped. In the end they are
+    scaled, so that all rows together take what was measured: disturbances that come again and again
+    are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
-        rows = design / expected[:, None]
-        a, b = rows.T @ rows, rows.T @ (wanted / expected)
+        unit = np.sqrt(expected)
+        rows = design / unit[:, None]
+        a, b = rows.T @ rows, rows.T @ (wanted / unit)
         values = nearest(a, b, float(len(rows)), prior, held)
         expected = np.maximum(design @ values, 1e-9)
         wanted = np.clip(seconds, expected / clip, expected * clip)

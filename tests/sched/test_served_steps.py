@@ -108,7 +108,7 @@ def test_a_stopped_process_changes_little() -> None:
         getattr(steps, name)[[50, 333]] += 60.0
     probe = steps.features
     model, host = fit_device(steps, TRUE), fit_host(steps, TRUE)
-    assert model.batch_time(probe) == pytest.approx(TRUE.batch_time(probe), rel=0.03)
+    assert model.batch_time(probe) == pytest.approx(TRUE.batch_time(probe), rel=0.04)
     assert host.plan + 30 * host.plan_row == pytest.approx(HOST.plan + 30 * HOST.plan_row, rel=0.05)
 
 
