@@ -67,8 +67,8 @@ def step_stats(rows: int) -> StepStats:
         device_time=0.008,
         predicted_time=0.009,
         wake_time=0.0,
-        receive_time=0.00001,
-        plan_time=0.00025,
+        receive_time=0.00005,
+        plan_time=0.0002,
         launch_time=0.00025,
         finish_time=0.0005,
     )
