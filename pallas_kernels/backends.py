@@ -31,7 +31,7 @@ class Backend:
     supports(kind, *, num_heads, kv_heads, head_dim, block_size, dtype) -> None, or why the kernels
         of this cache kind cannot run such a shape. Heads are a shard's.
     decode_group: rows that decodes read together, sorted by length: each costs what the longest
-        does.
+        does. decode_chunk: tokens of K and V that such a group reads at once, about.
     """
 
     write: Callable[..., jax.Array]
@@ -43,6 +43,11 @@ class Backend:
     stage_in: Callable[..., jax.Array]
     supports: Callable[..., str | None]
     decode_group: int = 1
+    decode_chunk: int = 1
+
+    def chunk_tokens(self, block_size: int, width: int) -> int:
+        """The tokens of decode_chunk in whole blocks, of which a table has `width`."""
+        return block_size * min(max(1, self.decode_chunk // block_size), width)
 
 
 # Name -> module here and its attribute, imported when it is first chosen: a machine without a GPU

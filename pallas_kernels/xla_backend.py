@@ -31,4 +31,5 @@ BACKEND = Backend(
     stage_in=xla_write.stage_in,
     supports=_supports,
     decode_group=xla_attention.DECODE_GROUP,
+    decode_chunk=xla_attention.DECODE_CONTEXT,
 )

@@ -21,20 +21,23 @@ class Padding:
     A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
     both ascending. decode_group: rows whose caches decodes read together, sorted by length; each of
     a group costs what its longest does, and the last group counts as full (the XLA backend).
+    decode_chunk: tokens that such a group reads at once, to which its length is rounded up.
     ValueError for buckets that are none.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     decode_group: int = 1
+    decode_chunk: int = 1
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens"):
             sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ValueError(f"padding.{name} must be positive and ascending, got {sizes}")
-        if self.decode_group < 1:
-            raise ValueError(f"padding.decode_group must be at least 1, got {self.decode_group}")
+        for name in ("decode_group", "decode_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"padding.{name} must be at least 1, got {getattr(self, name)}")
 
     def of(self, num_tokens: Any, singles: Any) -> Any:
         """Padded size of batches with `num_tokens` tokens; singles: whether each row has one.
@@ -55,7 +58,8 @@ class Padding:
         group = min(self.decode_group, self.rows_of(padded_tokens))
         if group == 1:
             return int(np.add.reduce(lengths))
-        return group * int(np.add.reduce(np.sort(lengths)[::-1][::group]))
+        chunks = -(-np.sort(lengths)[::-1][::group] // self.decode_chunk)
+        return group * self.decode_chunk * int(np.add.reduce(chunks))
 
 
 def _next(sizes: tuple[int, ...], size: int) -> int:
@@ -183,7 +187,8 @@ class Coefficients:
 
     per_token: of padded_tokens; per_decode, per_prefill: of their numbers; the others: of the
     feature of their name. token_bias: of every batch; decode_bias, prefill_bias: of one that has
-    decodes, or prefills. Raises ValueError for a negative or infinite one.
+    decodes, or prefills; batch_bias: of one of more than one token, padding included: its products
+    are of matrices, not of a matrix and a vector. Raises ValueError for a negative or infinite one.
     """
 
     per_token: float
@@ -201,6 +206,7 @@ class Coefficients:
     swapped_slot: float = 0.0
     hidden_prefill: float = 0.0
     sampled_row: float = 0.0
+    batch_bias: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -221,7 +227,9 @@ class HostTerms:
     and its launch, and for each of its rows. admit: for each row that takes a slot for sampling.
     move: for each operation on the pool that is sent to the device. finish, finish_row: once the
     tokens are there, and for each row that samples one. idle: what a step takes longer on a device
-    that had nothing to do. ValueError for a negative or infinite one.
+    that had nothing to do. receive, receive_row: from one step to the next plan, and for each
+    request taken in then. wake: from an arrival until a thread that slept is as far as one that did
+    not. ValueError for a negative or infinite one.
     """
 
     plan: float = 0.0
@@ -233,6 +241,9 @@ class HostTerms:
     finish: float = 0.0
     finish_row: float = 0.0
     idle: float = 0.0
+    receive: float = 0.0
+    receive_row: float = 0.0
+    wake: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -261,6 +272,7 @@ class LinearCostModel:
         """InferMax section 3.2, with padding, hidden caches and swaps; see `CostModel`."""
         k, f = self.coefficients, features
         layer = k.token_bias + k.per_token * f.padded_tokens
+        layer = layer + (f.padded_tokens > 1) * k.batch_bias
         layer = layer + (
             (f.num_decodes > 0) * k.decode_bias
             + k.decode_kv * f.decode_kv

@@ -104,29 +104,39 @@ def columns(f: BatchFeatures) -> list[Any]:
         f.swapped_slots,
         f.hidden_prefill,
         f.sampled_rows,
+        1.0 * (f.padded_tokens > 1),
     ]
 
 
 def nearest(
-    a: np.ndarray, b: np.ndarray, weight: float, prior: np.ndarray, held: float = PRIOR
+    a: np.ndarray,
+    b: np.ndarray,
+    weight: float,
+    prior: np.ndarray,
+    held: float | np.ndarray = PRIOR,
 ) -> np.ndarray:
     """Non-negative least squares with a ridge: the weights w >= 0 that minimise w a w - 2 w b, held
     near a multiple of a prior, which is all there is of those whose features nobody has seen.
 
     a [k, k], b [k]: normal equations of rows whose weights sum up to `weight`. prior [k]: none
-    negative. held: rows that it counts as much as.
+    negative. held: rows that it counts as much as, or each of its weights does, [k].
     """
     # The one factor by which the prior would predict best: this device may just be slower.
-    fits = float(prior @ a @ prior)
-    scale = float(prior @ b) / fits if fits else 1.0
+    # What is hardly held explains whatever it can of that.
+    rows = np.broadcast_to(held, len(prior))
+    free = rows < 1.0
+    shared = a[free] @ prior
+    taken = np.linalg.pinv(a[np.ix_(free, free)]) @ shared
+    fits = float(prior @ a @ prior - taken @ shared)
+    scale = float(prior @ b - taken @ b[free]) / fits if fits else 1.0
     values = scale * prior
     seen = np.flatnonzero(a.diagonal())
     # Columns range over nine orders of magnitude: each is measured by its root mean square.
     size = np.sqrt(a.diagonal()[seen] / weight)
     near = a[np.ix_(seen, seen)] / np.outer(size, size)
-    near[np.diag_indices(len(seen))] += held
+    near[np.diag_indices(len(seen))] += rows[seen]
     factor = np.linalg.cholesky(near)
-    wanted = b[seen] / size + held * values[seen] * size
+    wanted = b[seen] / size + rows[seen] * values[seen] * size
     found, _ = nnls(factor.T, np.linalg.solve(factor, wanted))
     values[seen] = found / size
     return values

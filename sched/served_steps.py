@@ -6,9 +6,8 @@ and some were disturbed: they are held near a prior, and none counts as absurdly
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, Li
 from jaxserve.sched.fit import PRIOR, FitError, columns, nearest
 
 MIN_STEPS = 10
-MIN_IDLE = 5  # steps that say what a step takes longer after idle
-CLIP = 2.0  # a step counts as at most so many times what was to be expected
+MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept
+CLIP = 3.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
 MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
@@ -32,10 +31,13 @@ class ServedSteps:
 
     features: BatchFeatures
     device_time: np.ndarray
+    wake_time: np.ndarray
+    receive_time: np.ndarray
     plan_time: np.ndarray
     launch_time: np.ndarray
     finish_time: np.ndarray
     num_live: np.ndarray
+    num_received: np.ndarray
     num_rows: np.ndarray
     num_admitted: np.ndarray
     num_moves: np.ndarray
@@ -48,10 +50,10 @@ class ServedSteps:
         steps = list(steps)
         arrays = {
             field.name: np.array([getattr(step, field.name) for step in steps])
-            for field in dataclasses.fields(cls)
+            for field in fields(cls)
             if field.name != "features"
         }
-        names = [field.name for field in dataclasses.fields(BatchFeatures)]
+        names = [field.name for field in fields(BatchFeatures)]
         features = {n: np.array([getattr(s.features, n) for s in steps]) for n in names}
         return cls(features=BatchFeatures(**features), **arrays)
 
@@ -60,12 +62,12 @@ class ServedSteps:
 
     def take(self, which: np.ndarray) -> ServedSteps:
         """Some of them: indices, or a mask."""
-        return dataclasses.replace(
+        return replace(
             self,
             features=_taken(self.features, which),
             **{
                 field.name: getattr(self, field.name)[which]
-                for field in dataclasses.fields(self)
+                for field in fields(self)
                 if field.name != "features"
             },
         )
@@ -73,17 +75,29 @@ class ServedSteps:
 
 def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     """What explains the steps' device times, near a multiple of the prior where they say nothing.
-    Errors count relative to what was to be expected. FitError for fewer than MIN_STEPS steps."""
+    Steps after idle take something longer that is not in it: a server with little to do has no
+    other ones with prompts. FitError for fewer than MIN_STEPS steps."""
     steps = steps.take(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
-    busy = steps.take(~steps.after_idle)
-    if len(busy) < MIN_STEPS:  # say without overlap, where the device is idle before every step
-        busy = steps
-    design = np.stack([np.broadcast_to(c, len(busy)) for c in columns(busy.features)], axis=1)
-    before = np.array(list(prior.coefficients.as_dict().values()))
-    values = _robust(design * float(prior.num_layers), busy.device_time, CLIP, before)
-    return LinearCostModel(Coefficients(*values.tolist()), prior.num_layers)
+    design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features)]
+    design = [column * float(prior.num_layers) for column in design]
+    before = list(prior.coefficients.as_dict().values())
+    held = [PRIOR] * len(before)
+    if not _without_overlap(steps):
+        design.append(1.0 * steps.after_idle)
+        before.append(0.0)
+        held.append(NOT_HELD)
+    values = _robust(
+        np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
+    )
+    prices = values[: len(fields(Coefficients))].tolist()
+    return LinearCostModel(Coefficients(*prices), prior.num_layers)
+
+
+def _without_overlap(steps: ServedSteps) -> bool:
+    """Whether the device is idle before as good as every step."""
+    return bool(np.count_nonzero(~steps.after_idle) < MIN_STEPS)
 
 
 def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
@@ -97,9 +111,21 @@ def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
         steps.launch_time, one, steps.num_rows, steps.num_admitted, steps.num_moves
     )
     finish, finish_row = _terms(steps.finish_time, one, steps.num_emitting)
-    return HostTerms(
-        plan, plan_row, launch, launch_row, admit, move, finish, finish_row, _idle(steps, model)
+    receive, receive_row = _terms(steps.receive_time, one, steps.num_received)
+    host = HostTerms(
+        plan,
+        plan_row,
+        launch,
+        launch_row,
+        admit,
+        move,
+        finish,
+        finish_row,
+        _idle(steps, model),
+        receive,
+        receive_row,
     )
+    return replace(host, wake=_wake(steps, host))
 
 
 def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
@@ -108,27 +134,44 @@ def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
         return [0.0] * len(features)
     design = np.stack(features, axis=1).astype(np.float64)
     none = np.zeros(len(features))
-    return _robust(design[took], seconds[took], HOST_CLIP, none, NOT_HELD).tolist()
+    return _robust(design[took], seconds[took], HOST_CLIP, none, none + NOT_HELD).tolist()
 
 
 def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
     """The median; 0 if there are few, or the model is of nothing but such steps."""
     idle = steps.take(steps.after_idle & (steps.device_time > 0))
-    if len(idle) < MIN_IDLE or np.count_nonzero(~steps.after_idle) < MIN_STEPS:
+    if len(idle) < MIN_IDLE or _without_overlap(steps):
         return 0.0
     return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
 
 
+def _wake(steps: ServedSteps, host: HostTerms) -> float:
+    """The median over the steps before which the thread slept, from the arrival to the launch, of
+    what they took beside `host`: caches are cold after it. 0 if there are few."""
+    slept = steps.take(steps.wake_time > 0)
+    if len(slept) < MIN_IDLE:
+        return 0.0
+    took = slept.wake_time + slept.receive_time + slept.plan_time + slept.launch_time
+    usual = host.receive + host.receive_row * slept.num_received
+    usual = usual + host.plan + host.plan_row * slept.num_live
+    usual = usual + host.launch + host.launch_row * slept.num_rows
+    usual = usual + host.admit * slept.num_admitted + host.move * slept.num_moves
+    return max(0.0, float(np.median(took - usual)))
+
+
 def _robust(
-    design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: float = PRIOR
+    design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: np.ndarray
 ) -> np.ndarray:
-    """Weights whose errors are relative: at first to what was measured, which pulls them down, and
-    then to what is expected, with outliers clipped. In the end they are scaled, so that all rows
-    together take what was measured: disturbances that come again and again are part of it."""
+    """Least squares whose rows have a variance that grows with their time, as that of what strikes
+    at random, and just as often in each second, does. At first that is the time measured, which
+    pulls the weights down, and then the expected, with outliers clipped. In the end they are
+    scaled, so that all rows together take what was measured: disturbances that come again and again
+    are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
-        rows = design / expected[:, None]
-        a, b = rows.T @ rows, rows.T @ (wanted / expected)
+        unit = np.sqrt(expected)
+        rows = design / unit[:, None]
+        a, b = rows.T @ rows, rows.T @ (wanted / unit)
         values = nearest(a, b, float(len(rows)), prior, held)
         expected = np.maximum(design @ values, 1e-9)
         wanted = np.clip(seconds, expected / clip, expected * clip)
@@ -136,5 +179,5 @@ def _robust(
 
 
 def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
-    names = (field.name for field in dataclasses.fields(BatchFeatures))
+    names = (field.name for field in fields(BatchFeatures))
     return BatchFeatures(*(getattr(features, name)[which] for name in names))

@@ -26,7 +26,7 @@ WIDEN_TOKENS = 128
 @dataclass(frozen=True)
 class Buckets:
     """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
-    are steps for rows with hidden caches, too. decode_group: as the `Backend` has it."""
+    are steps for rows with hidden caches, too. decode_group, decode_chunk: as in `Padding`."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -34,11 +34,12 @@ class Buckets:
     slots: int
     hidden: bool = False
     decode_group: int = 1
+    decode_chunk: int = 1
 
     @property
     def padding(self) -> Padding:
         """How batches are rounded up, as the cost models see it."""
-        return Padding(self.rows, self.tokens, self.decode_group)
+        return Padding(self.rows, self.tokens, self.decode_group, self.decode_chunk)
 
     def decode(self, rows: int, *, hidden: bool = False) -> Layout:
         """The smallest decode step for that many rows. Raises IndexError beyond the last bucket."""
@@ -81,6 +82,7 @@ def make_buckets(
     tokens: tuple[int, ...] = (),
     hidden: bool = False,
     decode_group: int = 1,
+    decode_chunk: int = 1,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
 
@@ -97,7 +99,7 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group)
+    return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group, decode_chunk)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

@@ -80,14 +80,16 @@ def choose(config: ConfigDict) -> Choices:
     read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
     backend, read = _backend(config, model, dtype, read, pool_heads=pool_heads, shards=tensor)
+    kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
         limits.max_batch_tokens,
-        width=blocks_a_plane(max_model_len, demand.block_size),
+        width=width,
         rows=tuple(config.engine.row_buckets),
         tokens=tuple(config.engine.token_buckets),
         hidden=read is not None,
-        decode_group=get_backend(backend).decode_group,
+        decode_group=kernels.decode_group,
+        decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
     moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
     num_blocks = pool_blocks(

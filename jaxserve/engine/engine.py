@@ -247,6 +247,7 @@ class Engine:
 
     def _loop(self) -> None:
         pending: InFlight | None = None
+        self._serving.woke(None)
         while self._receive(wait=pending is None and not self._serving.live):
             launched = self._serving.launch(idle=pending is None)
             if pending is not None:
@@ -259,8 +260,11 @@ class Engine:
     def _receive(self, *, wait: bool) -> bool:
         """Takes in what other threads asked for; False when the engine is to end."""
         with self._wake:
-            if wait:
+            if wait and not (self._inbox or self._stop):
                 self._wake.wait_for(lambda: self._inbox or self._stop)
+                first = self._inbox[0] if self._inbox else None
+                arrival = first.request.arrival if isinstance(first, _Submit) else None
+                self._serving.woke(arrival)
             if self._stop:
                 return False
             commands = len(self._inbox)

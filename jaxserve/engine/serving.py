@@ -38,10 +38,13 @@ class InFlight:
     padded_tokens: int
     preemptions: int
     num_live: int
+    num_received: int
     num_admitted: int
     after_idle: bool
     kv_used: int
     begin: float
+    wake_time: float
+    receive_time: float
     plan_time: float
     launch_time: float
 
@@ -75,7 +78,15 @@ class Serving:
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._arrivals = 0
-        self._preemptions = 0  # not told in any step yet
+        self._since = clock()  # when the thread was done with a step, or went on after it slept
+        # Not told in any step yet.
+        self._preemptions = self._received = 0
+        self._wake_time = self._receive_time = 0.0
+
+    def woke(self, arrival: float | None) -> None:
+        """The thread has slept, until now; arrival: of the request that woke it, if one did."""
+        self._since = self._clock()
+        self._wake_time = 0.0 if arrival is None else self._since - arrival
 
     def knows(self, request_id: str) -> bool:
         """Whether any of its continuations is not over."""
@@ -91,6 +102,7 @@ class Serving:
         for index, text in enumerate(texts):
             row = self._scheduler.add(request)
             number, self._arrivals = self._arrivals, self._arrivals + 1
+            self._received += 1
             continuation = Continuation(request, index, row, number, text, on_output)
             continuations.append(continuation)
             self.live[row] = continuation
@@ -108,6 +120,7 @@ class Serving:
             return None
         begin = self._clock()
         scheduler = self._scheduler
+        self._receive_time += begin - self._since
         num_live, step = len(self.live), self._schedule(begin)
         kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
         planned = self._clock()
@@ -120,6 +133,7 @@ class Serving:
             if idle and not step.plan.operations:
                 raise self._invalid(f"it plans nothing for {num_live} requests")
             self._watch.moved(step)
+            self._since = self._clock()
             return None
         members = [self.live[row] for row in step.rows.tolist()]
         admitted = [member for member in members if member.slot == NO_SLOT]
@@ -134,24 +148,30 @@ class Serving:
         handle = self._executor.submit(layout, batch.buffer, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
-        preemptions, self._preemptions = self._preemptions, 0
         watched = self._watch.launched(step, self._clock())
-        return InFlight(
+        flying = InFlight(
             handle,
             emitting,
             step,
             watched,
             lengthening(step, scheduler.view, watched.predicted),
             layout.tokens,
-            preemptions,
+            self._preemptions,
             num_live=num_live,
+            num_received=self._received,
             num_admitted=len(admitted),
             after_idle=idle,
             kv_used=kv_used,
             begin=begin,
+            wake_time=self._wake_time,
+            receive_time=self._receive_time,
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
         )
+        self._preemptions = self._received = 0
+        self._wake_time = self._receive_time = 0.0
+        self._since = self._clock()
+        return flying
 
     def _schedule(self, now: float) -> Step:
         try:
@@ -211,7 +231,7 @@ class Serving:
         self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
     ) -> None:
         """Tells the observers of a step whose tokens came now, to whom."""
-        booked = step.step
+        booked, self._since = step.step, self._clock()
         stats = StepStats(
             num_rows=len(booked),
             num_decodes=booked.num_decodes,
@@ -221,6 +241,7 @@ class Serving:
             padded_tokens=step.padded_tokens,
             preemptions=step.preemptions,
             num_live=step.num_live,
+            num_received=step.num_received,
             num_admitted=step.num_admitted,
             num_moves=sum(not isinstance(move, Discard) for move in booked.moves),
             num_emitting=len(step.emitting),
@@ -234,9 +255,11 @@ class Serving:
             device_time=device_time,
             predicted_time=step.watched.predicted,
             lengthening=step.lengthening,
+            wake_time=step.wake_time,
+            receive_time=step.receive_time,
             plan_time=step.plan_time,
             launch_time=step.launch_time,
-            finish_time=self._clock() - now,
+            finish_time=self._since - now,
         )
         for observer in self.observers:
             observer.on_step(stats)

@@ -19,7 +19,8 @@ class StepStats:
     num_decodes: rows that decode. padded_tokens: the size of its bucket, of which num_tokens are
     real, in three kinds as in `sched.step.Step`. preemptions: requests that lost their cache
     since the step before.
-    num_live: requests when it was planned. num_admitted: rows that took a slot for sampling.
+    num_live: requests when it was planned. num_received: of those that have come since the step
+    before was planned. num_admitted: rows that took a slot for sampling.
     num_moves: operations on the pool that were sent to the device. num_emitting: rows that sample.
     after_idle: whether the device had nothing to do when it came.
     features: what the cost model knows of it. received: the numbers of the continuations that got a
@@ -29,8 +30,11 @@ class StepStats:
     step_time: launch to tokens on the host. device_time: what it took the device, see
     `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch;
     lengthening: how much of that is for best-effort rows, see `sched.tiers`.
-    plan_time: the policy's plan and its booking; launch_time: moves, building the batch and handing
-    it over; finish_time: detokenising and streaming. All three whether or not the device hid them.
+    wake_time: from a request's arrival until the engine's thread, which slept, went on; 0 where it
+    did not. receive_time: from the step before, or from there, to the plan: observers, and taking
+    requests in. plan_time: the policy's plan and its booking; launch_time: moves, building the
+    batch and handing it over; finish_time: detokenising and streaming. All whether or not the
+    device hid them.
     """
 
     num_rows: int
@@ -41,6 +45,7 @@ class StepStats:
     padded_tokens: int
     preemptions: int
     num_live: int
+    num_received: int
     num_admitted: int
     num_moves: int
     num_emitting: int
@@ -54,6 +59,8 @@ class StepStats:
     device_time: float
     predicted_time: float
     lengthening: float
+    wake_time: float
+    receive_time: float
     plan_time: float
     launch_time: float
     finish_time: float
@@ -66,7 +73,7 @@ class StepStats:
     @property
     def host_time(self) -> float:
         """All that the engine's thread did for it."""
-        return self.plan_time + self.launch_time + self.finish_time
+        return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class BatchTime:
         time += k["per_decode"] * batch.decodes
         time += k["prefill_bias"] * has_prefill + k["prefill_quad"] * batch.quad
         time += k["per_prefill"] * batch.prefills + k["prefill_m"] * batch.before
+        if k["batch_bias"]:
+            time += k["batch_bias"] * self._several(batch.tokens)
         if cost.residual is not None:
             time += self._residual(batch.tokens)
         if cost.extra:

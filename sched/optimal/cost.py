@@ -19,6 +19,7 @@ LINEAR = (
     "prefill_bias",
     "per_prefill",
     "prefill_m",
+    "batch_bias",
 )
 
 

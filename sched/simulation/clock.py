@@ -15,6 +15,15 @@ class Clock:
     now: float = 0.0
     device_free: float = 0.0
 
+    def wake(self, arrival: float) -> float:
+        """A request arrives where there is none, and the host goes on: when."""
+        self.now = max(self.now, arrival + self.host.wake)
+        return self.now
+
+    def receive(self, requests: int) -> None:
+        """The host takes in so many requests, before it plans a step."""
+        self.now += self.host.receive + self.host.receive_row * requests
+
     def plan(self, live: int) -> None:
         """The host plans a step, with so many requests there."""
         self.now += self.host.plan + self.host.plan_row * live

@@ -103,6 +103,7 @@ def _go(
     for count, took in zip(rows, seconds, strict=True):
         if clock.now >= horizon:
             break
+        clock.receive(0)
         clock.plan(live if setting.overlap else count)
         live = count
         start, end = clock.launch(count, 0, 0, took, idle=flying is None)

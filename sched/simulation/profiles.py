@@ -19,7 +19,7 @@ from jaxserve.sched.cost_model import (
     Padding,
 )
 
-FORMAT = 3
+FORMAT = 4
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
 STEP_SECONDS = (1e-9, 1e6)  # within which a step of one token takes
 
@@ -157,14 +157,14 @@ def _system(content: Mapping[str, Any]) -> System:
 
 def _padding(value: Any) -> Padding:
     found = _object("padding", value)
-    _only("padding.", found, required=("rows", "tokens", "decode_group"))
+    _only("padding.", found, required=("rows", "tokens", "decode_group", "decode_chunk"))
     sizes = {}
     for name in ("rows", "tokens"):
         if not isinstance(found[name], list):
             raise ValueError(f"padding.{name} must be a list, got {found[name]!r:.40}")
         sizes[name] = tuple(_whole(f"padding.{name}", size) for size in found[name])
-    group = _whole("padding.decode_group", found["decode_group"])
-    return Padding(**sizes, decode_group=group)
+    group, chunk = (_whole(f"padding.{n}", found[n]) for n in ("decode_group", "decode_chunk"))
+    return Padding(**sizes, decode_group=group, decode_chunk=chunk)
 
 
 _Terms = TypeVar("_Terms", Coefficients, HostTerms)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
 from jaxserve.sched.policy import Limits
 
-FORMAT = 1
+FORMAT = 2
 MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
 
@@ -56,11 +56,14 @@ class Step(NamedTuple):
 
     end: float
     device_time: float
+    wake_time: float
+    receive_time: float
     plan_time: float
     launch_time: float
     finish_time: float
     after_idle: int
     num_live: int
+    num_received: int
     num_rows: int
     num_admitted: int
     num_moves: int
@@ -227,7 +230,8 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         coefficients = Coefficients(**model["coefficients"])
         content["cost_model"] = LinearCostModel(coefficients, model["num_layers"])
         rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
-        content["padding"] = Padding(rows, tokens, padding["decode_group"])
+        sizes = padding["decode_group"], padding["decode_chunk"]
+        content["padding"] = Padding(rows, tokens, *sizes)
         header = Header(**content)
         for name, fits in _HEADER_CHECKS.items():
             if not fits(getattr(header, name)):

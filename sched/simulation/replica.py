@@ -83,6 +83,7 @@ class Replica:
         self._lengths, self._offsets, self._token_times = output_len, offsets, token_times
         self._over = np.zeros(len(output_len), bool)
         self._preemptions = preemptions
+        self._came = 0  # requests that the host has not taken in
         seen = scheduler.view.cost_model
         self._watch: StepWatch | None = None
         if isinstance(seen, OnlineCostModel):
@@ -107,8 +108,9 @@ class Replica:
             self._has_slot = np.append(self._has_slot, np.zeros(capacity - row, bool))
         self._request_of[row] = number
         self.live += 1
+        self._came += 1
         if self.next_time == math.inf:
-            self._clock.now = self.next_time = max(self._clock.now, request.arrival)
+            self.next_time = self._clock.wake(request.arrival)
 
     def run(self, horizon: float) -> None:
         """Once round the loop; several times, until `horizon`, where the outcome is certain.
@@ -145,6 +147,8 @@ class Replica:
         if not self.live:
             return None
         scheduler, clock = self.scheduler, self._clock
+        clock.receive(self._came)
+        self._came = 0
         step = scheduler.schedule(clock.now)
         clock.plan(self.live)
         if len(step.preempted):

@@ -221,6 +221,7 @@ def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: floa
         padded_tokens=16,
         preemptions=1,
         step_time=step_time,
+        receive_time=0.0,
         plan_time=host_time,
         launch_time=0.0,
         finish_time=0.0,

@@ -225,14 +225,41 @@ def check_the_times(steps: list[StepStats], running: Engine) -> None:
     """Of three requests that were served without a preemption."""
     assert sum(s.num_admitted for s in steps) == 3
     assert sum(s.num_emitting for s in steps) == 21
+    assert sum(s.num_received for s in steps) == 3
     assert steps[0].after_idle and not steps[-1].after_idle
+    assert steps[0].wake_time >= 0 and {s.wake_time for s in steps[1:]} == {0.0}
     for s in steps:
         assert s.num_admitted <= s.num_rows <= s.num_live <= 3 and s.num_moves == 0
-        assert min(s.predicted_time, s.plan_time, s.launch_time, s.finish_time) > 0
-        assert s.host_time == s.plan_time + s.launch_time + s.finish_time
+        times = s.receive_time, s.plan_time, s.launch_time, s.finish_time
+        assert min(*times, s.predicted_time) > 0
+        assert s.host_time == sum(times)
         assert 0 < s.device_time < s.step_time < 60
+    # One thread: from the first plan on nothing counts twice.
+    first, last = steps[0], steps[-1]
+    awake = last.end + last.finish_time - (first.end - first.step_time)
+    assert sum(s.host_time for s in steps) - first.receive_time <= awake + 1e-6
     assert running._cost_model.steps == len(steps) == running.stats().steps
     assert running.stats().step_time_error == running._cost_model.error > 0
+
+
+def test_a_thread_that_slept_says_how_long_it_took_to_wake_up(shapes: dict[str, Path]) -> None:
+    with engine(shapes["llama"]) as running:
+        recorder, asleep = Recorder(), threading.Event()
+        wait_for = running._wake.wait_for
+
+        def waiting(*args: Any, **kwargs: Any) -> bool:
+            if running._serving.steps == 2:
+                asleep.set()  # its lock is free once it sleeps
+            return wait_for(*args, **kwargs)
+
+        running._wake.wait_for = waiting  # type: ignore[method-assign, assignment]
+        running.add_observer(recorder)
+        generate(running, [[3] * 10], max_tokens=2, ignore_eos=True)
+        assert asleep.wait(TIMEOUT)
+        generate(running, [[4] * 10], max_tokens=2, ignore_eos=True)
+    prompt, *later = recorder.steps[2:]
+    assert 0 < prompt.wake_time < 60 and prompt.num_received == 1
+    assert {s.wake_time for s in later} == {0.0}
 
 
 def test_an_implicit_transfer_or_a_compilation_is_a_failure(shapes: dict[str, Path]) -> None:

@@ -3,6 +3,8 @@ in place."""
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,13 @@ from jaxserve.pallas_kernels import (
     LEFT,
     RIGHT,
     AttentionBatch,
+    get_backend,
     move_slots,
     paged_attention,
     write,
     xla_attention,
 )
+from jaxserve.pallas_kernels.xla_gather import chunk_blocks
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch
 from tests.kernels.cases import Case
@@ -75,3 +79,10 @@ def test_moves_are_in_place() -> None:
     pool = jax.ShapeDtypeStruct((3, 4000, 2, 8, 16), jnp.float32)
     moves = jax.ShapeDtypeStruct((16, 4), jnp.int32)
     assert_in_place(jax.jit(move_slots, donate_argnums=0).lower(pool, moves, 3).compile(), pool)
+
+
+@pytest.mark.parametrize(("block_size", "width"), [(16, 32), (16, 3), (24, 9), (128, 2)])
+def test_the_cost_model_is_told_how_much_a_group_reads_at_once(block_size: int, width: int) -> None:
+    batch = Mock(spec=AttentionBatch, table_width=width)
+    chunk = chunk_blocks(xla_attention.DECODE_CONTEXT, block_size, batch)
+    assert get_backend("xla").chunk_tokens(block_size, width) == chunk * block_size

@@ -12,9 +12,12 @@ from jaxserve.sched.fit import FitError
 from jaxserve.sched.served_steps import MIN_STEPS, ServedSteps, fit_device, fit_host
 
 TRUE = LinearCostModel(
-    Coefficients(3e-6, 4e-4, 2e-8, 1e-5, 3e-6, 2e-9, 2e-5, 4e-6, 1e-8, hidden_token=5e-8), 4
+    Coefficients(
+        *(3e-6, 4e-4, 2e-8, 1e-5, 3e-6, 2e-9, 2e-5, 4e-6, 1e-8), hidden_token=5e-8, batch_bias=2e-4
+    ),
+    4,
 )
-HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4)
+HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4, 3e-5, 2e-5, 5e-4)
 
 
 def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
@@ -25,7 +28,7 @@ def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
     before = rng.integers(0, 200, count) * (chunk > 0)
     features = BatchFeatures(
         num_tokens=decodes + chunk,
-        padded_tokens=(decodes + chunk + 7) // 8 * 8,
+        padded_tokens=np.where(decodes + chunk == 1, 1, (decodes + chunk + 7) // 8 * 8),
         decode_kv=decodes * rng.integers(1, 300, count),
         num_decodes=decodes,
         prefill_quad=chunk * (chunk + 2 * before),
@@ -35,6 +38,7 @@ def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
     )
     live, rows = rng.integers(1, 60, count), decodes + features.num_prefills
     admitted, moves = rng.integers(0, 4, count), rng.integers(0, 2, count)
+    received = rng.integers(0, 3, count)
     emitting, idle = np.maximum(rows - 1, 0), np.arange(count) % 10 == 0
 
     def disturbed(seconds: np.ndarray) -> np.ndarray:
@@ -43,10 +47,13 @@ def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
     return ServedSteps(
         features,
         disturbed(TRUE.batch_time(features) + HOST.idle * idle),
+        disturbed(HOST.wake * idle),
+        disturbed(HOST.receive + HOST.receive_row * received),
         disturbed(HOST.plan + HOST.plan_row * live),
         disturbed(HOST.launch + HOST.launch_row * rows + HOST.admit * admitted + HOST.move * moves),
         disturbed(HOST.finish + HOST.finish_row * emitting),
         live,
+        received,
         rows,
         admitted,
         moves,
@@ -55,6 +62,7 @@ def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
     )
 
 
+HOST_TIMES = ("wake_time", "receive_time", "plan_time", "launch_time", "finish_time")
 NOT_SEEN = (
     "hidden_tokens",
     "projected_tokens",
@@ -96,11 +104,11 @@ def test_what_no_step_shows_is_the_priors_times_what_the_others_say() -> None:
 
 def test_a_stopped_process_changes_little() -> None:
     steps = served()
-    for name in ("device_time", "plan_time", "launch_time", "finish_time"):
+    for name in ("device_time", "receive_time", "plan_time", "launch_time", "finish_time"):
         getattr(steps, name)[[50, 333]] += 60.0
     probe = steps.features
     model, host = fit_device(steps, TRUE), fit_host(steps, TRUE)
-    assert model.batch_time(probe) == pytest.approx(TRUE.batch_time(probe), rel=0.03)
+    assert model.batch_time(probe) == pytest.approx(TRUE.batch_time(probe), rel=0.04)
     assert host.plan + 30 * host.plan_row == pytest.approx(HOST.plan + 30 * HOST.plan_row, rel=0.05)
 
 
@@ -114,12 +122,37 @@ def test_without_overlap_every_step_is_after_idle_and_counts() -> None:
     assert fit_host(steps, model).idle == 0.0
 
 
+def test_prompts_that_only_come_when_nothing_runs_say_what_prompts_take() -> None:
+    steps = served(2000, noise=0.1)
+    steps = steps.take(steps.after_idle | (steps.features.num_prefills == 0))
+    prompts = steps.features.num_prefills > 0
+    assert steps.after_idle[prompts].all()
+    wrong = dataclasses.replace(TRUE.coefficients, per_token=3e-5, prefill_bias=3e-4)
+    model = fit_device(steps, LinearCostModel(wrong, TRUE.num_layers))
+    host = fit_host(steps, model)
+    found = model.batch_time(steps.features)[prompts].sum() + host.idle * prompts.sum()
+    assert found == pytest.approx(steps.device_time[prompts].sum(), rel=0.05)
+
+
+def test_cold_caches_are_part_of_waking_up() -> None:
+    steps = served()
+    cold = 4e-4 * (steps.wake_time > 0)
+    steps = dataclasses.replace(steps, launch_time=steps.launch_time + cold)
+    host = fit_host(steps, TRUE)
+    assert host.wake == pytest.approx(HOST.wake + 4e-4, rel=0.15)
+
+
+def test_who_slept_hardly_ever_says_nothing_of_it() -> None:
+    steps = served()
+    steps = dataclasses.replace(steps, wake_time=steps.wake_time * (np.arange(len(steps)) < 20))
+    assert fit_host(steps, TRUE).wake == 0.0
+
+
 def test_a_clock_that_stands_still_on_the_host_says_that_it_takes_no_time() -> None:
     steps = served()
     nothing = np.zeros(len(steps))
-    steps = dataclasses.replace(
-        steps, plan_time=nothing, launch_time=nothing, finish_time=nothing, after_idle=nothing > 0
-    )
+    still = dict.fromkeys(HOST_TIMES, nothing)
+    steps = dataclasses.replace(steps, after_idle=nothing > 0, **still)
     assert fit_host(steps, TRUE) == HostTerms()
     assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostTerms()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ pytest.importorskip("ortools")
 
 LLAMA = PRESETS["llama-2-7b@a100"]
 BIG = PRESETS["llama-3-70b@4xa100"]
+# A token alone is cheap, any other batch dear.
+ALONE = dataclasses.replace(
+    LLAMA.cost_model,
+    coefficients=dataclasses.replace(LLAMA.cost_model.coefficients, batch_bias=2e-4),
+)
 EQUAL = 1e-4  # more than the rounding of time, less than any difference between schedules
 
 
@@ -63,6 +69,7 @@ TINY = {
     "ttft_chunks": problem((5, 2), (3, 2), m=7, c=4, objective="mean_ttft"),
     "papers_own": problem((9, 3), (7, 3), (8, 2), m=20, chunked=False, cost_model=LLAMA.paper),
     "papers_70b": problem((9, 2), (7, 3), (8, 2), m=20, chunked=False, cost_model=BIG.paper),
+    "one_alone": problem((4, 3), (3, 2), m=6, chunked=False, cost_model=ALONE),
     "online": problem(
         (4, 2), (6, 2), m=8, chunked=False, objective="makespan", arrivals=(0.0, 0.004)
     ),

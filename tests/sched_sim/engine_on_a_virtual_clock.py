@@ -203,7 +203,10 @@ class Served(Observer):
         if wait:
             if self._sent == len(arrival):
                 return False
-            clock.now = max(clock.now, float(arrival[self._sent]))
+            due = float(arrival[self._sent])
+            if due > clock.now:
+                clock.now = due
+                self.engine._serving.woke(due)
         now = clock.now
         while self._sent < len(arrival) and arrival[self._sent] <= now:
             clock.now = float(arrival[self._sent])  # what it will have arrived at

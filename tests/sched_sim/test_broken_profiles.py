@@ -24,7 +24,7 @@ GOOD = System(
     32,
     8,
     16,
-    padding=Padding((1, 8), (16, 64), decode_group=8),
+    padding=Padding((1, 8), (16, 64), decode_group=8, decode_chunk=64),
     host=HostTerms(plan=1e-4),
     about={"device": "cpu"},
     rho=-1e-9,
@@ -70,6 +70,7 @@ def refused(tmp_path: Path, broken: Any) -> str:
         ("padding.rows", ["8"], "padding.rows must be a whole number"),
         ("padding.tokens", [64, 16], "padding.tokens must be positive and ascending"),
         ("padding.decode_group", 0, "padding.decode_group must be"),
+        ("padding.decode_chunk", 0, "padding.decode_chunk must be"),
         ("seconds_per_layer", {"per_token": 1.0}, "seconds_per_layer.token_bias is missing"),
         ("seconds_per_layer.per_token", None, "seconds_per_layer.per_token must be a number"),
         ("seconds_per_layer.per_token", -1, "coefficient per_token must be 0 or more"),
@@ -78,7 +79,7 @@ def refused(tmp_path: Path, broken: Any) -> str:
         ("host_s.plan", "slow", "host_s.plan must be a number"),
         ("host_s.plan", -1.0, "host.plan must be 0 or more"),
         ("gap_s", 1.0, "'gap_s' is no field"),
-        ("format", 2, "format 2, this version reads 3"),
+        ("format", 3, "format 3, this version reads 4"),
     ],
 )
 def test_the_field_is_named(tmp_path: Path, path: str, value: Any, problem: str) -> None:

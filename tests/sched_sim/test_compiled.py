@@ -29,7 +29,7 @@ from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 
 SEVEN = system("llama-2-7b@a100")
-PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6)
+PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4)
 PLAIN = [name for name in policies() if not name.startswith("aptserve") and name != "fastserve"]
 VARIED = [
     "sarathi+ef",
@@ -48,9 +48,9 @@ VARIED = [
     "vllm:probing=true",
     "sarathi_nocp:probing=true:watermark=0.1",
 ]
-HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4)
-SLOW_HOST = HostTerms(plan=0.03, finish=0.02, launch_row=0.004)
-ENGINE = Padding(rows=(1, 4, 16, 48), tokens=(16, 128, 512), decode_group=4)
+HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4, 3e-5, 2e-5, 1e-3)
+SLOW_HOST = HostTerms(plan=0.03, finish=0.02, launch_row=0.004, receive_row=0.01, wake=0.05)
+ENGINE = Padding(rows=(1, 4, 16, 48), tokens=(16, 128, 512), decode_group=4, decode_chunk=24)
 
 
 def drawn(seed: int, count: int, rate: float) -> Workload:

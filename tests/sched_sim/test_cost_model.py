@@ -30,6 +30,7 @@ UNIT = Coefficients(
     swapped_slot=11.0,
     hidden_prefill=14.0,
     sampled_row=15.0,
+    batch_bias=16.0,
 )
 
 
@@ -76,11 +77,14 @@ def test_the_linear_model_is_the_formula() -> None:
     moved = {"projected_tokens": 2, "copied_slots": 3, "swapped_slots": 1}
     mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, **moved, hidden_prefill=5, sampled_rows=4)
     layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 39 + 11
-    layer += 5 * 14 + 4 * 15
+    layer += 5 * 14 + 4 * 15 + 16
     assert model.batch_time(mixed) == 2 * layer
     # The biases of a part that is absent are left out.
-    assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10)
-    assert model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 0)) == 2 * (5 + 54 + 7 + 8)
+    assert model.batch_time(BatchFeatures(2, 2, 10, 2, 0, 0, 0)) == 2 * (4 + 30 + 4 + 10 + 16)
+    assert model.batch_time(BatchFeatures(3, 3, 0, 0, 9, 1, 0)) == 2 * (5 + 54 + 7 + 8 + 16)
+    # One token alone is no batch; what one is rounded up to is.
+    assert model.batch_time(BatchFeatures(1, 1, 5, 1, 0, 0, 0)) == 2 * (3 + 15 + 4 + 5)
+    assert model.batch_time(BatchFeatures(1, 4, 5, 1, 0, 0, 0)) == 2 * (6 + 15 + 4 + 5 + 16)
 
 
 def test_the_papers_model_floors_the_mean_and_adds_the_residual() -> None:
@@ -107,6 +111,17 @@ def test_padding_goes_to_the_next_bucket() -> None:
         np.array([1, 5]), np.array([3, 0]), np.array([True, False]), padding=padding
     )
     assert (mixed.num_tokens, mixed.padded_tokens) == (6, 16)
+
+
+def test_a_group_reads_whole_chunks_as_often_as_its_longest() -> None:
+    padding = Padding((1, 4, 8), (16,), decode_group=2, decode_chunk=16)
+    lengths = np.array([3, 40, 17, 16, 33])
+    # 40 and 33 in three chunks each, 17 and 16 in two, 3 and nobody in one.
+    assert padding.read(lengths, 8) == 2 * 16 * (3 + 2 + 1)
+    # A step of one row has no group, and reads what there is.
+    assert padding.read(lengths[1:2], 1) == 40
+    with pytest.raises(ValueError, match="decode_chunk must be at least 1, got 0"):
+        Padding((1,), (16,), decode_group=2, decode_chunk=0)
 
 
 def samples(noise: float, seed: int = 0) -> tuple[LinearCostModel, list[Sample]]:

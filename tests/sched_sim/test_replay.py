@@ -106,6 +106,15 @@ def test_the_model_is_fitted_to_the_steps_whatever_was_believed(tmp_path: Path) 
     assert PRIOR.batch_time(steps.features).sum() != pytest.approx(steps.device_time.sum(), rel=0.1)
 
 
+def test_a_server_that_is_mostly_idle_says_what_prompts_take(tmp_path: Path) -> None:
+    _, path = recorded(tmp_path, trace(3, 0.01, True), prior=PRIOR, scheduler__policy="vllm")
+    recording = replay.read(path)
+    prompts = recording.steps.features.num_prefills > 0
+    assert recording.steps.after_idle[prompts].mean() > 0.9
+    ours, theirs = again(recording), replay.served(recording)
+    assert ours.requests.ttft.mean() == pytest.approx(theirs.requests.ttft.mean(), rel=0.05)
+
+
 def test_a_part_is_what_happened_in_it(tmp_path: Path) -> None:
     first, second = trace(3, 20.0, True), trace(4, 20.0, False)
     pause = 100.0 - second.arrival[0]

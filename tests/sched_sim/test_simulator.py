@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
@@ -60,6 +60,21 @@ def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
     assert times(overlapped, 1) == [4.0]
     direct = simulate("sarathi", workload, SECOND, kv_tokens=99, block_size=1, overlap=False)
     assert times(direct, 1) == [3.0]
+
+
+def test_a_host_that_slept_wakes_up_and_takes_in_who_has_come_by_then() -> None:
+    # Asleep at 0 s, it goes on at 2 s, and takes in both at a second each; each later round of its
+    # loop takes half a second, which the device hides.
+    host = HostTerms(receive=0.5, receive_row=1.0, wake=2.0)
+    place = dataclasses.replace(SEVEN, cost_model=SECOND, host=host, padding=None)
+    found = simulate("sarathi", of([0.0, 1.5], [4, 4], [3, 3]), place, compiled=False)
+    assert times(found, 0) == times(found, 1) == [5.5, 6.5, 7.5]
+    # Who comes while it is awake, at 6 s, is taken in when it plans next, at 6.5 s.
+    found = simulate("sarathi", of([0.0, 6.0], [4, 4], [9, 1]), place, compiled=False)
+    assert times(found, 0)[:4] == [4.5, 5.5, 6.5, 8.0] and times(found, 1)[0] == 9.0
+    # Who comes long after all are over wakes it again.
+    found = simulate("sarathi", of([0.0, 60.0], [4, 4], [2, 1]), place, compiled=False)
+    assert times(found, 1) == [64.5]
 
 
 def test_the_papers_preemption_example() -> None:

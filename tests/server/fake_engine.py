@@ -53,6 +53,7 @@ def step_stats(rows: int) -> StepStats:
         padded_tokens=2 * rows,
         preemptions=0,
         num_live=rows,
+        num_received=0,
         num_admitted=0,
         num_moves=0,
         num_emitting=rows,
@@ -66,7 +67,9 @@ def step_stats(rows: int) -> StepStats:
         device_time=0.008,
         predicted_time=0.009,
         lengthening=0.002,
-        plan_time=0.00025,
+        wake_time=0.0,
+        receive_time=0.00005,
+        plan_time=0.0002,
         launch_time=0.00025,
         finish_time=0.0005,
     )

@@ -38,13 +38,14 @@ class Paper(NamedTuple):
 
 class Costs(NamedTuple):
     """The model that counts is `paper` where is_paper, else its `linear`. rows, tokens: of the
-    padding, empty for none; decode_group: as there."""
+    padding, empty for none; decode_group, decode_chunk: as there."""
 
     paper: Paper
     is_paper: bool
     rows: np.ndarray
     tokens: np.ndarray
     decode_group: int
+    decode_chunk: int
 
 
 class Features(NamedTuple):
@@ -86,9 +87,9 @@ def features(m: Machine, costs: Costs) -> Features:
     if len(costs.rows):
         padded = _next(costs.rows if tokens == me.chosen else costs.tokens, tokens)
         rows = _next(costs.rows, padded)
-        if costs.decode_group > 1:
-            group = min(costs.decode_group, rows)
-            kv = _read_in_groups(m.scratch[:decodes], group)
+        group = min(costs.decode_group, rows)
+        if group > 1:
+            kv = _read_in_groups(m.scratch[:decodes], group, costs.decode_chunk)
     sampled = rows if sampling else 0
     prefills = me.chosen - decodes
     return Features(tokens, padded, kv, decodes, quad, prefills, cached, 0, 0, 0, 0, 0, sampled)
@@ -112,8 +113,9 @@ def _next(sizes: np.ndarray, size: int) -> int:
 
 
 @kernel
-def _read_in_groups(lengths: np.ndarray, group: int) -> int:
-    """As `Padding.read`: sorted, each of a group as long as the longest, the last group full."""
+def _read_in_groups(lengths: np.ndarray, group: int, chunk: int) -> int:
+    """As `Padding.read`: sorted, each of a group as long as the longest, in whole chunks, the last
+    group full."""
     for i in range(1, len(lengths)):
         length, to = lengths[i], i
         while to > 0 and lengths[to - 1] > length:
@@ -122,5 +124,5 @@ def _read_in_groups(lengths: np.ndarray, group: int) -> int:
         lengths[to] = length
     total = 0
     for i in range(len(lengths) - 1, -1, -group):
-        total += lengths[i]
+        total += (lengths[i] + chunk - 1) // chunk * chunk
     return total * group

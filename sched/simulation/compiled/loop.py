@@ -93,9 +93,10 @@ def _arrive(m: Machine, rules: Rules, key: Key, number: int, replica: int) -> No
     r.seq, r.replica = me.arrivals, replica
     me.arrivals += 1
     me.live += 1
+    me.came += 1
     wait(m, rules.settings[0], key, number)
     if me.next_time == math.inf:
-        me.clock = me.next_time = max(me.clock, r.arrival)
+        me.clock = me.next_time = max(me.clock, r.arrival + rules.host[0].wake)
 
 
 @kernel
@@ -107,6 +108,8 @@ def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndar
     if me.live:
         if me.most_losses >= FUTILE:
             return NOWHERE
+        me.clock += host.receive + host.receive_row * me.came
+        me.came = 0
         refresh(m, settings, key)
         plan(m, settings, rules.groups)
         if not (me.chosen or me.victims or count != NOTHING):

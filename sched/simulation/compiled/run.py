@@ -141,6 +141,7 @@ def _costs(setting: Setting) -> Costs:
         np.array(padding.rows if padding else (), np.int64),
         np.array(padding.tokens if padding else (), np.int64),
         padding.decode_group if padding else 1,
+        padding.decode_chunk if padding else 1,
     )
 
 

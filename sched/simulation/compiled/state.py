@@ -40,6 +40,7 @@ REQUEST = np.dtype(
 # sample, -1 where none is in flight; flying_end: when it ends; side: which list has them.
 # got_on: steps that computed something new; most_losses: of any one request since the last of them.
 # outputs: how many have ended; ended: with the last tokens that reached the host, at `landed`.
+# came: requests that the host has not taken in.
 #
 # Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
 # promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
@@ -53,7 +54,8 @@ REPLICA = np.dtype(
         (name, np.int64)
         for name in (
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
-            *("gone", "flying", "side", "batches", "outputs", "ended", "got_on", "most_losses"),
+            *("gone", "flying", "side", "batches", "outputs", "ended", "came"),
+            *("got_on", "most_losses"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
             *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
         )
