@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.kinds import Direction
 from jaxserve.sched.policies.bros.bros import Bros
 from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.registry import make_policy
@@ -27,8 +28,8 @@ LATER = {"ttft": 100.0, "tbt": 100.0}  # targets that are no hindrance
 
 
 def drive(*, m: int = 1000, **options: Any) -> Drive:
-    options = {"policy": "bros", "cost_model": TENTH, "watermark": 0.0, **options}
-    return Drive(blocks=2 * m, block_size=1, **options)
+    options = {"cost_model": TENTH, "watermark": 0.0, "sharing": False, **options}
+    return Drive("bros", blocks=2 * m, block_size=1, **options)
 
 
 def size(run: Drive) -> int:
@@ -260,22 +261,28 @@ def test_an_aged_request_takes_even_real_time_memory() -> None:
     assert run.step(2.0)[low] == 3 and run.preempted == [high]
 
 
-@settings(quick, max_examples=60)
-@given(case=cases)
-def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(case: Case) -> None:
-    """Where nothing else is short, whoever is not served wants more than all that they hold."""
-    policy = "bros:initial=100:ttft=1e9:tbt=1e9:watermark=0"
-    run = Drive(policy, c=1000, p=1000, rows=100, blocks=case.blocks)
+@pytest.mark.parametrize("sharing", [False, True])
+@settings(quick, max_examples=40)
+@given(case=cases, host=st.sampled_from((0, 20, 1000)))
+def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
+    sharing: bool, case: Case, host: int
+) -> None:
+    """Where nothing else is short, whoever is not served wants more than all that they hold, or,
+    where blocks are shared, than they hold alone."""
+    policy = f"bros:initial=100:ttft=1e9:tbt=1e9:watermark=0:sharing={sharing}"
+    run = Drive(policy, c=1000, p=1000, rows=100, blocks=case.blocks, host_slots=host)
     for job in case.jobs:
         run.add(job.prompt, job.output, tier=job.tier)
     table, pool, scheduler = run.table, run.pool, run.scheduler
     while run.live:
         step = scheduler.schedule(0.0)
+        assert len(step) or step.plan.operations, "nothing is planned"
         left = np.setdiff1d(np.flatnonzero(table.tier == Tier.REALTIME), step.rows)
         runs, waits = (left[table.state[left] == state] for state in (RUNNING, WAITING))
         first = waits[np.argsort(table.seq[waits])][:1]
         theirs = np.flatnonzero((table.tier == BEST) & (table.state == RUNNING))
-        free = pool.num_free + pool.blocks_held(theirs).sum()
+        lent = len(pool.open_ends(Direction.LEFT)) if sharing else pool.blocks_held(theirs).sum()
+        free = (pool.num_free + lent) // 2 * 2
         for row in [*runs.tolist(), *first.tolist()]:
             one, known = np.array([row]), table.prompt_len[[row]] + table.generated[[row]]
             assert pool.needed(one, known, np.zeros(1, np.int64))[0] > free
@@ -285,11 +292,14 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(case: Case
             run.live -= 1
 
 
-@pytest.mark.parametrize("policy", ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=true"])
+@pytest.mark.parametrize(
+    "policy",
+    ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=true", "sharing=false"],
+)
 @quick
-@given(case=cases)
-def test_it_serves_everything(policy: str, case: Case) -> None:
-    assert len(serve(f"bros:{policy}", case).ended) == len(case.jobs)
+@given(case=cases, host=st.sampled_from((0, 20, 1000)))
+def test_it_serves_everything(policy: str, case: Case, host: int) -> None:
+    assert len(serve(f"bros:{policy}", case, host_slots=host).ended) == len(case.jobs)
 
 
 @pytest.mark.parametrize(

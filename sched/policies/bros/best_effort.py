@@ -29,9 +29,10 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
         elif head.starts[0]:
             work = work[~work.starts]
         elif _make_room(room, head):
-            work = work[~room.is_dropped(work.rows)]
+            work = work[~room.is_out(work.rows)]
         else:
-            work = work[work.new == 0]
+            seq = room.view.table.seq
+            work = work[(work.new == 0) | (seq[work.rows] < seq[head.rows[0]])]
 
 
 def fill_first(batch: Batch, room: Room, work: Work, urgent: np.ndarray) -> None:
@@ -70,7 +71,7 @@ def _make_room(room: Room, head: Work) -> bool:
     seq = room.view.table.seq
     rows = room.best_effort()
     rows = rows[seq[rows] > seq[head.rows[0]]]
-    have = np.cumsum(room.view.pool.blocks_held(rows)) + room.free
+    have = np.cumsum(room.returned_by(rows)) + room.free
     if not len(rows) or have[-1] < head.new[0]:
         return False
     for row in rows[: int(np.searchsorted(have, head.new[0])) + 1].tolist():

@@ -40,13 +40,24 @@ class Room:
         theirs = self.view.table.tier[rows] == Tier.BEST_EFFORT
         return rows[theirs & ~self._batch.chosen[rows]]
 
+    def lendable(self) -> int:
+        """Blocks that best-effort requests hold and real-time ones may have."""
+        return int(self.returned_by(self.best_effort()).sum())
+
+    def returned_by(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that would be free without each of these best-effort rows, int64 [n]."""
+        return self.view.pool.blocks_held(rows)
+
+    def offers(self, rows: np.ndarray) -> Work:
+        """What these best-effort rows would do, those left out that cannot be in this step."""
+        return Work.of(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
+
     def affordable(self, work: Work) -> np.ndarray:
         """Which real-time requests, in order of urgency, find blocks and a place: a mask [n]. All
         best-effort caches may go for them. Starts leave what those that run need now and the
         watermark, and none overtakes one that found no room; those that run take what they lack
         from the end of the queue."""
-        theirs = self.best_effort()
-        blocks = self.free + int(self.view.pool.blocks_held(theirs).sum())
+        theirs, blocks = self.best_effort(), self.free + self.lendable()
         starts, runs = np.flatnonzero(work.starts), np.flatnonzero(~work.starts)
         need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
         used = int(need[-1]) if len(need) else 0
@@ -64,9 +75,9 @@ class Room:
         mask[starts[:count]] = True
         return mask
 
-    def provide(self, work: Work, behind: np.ndarray) -> None:
-        """Blocks and places for these, which are affordable. behind: real-time rows that are not
-        among them, the most urgent first."""
+    def provide(self, work: Work, behind: np.ndarray) -> Work:
+        """Takes blocks and places for these real-time requests, which are affordable. behind: those
+        that are not among them, the most urgent first."""
         need, starts = int(work.new.sum()), int(work.starts.sum())
         runs = behind[self.view.table.state[behind] == RUNNING]
         for row in np.concatenate([self.best_effort(), runs[::-1]]).tolist():
@@ -74,6 +85,10 @@ class Room:
                 break
             self.drop(row)
         self.take(work)
+        return work
+
+    def grow(self) -> None:
+        """Before best-effort requests that come first: here, nobody is in their way."""
 
     def take(self, work: Work) -> None:
         """They have their blocks and places."""
@@ -87,8 +102,8 @@ class Room:
         self.running = self.running[self.running != row]
         self._dropped.append(row)
 
-    def is_dropped(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them have lost their caches in this plan, bool [n]."""
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them have lost their caches in this plan, or some, bool [n]."""
         return np.isin(rows, self._dropped)
 
     def operations(self) -> tuple[Operation, ...]:

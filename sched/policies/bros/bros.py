@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.lending import SharedRoom
 from jaxserve.sched.policies.bros.packing import Batch, Work, alone
 from jaxserve.sched.policies.bros.urgency import Queue, Targets
 from jaxserve.sched.policy import Policy, View
@@ -51,6 +52,9 @@ class Bros(Policy):
     late_last: whether requests that can no longer meet their deadline come behind all that can.
     More of them do then in an overload, and the late ones wait for its end.
 
+    sharing: whether real-time requests join the blocks of best-effort ones, and caches go to the
+    host; otherwise whoever loses its cache computes it again, the paper's "No Bi-cache".
+
     max_age: seconds without a token after which a best-effort request comes before all others;
     floor: tokens a second of best-effort work for which it comes before real-time work, while it is
     behind. Both may miss deadlines; without them best-effort requests may starve, as in the paper.
@@ -64,9 +68,11 @@ class Bros(Policy):
     growth: int = 16
     watermark: float = 0.01
     late_last: bool = False
+    sharing: bool = True
     max_age: float | None = None
     floor: float | None = None
     _memory: _Memory = field(init=False, repr=False, compare=False)
+    moves_cache: bool = field(default=True, init=False)
     chunked = False
 
     def __post_init__(self) -> None:
@@ -79,6 +85,7 @@ class Bros(Policy):
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        object.__setattr__(self, "moves_cache", self.sharing)
         object.__setattr__(self, "_memory", _Memory(self.initial))
 
     @property
@@ -99,19 +106,28 @@ class Bros(Policy):
         running, r_best = _tiers(view, table.in_state(RUNNING))
         queue = Targets(self.ttft, self.tbt).poll(view, waiting, running, clock)
         others = np.concatenate([r_best, w_best])
-        others = others[np.argsort(table.seq[others], kind="stable")]
+        others = others[np.lexsort((table.seq[others], view.host.tokens[others]))]
         batch = Batch(view, self._memory.size)
-        room = Room(view, batch, self.watermark)
+        room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
         first = self._first(view, others, now, clock)
         if len(first):
-            fill_first(batch, room, Work.of(view, first), queue.rows)
+            room.grow()
+            fill_first(batch, room, room.offers(first), queue.rows)
         forced = len(batch)
         early, limit = _pack(batch, room, queue, self.late_last)
         if not early:
-            fill(batch, room, Work.of(view, _left(batch, room, others)), limit)
+            fill(batch, room, room.offers(others), limit)
         self._remember(batch, early, forced)
-        rows, tokens, end = batch.arrays()
-        return BatchPlan(rows, tokens, end, np.zeros(len(rows), np.int64), room.operations())
+        done = batch.work()
+        sides = view.table.tier[done.rows] == Tier.BEST_EFFORT
+        return BatchPlan(
+            done.rows,
+            done.tokens,
+            done.start + done.tokens,
+            np.zeros(len(done), np.int64),
+            room.operations(),
+            sides.astype(np.int64) if self.sharing else None,
+        )
 
     def _in_flight(self, view: View) -> float:
         """Seconds until the step on the device ends; 0 if there is none."""
@@ -146,15 +162,16 @@ class Bros(Policy):
         memory, view = self._memory, batch.view
         most = view.limits.max_rows
         memory.size = self.initial if early else min(memory.size + self.growth, most)
-        rows, tokens, end = batch.arrays()
+        done = batch.work()
+        rows, end = done.rows, done.start + done.tokens
         memory.rows, memory.seconds = rows, batch.seconds
         if self.floor is not None:
-            done = end - np.clip(view.table.lost_from[rows], end - tokens, end)  # not once more
-            done[view.table.tier[rows] != Tier.BEST_EFFORT] = 0
+            new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more
+            new[view.table.tier[rows] != Tier.BEST_EFFORT] = 0
             # What best-effort requests get beside counts, but not for longer than a burst.
-            owed = memory.owed - float(done[:forced].sum())
+            owed = memory.owed - float(new[:forced].sum())
             least = min(owed, -self.floor * BURST)
-            memory.owed = max(owed - float(done[forced:].sum()), least)
+            memory.owed = max(owed - float(new[forced:].sum()), least)
 
 
 def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,17 +180,12 @@ def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[~best], rows[best]
 
 
-def _left(batch: Batch, room: Room, rows: np.ndarray) -> np.ndarray:
-    """Those that are neither in the batch nor have just lost their caches."""
-    return rows[~batch.chosen[rows] & ~room.is_dropped(rows)]
-
-
 def _pack(batch: Batch, room: Room, queue: Queue, late_last: bool) -> tuple[bool, float]:
     """Adds real-time requests in order until the batch would end after the most urgent deadline:
     whether it would, and the seconds until then. Nobody waits for a deadline that cannot be met
     even in a batch of one's own, and one request at least is served."""
     view = batch.view
-    here = ~room.is_dropped(queue.rows)
+    here = ~room.is_out(queue.rows)
     rows, residual = queue.rows[here], queue.residual[here]
     if not len(rows):
         return False, np.inf
@@ -188,6 +200,5 @@ def _pack(batch: Batch, room: Room, queue: Queue, late_last: bool) -> tuple[bool
     early = len(late) > 0
     if early:
         ready = ready[: max(int(late[0]), 1)]
-    room.provide(ready, work.rows[~np.isin(work.rows, ready.rows)])
-    batch.add(ready)
+    batch.add(room.provide(ready, work.rows[~np.isin(work.rows, ready.rows)]))
     return early, limit

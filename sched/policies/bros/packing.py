@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import WAITING
+
+SAVED = 8  # the column of slots that go to the host
 
 
 @dataclass
 class Work:
     """What requests would do in the step, parallel arrays [n], in order. tokens: all that each has
-    pending; start: tokens cached before it; new: free blocks that it takes; starts: bool, who holds
-    no cache yet; decodes: bool."""
+    pending; start: tokens cached before it, once what is on the host is back; new: free blocks that
+    it takes; starts: bool, who holds no cache yet; decodes: bool; loaded, copied: slots that come
+    from the host, and from another block."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -23,22 +28,36 @@ class Work:
     new: np.ndarray
     starts: np.ndarray
     decodes: np.ndarray
+    loaded: np.ndarray
+    copied: np.ndarray
 
     @classmethod
-    def of(cls, view: View, rows: np.ndarray) -> Work:
-        """Of these rows: whole prompts, in K and V."""
+    def of(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
+        """Of these rows: whole prompts, in K and V. start: tokens that each has cached, by default
+        what it has in the pool, or if it waits on the host."""
         table = view.table
-        start = table.computed[rows]
+        starts = table.state[rows] == WAITING
+        if start is None:
+            start = table.computed[rows] + np.where(starts, view.host.tokens[rows], 0)
         generated = table.generated[rows]
         known = table.prompt_len[rows] + generated
-        tokens = known - start
+        tokens, nothing = known - start, np.zeros(len(rows), np.int64)
         return cls(
             rows,
             tokens,
             start,
-            view.pool.needed(rows, known, np.zeros(len(rows), np.int64)),
-            table.state[rows] == WAITING,
+            view.pool.needed(rows, known, nothing),
+            starts,
             (tokens == 1) & (generated > 0),
+            slots_for(view.host.tokens[rows]),
+            nothing,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Work]) -> Work:
+        """All of several, of which there must be one."""
+        return cls(
+            *(np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(cls))
         )
 
     def __len__(self) -> int:
@@ -49,12 +68,15 @@ class Work:
         return Work(*(getattr(self, field.name)[part] for field in fields(self)))
 
     def columns(self) -> np.ndarray:
-        """What each adds to the features of a batch, int64 [6, n]; see `_features`."""
+        """What each adds to the features of a batch, int64 [9, n]; see `_features`."""
         tokens, start, decodes = self.tokens, self.start, self.decodes
         read = np.where(decodes, start + 1, 0)
         quad = np.where(decodes, 0, tokens * (tokens + 2 * start))
         before = np.where(decodes, 0, start)
-        return np.stack([tokens, read, decodes, quad, ~decodes, before])
+        saved = np.zeros_like(tokens)
+        return np.stack(
+            [tokens, read, decodes, quad, ~decodes, before, self.loaded, self.copied, saved]
+        )
 
 
 def alone(view: View, work: Work) -> np.ndarray:
@@ -70,16 +92,12 @@ class Batch:
         self.rows_left = min(size, view.limits.max_rows)
         self.tokens_left = view.limits.max_batch_tokens
         self.parts: list[Work] = []
+        self._nothing = Work.of(view, np.zeros(0, np.int64))
         self.chosen = np.zeros(view.table.capacity, bool)
-        self._sums = np.zeros((6, 1), np.int64)
+        self._sums = np.zeros((SAVED + 1, 1), np.int64)
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Those in it, int64 [n]."""
-        return self._joined("rows")
 
     @property
     def seconds(self) -> float:
@@ -106,14 +124,13 @@ class Batch:
         self.tokens_left -= int(work.tokens.sum())
         self._sums += work.columns().sum(axis=1, keepdims=True)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, tokens that each computes, and cached ones afterwards, int64 [n]."""
-        rows, tokens = self._joined("rows"), self._joined("tokens")
-        return rows, tokens, self._joined("start") + tokens
+    def save(self, slots: int) -> None:
+        """So many slots go to the host meanwhile."""
+        self._sums[SAVED] += slots
 
-    def _joined(self, name: str) -> np.ndarray:
-        found = [getattr(part, name) for part in self.parts]
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+    def work(self) -> Work:
+        """All that is in it."""
+        return Work.joined([self._nothing, *self.parts])
 
 
 def prefix(ok: np.ndarray) -> int:
@@ -122,6 +139,16 @@ def prefix(ok: np.ndarray) -> int:
 
 
 def _features(sums: np.ndarray) -> BatchFeatures:
-    """Of batches whose columns of `Work` sum up to these, [6, n]."""
-    tokens, read, decodes, quad, prefills, before = sums
-    return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before)
+    """Of batches whose columns of `Work` sum up to these, [9, n]."""
+    tokens, read, decodes, quad, prefills, before, loaded, copied, saved = sums
+    return BatchFeatures(
+        tokens,
+        tokens,
+        read,
+        decodes,
+        quad,
+        prefills,
+        before,
+        copied_slots=copied,
+        swapped_slots=loaded + saved,
+    )
