@@ -1,0 +1,79 @@
+"""Best-effort requests in what real-time ones leave of a batch (BROS Algorithm 1, line 17 on)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.packing import Batch, Work, prefix
+
+
+def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
+    """Adds them in order while rows, tokens, blocks and `limit`, seconds of the whole batch, last.
+    A prompt that is too long is passed over. Starts leave the watermark free, and none overtakes
+    one that found no room. One that decodes takes the block it lacks from the latest to arrive."""
+    while len(work):
+        count = batch.fits(work)
+        timely = prefix(batch.times(work[:count]) <= limit)
+        found = _memory(room, work[:timely])
+        taken = work[:found]
+        room.take(taken)
+        batch.add(taken)
+        if found == len(work):
+            return
+        head, work = work[found : found + 1], work[found:]
+        if found == timely:  # no rows, tokens or time are left for the head
+            if head.decodes[0] or not batch.rows_left:
+                return
+            work = work[work.decodes | (work.tokens < head.tokens[0])]
+        elif head.starts[0]:
+            work = work[~work.starts]
+        elif _make_room(room, head):
+            work = work[~room.is_out(work.rows)]
+        else:
+            seq = room.view.table.seq
+            work = work[(work.new == 0) | (seq[work.rows] < seq[head.rows[0]])]
+
+
+def fill_first(batch: Batch, room: Room, work: Work, urgent: np.ndarray) -> None:
+    """Adds them in order, whatever it takes: blocks and places come from other best-effort
+    requests, then from real-time ones. urgent: real-time rows, the most urgent first."""
+    mine = np.isin(room.running, work.rows)
+    theirs = room.running[~mine]
+    runs = np.isin(urgent, theirs)
+    others = theirs[~np.isin(theirs, urgent)]
+    victims = np.concatenate([others[::-1], urgent[runs][::-1]])
+    work = work[: batch.fits(work)]
+    for i, (new, starts) in enumerate(zip(work.new.tolist(), work.starts.tolist(), strict=True)):
+        while (new > room.free or starts > room.slots) and len(victims):
+            room.drop(int(victims[0]))
+            victims = victims[1:]
+        if new > room.free or starts > room.slots:
+            return
+        one = work[i : i + 1]
+        room.take(one)
+        batch.add(one)
+
+
+def _memory(room: Room, work: Work) -> int:
+    """How many of them, in order, find their blocks and a place."""
+    ok = np.cumsum(work.new) <= room.free
+    ok &= ~work.starts | (np.cumsum(work.starts) <= room.slots)
+    starts = np.flatnonzero(work.starts)
+    grown = np.cumsum(np.where(work.starts, 0, work.new))[starts]
+    ok[starts] &= room.starting(work.new[starts], room.free - grown)
+    return prefix(ok)
+
+
+def _make_room(room: Room, head: Work) -> bool:
+    """Drops the latest best-effort requests behind the head until it has its blocks; whether it
+    has."""
+    seq = room.view.table.seq
+    rows = room.best_effort()
+    rows = rows[seq[rows] > seq[head.rows[0]]]
+    have = np.cumsum(room.returned_by(rows)) + room.free
+    if not len(rows) or have[-1] < head.new[0]:
+        return False
+    for row in rows[: int(np.searchsorted(have, head.new[0])) + 1].tolist():
+        room.drop(row)
+    return True

@@ -1,0 +1,111 @@
+"""Blocks and places that a plan hands out, and who loses a cache for them (BROS section 5.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.plan import Operation, Preempt
+from jaxserve.sched.policies.bros.packing import Batch, Work, prefix
+from jaxserve.sched.policy import View
+from jaxserve.sched.request import Tier
+from jaxserve.sched.table import RUNNING
+
+
+class Room:
+    """free: blocks. slots: requests that may yet hold cache. running: rows that hold cache, in
+    order of arrival, but for those that lose it."""
+
+    def __init__(self, view: View, batch: Batch, watermark: float) -> None:
+        self.view, self._batch = view, batch
+        self.running = view.table.in_state(RUNNING)
+        self.free = view.pool.num_free
+        self.slots = view.limits.max_rows - len(self.running)
+        self._watermark = int(watermark * view.pool.num_blocks)
+        self._dropped: list[int] = []
+
+    def starting(self, new: np.ndarray, left: Any) -> np.ndarray:
+        """Which of those who start, in order, find their new blocks among so many, a number or
+        one for each, and leave the watermark, bool [n]. The only one to hold blocks need not."""
+        over = left - np.cumsum(new)
+        ok = over >= self._watermark
+        if len(new) and not len(self.running) and not self._batch.parts:
+            ok[0] = over[0] >= 0
+        return ok
+
+    def best_effort(self) -> np.ndarray:
+        """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
+        rows = self.running[::-1]
+        theirs = self.view.table.tier[rows] == Tier.BEST_EFFORT
+        return rows[theirs & ~self._batch.chosen[rows]]
+
+    def lendable(self) -> int:
+        """Blocks that best-effort requests hold and real-time ones may have."""
+        return int(self.returned_by(self.best_effort()).sum())
+
+    def returned_by(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that would be free without each of these best-effort rows, int64 [n]."""
+        return self.view.pool.blocks_held(rows)
+
+    def offers(self, rows: np.ndarray) -> Work:
+        """What these best-effort rows would do, those left out that cannot be in this step."""
+        return Work.of(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
+
+    def affordable(self, work: Work) -> np.ndarray:
+        """Which real-time requests, in order of urgency, find blocks and a place: a mask [n]. All
+        best-effort caches may go for them. Starts leave what those that run need now and the
+        watermark, and none overtakes one that found no room; those that run take what they lack
+        from the end of the queue."""
+        theirs, blocks = self.best_effort(), self.free + self.lendable()
+        starts, runs = np.flatnonzero(work.starts), np.flatnonzero(~work.starts)
+        need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
+        used = int(need[-1]) if len(need) else 0
+        if used > blocks:
+            held = self.view.pool.blocks_held(work.rows[runs])
+            count = prefix(need <= blocks + held.sum() - np.cumsum(held))
+            short = (int(need[count - 1]) if count else 0) - blocks
+            lost = int(np.searchsorted(np.cumsum(held[::-1]), short)) + 1 if short > 0 else 0
+            stays = np.arange(len(runs)) < len(runs) - lost
+            mask[runs] = stays & ((np.arange(len(runs)) < count) | (work.new[runs] == 0))
+            return mask
+        mask[runs] = True
+        ok = self.starting(work.new[starts], blocks - used)
+        count = prefix(ok[: max(self.slots + len(theirs), 0)])
+        mask[starts[:count]] = True
+        return mask
+
+    def provide(self, work: Work, behind: np.ndarray) -> Work:
+        """Takes blocks and places for these real-time requests, which are affordable. behind: those
+        that are not among them, the most urgent first."""
+        need, starts = int(work.new.sum()), int(work.starts.sum())
+        runs = behind[self.view.table.state[behind] == RUNNING]
+        for row in np.concatenate([self.best_effort(), runs[::-1]]).tolist():
+            if need <= self.free and starts <= self.slots:
+                break
+            self.drop(row)
+        self.take(work)
+        return work
+
+    def grow(self) -> None:
+        """Before best-effort requests that come first: here, nobody is in their way."""
+
+    def take(self, work: Work) -> None:
+        """They have their blocks and places."""
+        self.free -= int(work.new.sum())
+        self.slots -= int(work.starts.sum())
+
+    def drop(self, row: int) -> None:
+        """The row, which must not be in the batch, loses its cache."""
+        self.free += int(self.view.pool.blocks_held(np.array([row]))[0])
+        self.slots += 1
+        self.running = self.running[self.running != row]
+        self._dropped.append(row)
+
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them have lost their caches in this plan, or some, bool [n]."""
+        return np.isin(rows, self._dropped)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What is done to caches before the step."""
+        return (Preempt.whole(np.array(self._dropped)),) if self._dropped else ()

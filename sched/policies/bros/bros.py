@@ -1,0 +1,204 @@
+"""BROS: real-time requests by their deadlines, best-effort ones in what they leave (Algorithm 1).
+
+In each iteration real-time requests are packed in order of the time they have left, whole prompts
+and decodes alike, as long as the batch is predicted to end before the most urgent deadline. Then
+best-effort requests fill it. docs/bros-policy.md lists all that is otherwise than in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policies.bros.best_effort import fill, fill_first
+from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.lending import SharedRoom
+from jaxserve.sched.policies.bros.packing import Batch, Work, alone
+from jaxserve.sched.policies.bros.urgency import Queue, Targets
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import register
+from jaxserve.sched.request import Tier
+from jaxserve.sched.table import RUNNING, WAITING
+
+BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
+
+
+@dataclass
+class _Memory:
+    """size: B, requests a batch may hold now. rows, seconds: of the last batch. now: of the last
+    plan. owed: tokens of best-effort work that the floor is behind."""
+
+    size: int
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    seconds: float = 0.0
+    now: float | None = None
+    owed: float = 0.0
+
+
+@register(
+    "bros",
+    summary="real-time requests by time left to their deadlines, best-effort ones in the rest",
+    source="BROS 4, 5",
+)
+@dataclass(frozen=True)
+class Bros(Policy):
+    """ttft, tbt: targets, seconds, of real-time requests that name none. initial: requests of a
+    batch at first, and after one that would have missed the most urgent deadline; growth: by how
+    many that rises with each other batch. watermark: share of the pool that best-effort starts
+    leave free while others run.
+
+    late_last: whether requests that can no longer meet their deadline come behind all that can.
+    More of them do then in an overload, and the late ones wait for its end.
+
+    sharing: whether real-time requests join the blocks of best-effort ones, and caches go to the
+    host; otherwise whoever loses its cache computes it again, the paper's "No Bi-cache".
+
+    max_age: seconds without a token after which a best-effort request comes before all others;
+    floor: tokens a second of best-effort work for which it comes before real-time work, while it is
+    behind. Both may miss deadlines; without them best-effort requests may starve, as in the paper.
+
+    ValueError for values that are none.
+    """
+
+    ttft: float = 0.4
+    tbt: float = 0.2
+    initial: int = 64
+    growth: int = 16
+    watermark: float = 0.01
+    late_last: bool = False
+    sharing: bool = True
+    max_age: float | None = None
+    floor: float | None = None
+    _memory: _Memory = field(init=False, repr=False, compare=False)
+    moves_cache: bool = field(default=True, init=False)
+    chunked = False
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt", "max_age", "floor"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be more than 0, got {value}")
+        for name, least in (("initial", 1), ("growth", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        object.__setattr__(self, "moves_cache", self.sharing)
+        object.__setattr__(self, "_memory", _Memory(self.initial))
+
+    @property
+    def full_prefill(self) -> bool:
+        """P = C, whatever the limits say."""
+        return True
+
+    @property
+    def size(self) -> int:
+        """B, requests that the next batch may hold."""
+        return self._memory.size
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        """Real-time requests first, but for best-effort ones that must not wait; then the rest."""
+        table = view.table
+        clock = now + self._in_flight(view)
+        waiting, w_best = _tiers(view, table.in_state(WAITING))
+        running, r_best = _tiers(view, table.in_state(RUNNING))
+        queue = Targets(self.ttft, self.tbt).poll(view, waiting, running, clock)
+        others = np.concatenate([r_best, w_best])
+        others = others[np.lexsort((table.seq[others], view.host.tokens[others]))]
+        batch = Batch(view, self._memory.size)
+        room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
+        first = self._first(view, others, now, clock)
+        if len(first):
+            room.grow()
+            fill_first(batch, room, room.offers(first), queue.rows)
+        forced = len(batch)
+        early, limit = _pack(batch, room, queue, self.late_last)
+        if not early:
+            fill(batch, room, room.offers(others), limit)
+        self._remember(batch, early, forced)
+        done = batch.work()
+        sides = view.table.tier[done.rows] == Tier.BEST_EFFORT
+        return BatchPlan(
+            done.rows,
+            done.tokens,
+            done.start + done.tokens,
+            np.zeros(len(done), np.int64),
+            room.operations(),
+            sides.astype(np.int64) if self.sharing else None,
+        )
+
+    def _in_flight(self, view: View) -> float:
+        """Seconds until the step on the device ends; 0 if there is none."""
+        rows, table = self._memory.rows, view.table
+        flying = np.count_nonzero(table.generated[rows] > table.received[rows])
+        return self._memory.seconds if flying else 0.0
+
+    def _first(self, view: View, rows: np.ndarray, now: float, clock: float) -> np.ndarray:
+        """Best-effort rows, in order of arrival, that come before real-time ones."""
+        table, must = view.table, np.zeros(len(rows), bool)
+        if self.max_age is not None:
+            last = table.last_token[rows]
+            flying = table.generated[rows] > table.received[rows]
+            must |= ~flying & (clock - last > self.max_age)
+        if self.floor is not None:
+            behind = self._behind(now, self.floor, bool(len(rows)))
+            tokens = table.pending(rows)
+            must |= np.cumsum(tokens) - tokens < behind
+        return rows[must]
+
+    def _behind(self, now: float, floor: float, wanted: bool) -> float:
+        """Tokens of best-effort work that the floor is behind; wanted: whether there is any."""
+        memory, most = self._memory, floor * BURST
+        elapsed = 0.0 if memory.now is None else now - memory.now
+        memory.now = now
+        memory.owed = min(memory.owed + floor * elapsed, most if wanted else 0.0)
+        return memory.owed
+
+    def _remember(self, batch: Batch, early: bool, forced: int) -> None:
+        """The batch, whose first `forced` rows came before real-time ones, and what follows from it
+        for the next."""
+        memory, view = self._memory, batch.view
+        most = view.limits.max_rows
+        memory.size = self.initial if early else min(memory.size + self.growth, most)
+        done = batch.work()
+        rows, end = done.rows, done.start + done.tokens
+        memory.rows, memory.seconds = rows, batch.seconds
+        if self.floor is not None:
+            new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more
+            new[view.table.tier[rows] != Tier.BEST_EFFORT] = 0
+            # What best-effort requests get beside counts, but not for longer than a burst.
+            owed = memory.owed - float(new[:forced].sum())
+            least = min(owed, -self.floor * BURST)
+            memory.owed = max(owed - float(new[forced:].sum()), least)
+
+
+def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Real-time and best-effort ones of them."""
+    best = view.table.tier[rows] == Tier.BEST_EFFORT
+    return rows[~best], rows[best]
+
+
+def _pack(batch: Batch, room: Room, queue: Queue, late_last: bool) -> tuple[bool, float]:
+    """Adds real-time requests in order until the batch would end after the most urgent deadline:
+    whether it would, and the seconds until then. Nobody waits for a deadline that cannot be met
+    even in a batch of one's own, and one request at least is served."""
+    view = batch.view
+    here = ~room.is_out(queue.rows)
+    rows, residual = queue.rows[here], queue.residual[here]
+    if not len(rows):
+        return False, np.inf
+    work = Work.of(view, rows)
+    savable = residual >= alone(view, work)
+    limit = float(residual[savable].min(initial=np.inf))
+    if late_last:
+        work = work[np.argsort(~savable, kind="stable")]
+    ready = work[room.affordable(work)]
+    ready = ready[: batch.fits(ready)]
+    late = np.flatnonzero(batch.times(ready) > limit)
+    early = len(late) > 0
+    if early:
+        ready = ready[: max(int(late[0]), 1)]
+    batch.add(room.provide(ready, work.rows[~np.isin(work.rows, ready.rows)]))
+    return early, limit

@@ -1,0 +1,98 @@
+"""What it takes to serve a best-effort request whose blocks others share (BROS section 5.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.block_sizes import PLANES, slots_for
+from jaxserve.sched.kinds import KV
+from jaxserve.sched.policies.bros.packing import Work
+from jaxserve.sched.policy import View
+from jaxserve.sched.sharing import comeback
+from jaxserve.sched.table import RUNNING
+
+LOOK = 16  # requests with tokens missing that a plan looks at: each takes a while
+
+
+class Mending:
+    """Which blocks rows copy, and which segments they restore, before they go on."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._copy: dict[int, set[int]] = {}
+        self._first: dict[int, np.ndarray] = {}
+
+    def offers(self, rows: np.ndarray, left: np.ndarray) -> Work:
+        """What best-effort rows would do, in order. left: tokens that each block has from the left.
+        Of those that run and have tokens on the host the first few and the earliest to arrive; the
+        others are left out."""
+        view, table = self.view, self.view.table
+        runs = table.state[rows] == RUNNING
+        missing = np.flatnonzero(runs & (view.host.tokens[rows] > 0))
+        if len(missing) > LOOK:
+            earliest = missing[np.argmin(table.seq[rows[missing]])]
+            some = np.union1d(missing[:LOOK], earliest)
+            rows = np.delete(rows, np.setdiff1d(missing, some))
+            return self.offers(rows, left)
+        start = table.computed[rows] + np.where(runs, 0, view.host.tokens[rows])
+        loaded = slots_for(view.host.tokens[rows])
+        for i, row in zip(missing.tolist(), rows[missing].tolist(), strict=True):
+            back = comeback(view, row, left)
+            start[i], loaded[i] = back.computed, back.loaded
+            self._first[row] = back.first
+            self.leave(row, back.copy)
+        work = Work.of(view, rows, start)
+        work.loaded = loaded
+        self._leave_tails(work, left)
+        for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist():
+            slots = self._slots(int(rows[i]))
+            work.new[i] += PLANES[KV] * len(slots)
+            work.copied[i] = slots.sum()
+        return work
+
+    def leave(self, row: int, index: np.ndarray) -> None:
+        """The row cannot go on in its blocks of these numbers."""
+        if len(index):
+            self._copy.setdefault(row, set()).update(index.tolist())
+
+    def copies(self, row: int) -> np.ndarray:
+        """Numbers of the row's blocks that go elsewhere, int64 [k]."""
+        return np.array(sorted(self._copy.get(row, ())), np.int64)
+
+    def all_copies(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of all of these: rows and numbers of blocks, int64 [k]."""
+        return _listed([(row, self.copies(row)) for row in rows.tolist() if row in self._copy])
+
+    def all_restores(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
+        """Of all of these: rows and first tokens, int64 [k]."""
+        back = work.rows[work.loaded > 0]
+        return _listed([(row, self._restores(row)) for row in back.tolist()])
+
+    def _restores(self, row: int) -> np.ndarray:
+        if row in self._first:
+            return self._first[row]
+        return np.array([segment.first for segment in self.view.host.segments(row)], np.int64)
+
+    def _leave_tails(self, work: Work, left: np.ndarray) -> None:
+        """Those who would write over what the other owner of a block has leave it."""
+        pool, size = self.view.pool, self.view.pool.block_size
+        index = self.view.table.computed[work.rows] // size
+        inside = np.flatnonzero(~work.starts & (index < pool.held[work.rows]))
+        rows, at = work.rows[inside], index[inside]
+        end = (work.start + work.tokens)[inside]
+        taken = left[pool.tables[rows, :, at]] + np.minimum(end - at * size, size)[:, None]
+        for i in np.flatnonzero((taken > size).any(axis=1)).tolist():
+            self.leave(int(rows[i]), at[i : i + 1])
+
+    def _slots(self, row: int) -> np.ndarray:
+        """Slots that the row still has in each of the blocks that it leaves, int64 [k]."""
+        pool, index = self.view.pool, self.copies(row)
+        cached = self.view.table.computed[row] - index * pool.block_size
+        return np.asarray(slots_for(np.clip(cached, 0, pool.cap[row, index])))
+
+
+def _listed(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    nothing = np.zeros(0, np.int64)
+    numbers = np.concatenate([nothing, *(found for _, found in parts)])
+    rows = np.array([row for row, _ in parts], np.int64)
+    return np.repeat(rows, [len(found) for _, found in parts]), numbers

@@ -1,0 +1,154 @@
+"""The batch being packed: what is in it, what still fits, and how long it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from jaxserve.sched.block_sizes import slots_for
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.policy import View
+from jaxserve.sched.table import WAITING
+
+SAVED = 8  # the column of slots that go to the host
+
+
+@dataclass
+class Work:
+    """What requests would do in the step, parallel arrays [n], in order. tokens: all that each has
+    pending; start: tokens cached before it, once what is on the host is back; new: free blocks that
+    it takes; starts: bool, who holds no cache yet; decodes: bool; loaded, copied: slots that come
+    from the host, and from another block."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    start: np.ndarray
+    new: np.ndarray
+    starts: np.ndarray
+    decodes: np.ndarray
+    loaded: np.ndarray
+    copied: np.ndarray
+
+    @classmethod
+    def of(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> Work:
+        """Of these rows: whole prompts, in K and V. start: tokens that each has cached, by default
+        what it has in the pool, or if it waits on the host."""
+        table = view.table
+        starts = table.state[rows] == WAITING
+        if start is None:
+            start = table.computed[rows] + np.where(starts, view.host.tokens[rows], 0)
+        generated = table.generated[rows]
+        known = table.prompt_len[rows] + generated
+        tokens, nothing = known - start, np.zeros(len(rows), np.int64)
+        return cls(
+            rows,
+            tokens,
+            start,
+            view.pool.needed(rows, known, nothing),
+            starts,
+            (tokens == 1) & (generated > 0),
+            slots_for(view.host.tokens[rows]),
+            nothing,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Work]) -> Work:
+        """All of several, of which there must be one."""
+        return cls(
+            *(np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(cls))
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Work:
+        """A slice of them, or those that a mask or indices choose."""
+        return Work(*(getattr(self, field.name)[part] for field in fields(self)))
+
+    def columns(self) -> np.ndarray:
+        """What each adds to the features of a batch, int64 [9, n]; see `_features`."""
+        tokens, start, decodes = self.tokens, self.start, self.decodes
+        read = np.where(decodes, start + 1, 0)
+        quad = np.where(decodes, 0, tokens * (tokens + 2 * start))
+        before = np.where(decodes, 0, start)
+        saved = np.zeros_like(tokens)
+        return np.stack(
+            [tokens, read, decodes, quad, ~decodes, before, self.loaded, self.copied, saved]
+        )
+
+
+def alone(view: View, work: Work) -> np.ndarray:
+    """Seconds that each would take in a batch of its own, float64 [n]."""
+    return np.asarray(view.step_time(_features(work.columns())), np.float64)
+
+
+class Batch:
+    """A batch in the making. size: requests that it may hold (B of BROS section 4.2)."""
+
+    def __init__(self, view: View, size: int) -> None:
+        self.view = view
+        self.rows_left = min(size, view.limits.max_rows)
+        self.tokens_left = view.limits.max_batch_tokens
+        self.parts: list[Work] = []
+        self._nothing = Work.of(view, np.zeros(0, np.int64))
+        self.chosen = np.zeros(view.table.capacity, bool)
+        self._sums = np.zeros((SAVED + 1, 1), np.int64)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes; 0 with nobody in it."""
+        return float(self.view.step_time(_features(self._sums))[0]) if self.parts else 0.0
+
+    def fits(self, work: Work) -> int:
+        """How many of them, in order, stay within the rows and tokens of a batch."""
+        return prefix(np.cumsum(work.tokens[: self.rows_left]) <= self.tokens_left)
+
+    def times(self, work: Work) -> np.ndarray:
+        """Seconds of the batch with the first of them added, with the first two, and so on, float64
+        [n]: one question to the cost model."""
+        sums = self._sums + np.cumsum(work.columns(), axis=1)
+        return np.asarray(self.view.step_time(_features(sums)), np.float64)
+
+    def add(self, work: Work) -> None:
+        """Puts them in; the caller has checked that they fit."""
+        if not len(work):
+            return
+        self.parts.append(work)
+        self.chosen[work.rows] = True
+        self.rows_left -= len(work)
+        self.tokens_left -= int(work.tokens.sum())
+        self._sums += work.columns().sum(axis=1, keepdims=True)
+
+    def save(self, slots: int) -> None:
+        """So many slots go to the host meanwhile."""
+        self._sums[SAVED] += slots
+
+    def work(self) -> Work:
+        """All that is in it."""
+        return Work.joined([self._nothing, *self.parts])
+
+
+def prefix(ok: np.ndarray) -> int:
+    """How many there are before the first that is not."""
+    return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+def _features(sums: np.ndarray) -> BatchFeatures:
+    """Of batches whose columns of `Work` sum up to these, [9, n]."""
+    tokens, read, decodes, quad, prefills, before, loaded, copied, saved = sums
+    return BatchFeatures(
+        tokens,
+        tokens,
+        read,
+        decodes,
+        quad,
+        prefills,
+        before,
+        copied_slots=copied,
+        swapped_slots=loaded + saved,
+    )

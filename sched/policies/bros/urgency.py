@@ -1,0 +1,67 @@
+"""How long each real-time request has to its next token's deadline (BROS section 4.2).
+
+A token that the step on the device will bring counts as returned when that step ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+
+
+@dataclass(frozen=True)
+class Queue:
+    """rows [n], most urgent first; residual: float64 [n], seconds to each one's deadline."""
+
+    rows: np.ndarray
+    residual: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sorted(self) -> Queue:
+        """By residual, as they are where that is so already: a queue in order of arrival is, unless
+        targets differ."""
+        if not np.count_nonzero(self.residual[1:] < self.residual[:-1]):
+            return self
+        order = np.argsort(self.residual, kind="stable")
+        return Queue(self.rows[order], self.residual[order])
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token, and between two, for requests that name none themselves."""
+
+    ttft: float
+    tbt: float
+
+    def residual(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
+        """Seconds that each has left at `clock`, when the next step may begin, float64 [n];
+        negative for those that are late."""
+        table = view.table
+        received = table.received[rows]
+        ttft, tbt = table.ttft[rows], table.tbt[rows]
+        ttft[np.isinf(ttft)] = self.ttft
+        tbt[np.isinf(tbt)] = self.tbt
+        left = table.last_token[rows] + np.where(received == 0, ttft, tbt) - clock
+        return np.where(table.generated[rows] > received, tbt, left)
+
+    def poll(self, view: View, waiting: np.ndarray, pending: np.ndarray, clock: float) -> Queue:
+        """Both queues as one. waiting, pending: rows in order of arrival. Neither is merged into
+        the other and sorted: the waiting one is in order, the pending one is sorted, and each in
+        turn gives its most urgent (section 4.2, "Request pulling optimization")."""
+        first = Queue(waiting, self.residual(view, waiting, clock)).sorted()
+        second = Queue(pending, self.residual(view, pending, clock)).sorted()
+        if not len(first) or not len(second):
+            return first if len(first) else second
+        at = np.searchsorted(second.residual, first.residual) + np.arange(len(first))
+        total = len(first) + len(second)
+        theirs = np.ones(total, bool)
+        theirs[at] = False
+        rows, residual = np.empty(total, np.int64), np.empty(total)
+        rows[at], residual[at] = first.rows, first.residual
+        rows[theirs], residual[theirs] = second.rows, second.residual
+        return Queue(rows, residual)

@@ -1,0 +1,319 @@
+"""BROS in small cases: the order, deadlines, the size of batches, whose memory goes, who starves.
+
+A token takes 0.1 s, and blocks hold one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.kinds import Direction
+from jaxserve.sched.policies.bros.bros import Bros
+from jaxserve.sched.policies.bros.urgency import Targets
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import Tier
+from jaxserve.sched.table import RUNNING, WAITING
+from tests.sched.driver import Drive
+from tests.sched.test_policy_properties import Case, cases, quick, serve
+
+TENTH = LinearCostModel(Coefficients(0.1, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+BEST = Tier.BEST_EFFORT
+LATER = {"ttft": 100.0, "tbt": 100.0}  # targets that are no hindrance
+
+
+def drive(*, m: int = 1000, **options: Any) -> Drive:
+    options = {"cost_model": TENTH, "watermark": 0.0, "sharing": False, **options}
+    return Drive("bros", blocks=2 * m, block_size=1, **options)
+
+
+def size(run: Drive) -> int:
+    assert isinstance(run.policy, Bros)
+    return run.policy.size
+
+
+def test_the_most_urgent_come_first() -> None:
+    run = drive(initial=1, growth=0)
+    rows = [run.add(2, 1, ttft=ttft) for ttft in (9.0, 3.0, 6.0)]
+    run.to_the_end()
+    assert run.ended == [rows[1], rows[2], rows[0]]
+
+
+def test_those_that_wait_and_those_that_run_are_in_one_order() -> None:
+    run = drive(initial=1, growth=0)
+    runs = run.add(2, 9, ttft=1.0, tbt=5.0)
+    assert run.step(0.0) == {runs: 2}
+    waits = run.add(2, 1, ttft=4.0)
+    assert run.step(0.5) == {waits: 2}, "3.5 s are left, and 4.5"
+    assert run.step(0.5) == {runs: 1}
+
+
+targets = st.tuples(st.sampled_from((0.0, 1.0, 2.0)), st.sampled_from((None, 1.0, 4.0)))
+
+
+@settings(quick, max_examples=40)
+@given(st.lists(targets, max_size=8), st.lists(targets, max_size=8))
+def test_polling_two_queues_gives_what_sorting_all_would(
+    first: list[tuple[float, float | None]], second: list[tuple[float, float | None]]
+) -> None:
+    run = drive(initial=100, c=1000, rows=100)
+    for number, jobs in enumerate((first, second)):
+        for gap, target in jobs:
+            slo = {} if target is None else {"ttft": target, "tbt": target}
+            run.add(2, 9, arrival=gap + number, **slo)
+        if number == 0 and jobs:
+            run.step(1.0)
+    view, table = run.scheduler.view, run.table
+    waiting, running = table.in_state(WAITING), table.in_state(RUNNING)
+    wanted = Targets(0.4, 0.2)
+    queue = wanted.poll(view, waiting, running, 3.0)
+    assert sorted(queue.rows.tolist()) == sorted([*waiting.tolist(), *running.tolist()])
+    assert queue.residual.tolist() == wanted.residual(view, queue.rows, 3.0).tolist()
+    assert (np.diff(queue.residual) >= 0).all()
+
+
+def test_the_batch_ends_before_the_most_urgent_deadline() -> None:
+    run = drive(initial=2, growth=2, rows=5)
+    first, second = run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
+    third = run.add(1, 2, ttft=9.0, tbt=5.0)
+    assert run.step() == {first: 6}, "nor the third, which would have fitted"
+    assert size(run) == 2
+    assert run.step() == {first: 1, second: 5} and size(run) == 4, "two are the most it holds"
+    assert run.step() == {second: 1, third: 1} and size(run) == 5, "as many as may hold caches"
+
+
+def test_best_effort_requests_get_nothing_after_an_early_return() -> None:
+    run = drive()
+    run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
+    run.add(1, 2, tier=BEST)
+    assert len(run.step()) == 1
+    assert len(run.step()) == 3
+
+
+def test_a_deadline_that_cannot_be_met_limits_nobody() -> None:
+    run = drive()
+    lost, early = (run.add(6, 2, ttft=ttft, tbt=9.0) for ttft in (0.5, 2.0))
+    late = run.add(9, 2, ttft=2.1)
+    assert run.step() == {lost: 6, early: 6}, "1.2 s, and 2.1 with the third"
+    assert run.step() == {lost: 1, late: 9, early: 1}
+
+
+def test_the_late_may_come_last() -> None:
+    run = drive(late_last=True)
+    lost, early = run.add(15, 2, ttft=0.5), run.add(6, 2, ttft=2.0, tbt=5.0)
+    assert run.step() == {early: 6}, "2.1 s with the other"
+    assert lost in run.step()
+
+
+def test_one_request_is_served_however_long_it_takes() -> None:
+    run = drive()
+    first = run.add(3, 2, ttft=1.0, tbt=0.4)
+    run.step()
+    long = run.add(20, 2, ttft=0.3)
+    assert run.step() == {long: 20}, "it is late, and nobody else is served in time with it"
+    assert first in run.step()
+
+
+def test_a_step_on_the_device_counts_as_over() -> None:
+    """0.5 s of it are to come when the next is planned."""
+    run = drive()
+    flying = run.add(5, 3, ttft=0.5, tbt=5.0)
+    run.scheduler.schedule(0.0)
+    first, second = run.add(4, 2, ttft=1.0, tbt=5.0), run.add(2, 2, ttft=3.0)
+    step = run.scheduler.schedule(0.0)
+    assert step.rows.tolist() == [first], "0.6 s for both, of 0.5"
+    run.scheduler.receive(np.array([flying, first]), 0.9)
+    assert set(run.scheduler.schedule(0.9).rows.tolist()) == {flying, first, second}
+
+
+def test_targets_of_those_that_name_none() -> None:
+    run = drive(ttft=1.0, tbt=2.0)
+    first = run.add(6, 3)
+    second = run.add(5, 3)
+    assert run.step() == {first: 6}
+    run.step(0.5)
+    residual = Targets(1.0, 2.0).residual(run.scheduler.view, np.array([first, second]), 0.7)
+    assert residual.tolist() == pytest.approx([1.3, 1.8])
+
+
+def test_best_effort_prompts_that_take_too_long_are_passed_over() -> None:
+    run = drive()
+    first = run.add(3, 9, tbt=1.0, ttft=1.0)
+    low = run.add(4, 9, tier=BEST)
+    assert run.step() == {first: 3, low: 4}
+    long, short = run.add(9, 9, tier=BEST), run.add(3, 9, tier=BEST)
+    assert run.step() == {first: 1, low: 1, short: 3}
+    assert long not in run.step()
+    run.scheduler.finish(first)
+    assert run.step() == {low: 1, long: 9, short: 1}, "nobody is in a hurry"
+
+
+def test_real_time_requests_take_best_effort_memory() -> None:
+    run = drive(m=20)
+    lower, low = (run.add(8, 9, tier=BEST) for _ in range(2))
+    run.step()
+    high = run.add(10, 3, **LATER)
+    assert run.step() == {high: 10, lower: 1} and run.preempted == [low], "the latest"
+
+
+def test_real_time_requests_take_best_effort_places() -> None:
+    run = drive(rows=2)
+    lower, low = (run.add(4, 9, tier=BEST) for _ in range(2))
+    run.step()
+    high = run.add(4, 3, **LATER)
+    assert run.step() == {high: 4, lower: 1} and run.preempted == [low]
+
+
+def test_those_with_most_time_lose_their_memory_last_of_all() -> None:
+    run = drive(m=21)
+    rows = [run.add(6, 9, ttft=100.0, tbt=tbt) for tbt in (20.0, 30.0, 10.0)]
+    run.step()
+    low = run.add(1, 9, tier=BEST)
+    assert run.step() == dict.fromkeys(rows, 1) and not run.preempted, "it finds none"
+    run.scheduler.finish(rows[0])
+    assert run.step() == {rows[1]: 1, rows[2]: 1, low: 1}
+    another = run.add(3, 9, **LATER)
+    assert run.step() == {rows[1]: 1, rows[2]: 1, another: 3} and run.preempted == [low]
+    assert run.step() == {rows[2]: 1, rows[1]: 1} and run.preempted == [low, another]
+    assert run.step() == {rows[2]: 1}, "it has less time left than the other, who waits for a block"
+
+
+def test_a_start_takes_no_real_time_memory() -> None:
+    run = drive(m=12)
+    first = run.add(10, 3, tbt=90.0, ttft=90.0)
+    run.step()
+    urgent = run.add(3, 3, ttft=1.0)
+    assert run.step() == {first: 1}
+    assert run.step() == {first: 1} and run.ended == [first]
+    assert run.step() == {urgent: 3}
+
+
+def test_best_effort_decodes_take_memory_from_the_latest() -> None:
+    run = drive(m=14)
+    rows = [run.add(4, 9, tier=BEST) for _ in range(3)]
+    run.step()
+    assert run.step() == {rows[0]: 1, rows[1]: 1} and not run.preempted
+    assert run.step() == {rows[0]: 1, rows[1]: 1} and run.preempted == [rows[2]]
+    run.to_the_end()
+    assert len(run.ended) == 3
+
+
+def test_starts_leave_the_watermark_while_others_run() -> None:
+    run = drive(m=20, watermark=0.3)
+    first, second = run.add(8, 3, tier=BEST), run.add(7, 3, tier=BEST)
+    assert run.step() == {first: 8}
+    assert run.step() == {first: 1}
+    assert run.step() == {first: 1} and run.ended == [first]
+    assert run.step() == {second: 7}
+
+
+def flood(run: Drive, steps: int) -> None:
+    """A real-time request that takes all of the time there is comes with each step."""
+    for number in range(steps):
+        run.add(10, 1, arrival=float(number), ttft=1.0)
+        run.step(float(number))
+
+
+@pytest.mark.parametrize(
+    ("options", "served"), [({}, False), ({"max_age": 5.0}, True), ({"floor": 2.0}, True)]
+)
+def test_best_effort_requests_starve_only_where_nothing_is_set(
+    options: dict[str, float], served: bool
+) -> None:
+    run = drive(**options)
+    low = run.add(4, 4, tier=BEST)
+    flood(run, 30)
+    assert (low in run.ended) == served
+    run.to_the_end()
+
+
+def test_nobody_waits_longer_than_the_age_limit() -> None:
+    run = drive(max_age=5.0)
+    low = run.add(4, 9, tier=BEST)
+    flood(run, 30)
+    turns = [number for number, plan in enumerate(run.plans) if low in plan]
+    assert turns == [6, 12, 18, 24]
+
+
+def test_the_floor_is_what_best_effort_work_gets() -> None:
+    """2 tokens a second, so 60 in half a minute, all beside real-time requests in time."""
+    run = drive(floor=2.0, m=200, rows=100, c=500, max_model_len=200)
+    for _ in range(40):
+        run.add(4, 9, tier=BEST)
+    done = 0
+    for number in range(31):
+        run.add(10, 1, arrival=float(number), ttft=1.0)
+        plan = run.step(float(number))
+        done += sum(n for row, n in plan.items() if run.table.tier[row] == BEST)
+    assert 60 <= done <= 60 + 4
+
+
+def test_an_aged_request_takes_even_real_time_memory() -> None:
+    run = drive(m=12, max_age=1.0)
+    low = run.add(3, 2, tier=BEST)
+    high = run.add(11, 9, **LATER)
+    assert run.step(0.0) == {high: 11}
+    assert run.step(2.0)[low] == 3 and run.preempted == [high]
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@settings(quick, max_examples=40)
+@given(case=cases, host=st.sampled_from((0, 20, 1000)))
+def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
+    sharing: bool, case: Case, host: int
+) -> None:
+    """Where nothing else is short, whoever is not served wants more than all that they hold, or,
+    where blocks are shared, than they hold alone."""
+    policy = f"bros:initial=100:ttft=1e9:tbt=1e9:watermark=0:sharing={sharing}"
+    run = Drive(policy, c=1000, p=1000, rows=100, blocks=case.blocks, host_slots=host)
+    for job in case.jobs:
+        run.add(job.prompt, job.output, tier=job.tier)
+    table, pool, scheduler = run.table, run.pool, run.scheduler
+    while run.live:
+        step = scheduler.schedule(0.0)
+        assert len(step) or step.plan.operations, "nothing is planned"
+        left = np.setdiff1d(np.flatnonzero(table.tier == Tier.REALTIME), step.rows)
+        runs, waits = (left[table.state[left] == state] for state in (RUNNING, WAITING))
+        first = waits[np.argsort(table.seq[waits])][:1]
+        theirs = np.flatnonzero((table.tier == BEST) & (table.state == RUNNING))
+        lent = len(pool.open_ends(Direction.LEFT)) if sharing else pool.blocks_held(theirs).sum()
+        free = (pool.num_free + lent) // 2 * 2
+        for row in [*runs.tolist(), *first.tolist()]:
+            one, known = np.array([row]), table.prompt_len[[row]] + table.generated[[row]]
+            assert pool.needed(one, known, np.zeros(1, np.int64))[0] > free
+        scheduler.receive(step.emitting, 0.0)
+        for row in scheduler.release_finished(step).tolist():
+            scheduler.finish(row)
+            run.live -= 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=true", "sharing=false"],
+)
+@quick
+@given(case=cases, host=st.sampled_from((0, 20, 1000)))
+def test_it_serves_everything(policy: str, case: Case, host: int) -> None:
+    assert len(serve(f"bros:{policy}", case, host_slots=host).ended) == len(case.jobs)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("ttft=0", "ttft must be more than 0, got 0.0"),
+        ("tbt=-1", "tbt must be more than 0, got -1.0"),
+        ("max_age=0", "max_age must be more than 0, got 0.0"),
+        ("floor=0", "floor must be more than 0, got 0.0"),
+        ("initial=0", "initial must be at least 1, got 0"),
+        ("growth=-1", "growth must be at least 0, got -1"),
+        ("watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_parameters_that_are_none_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"policy 'bros': {problem}"):
+        make_policy(f"bros:{text}")
