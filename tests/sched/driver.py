@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -20,8 +20,9 @@ MAX_STEPS = 5000  # of one test: more means that it does not end
 
 
 class Drive:
-    """plans: row -> tokens, by step. preempted, ended, projected: rows in that order. hidden: rows
-    that were ever planned with hidden caches."""
+    """plans: row -> tokens, by step. preempted, ended, projected: rows in that order, the preempted
+    with all of their caches; cuts: how often it was with some. hidden: rows that were ever planned
+    with hidden caches."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Drive:
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self.plans: list[dict[int, int]] = []
         self.preempted: list[int] = []
+        self.cuts = 0
         self._starts: list[int] = []
         self.ended: list[int] = []
         self.projected: list[int] = []
@@ -94,6 +96,8 @@ class Drive:
         self.scheduler.host.check()
         self._starts += [s for s in seq.tolist() if s not in self._starts]
         self.preempted += plan.preempted.tolist()
+        cuts = (op.keep for op in plan.operations if isinstance(op, Preempt))
+        self.cuts += sum(int(np.count_nonzero(keep)) for keep in cuts)
         self.projected += plan.to_kv.tolist()
         self.hidden |= set(plan.rows[plan.kinds == CacheKind.HIDDEN].tolist())
         self.ended += done.tolist()

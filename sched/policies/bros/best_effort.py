@@ -35,24 +35,23 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
             work = work[(work.new == 0) | (seq[work.rows] < seq[head.rows[0]])]
 
 
-def fill_first(batch: Batch, room: Room, work: Work, urgent: np.ndarray) -> None:
-    """Adds them in order, whatever it takes: blocks and places come from other best-effort
+def fill_first(batch: Batch, room: Room, rows: np.ndarray, urgent: np.ndarray) -> None:
+    """Adds these rows in order, whatever it takes: blocks and places come from other best-effort
     requests, then from real-time ones. urgent: real-time rows, the most urgent first."""
-    mine = np.isin(room.running, work.rows)
-    theirs = room.running[~mine]
-    runs = np.isin(urgent, theirs)
+    theirs = room.running[~np.isin(room.running, rows)]
     others = theirs[~np.isin(theirs, urgent)]
-    victims = np.concatenate([others[::-1], urgent[runs][::-1]])
-    work = work[: batch.fits(work)]
-    for i, (new, starts) in enumerate(zip(work.new.tolist(), work.starts.tolist(), strict=True)):
-        while (new > room.free or starts > room.slots) and len(victims):
-            room.drop(int(victims[0]))
-            victims = victims[1:]
-        if new > room.free or starts > room.slots:
+    victims = [*others[::-1].tolist(), *urgent[np.isin(urgent, theirs)][::-1].tolist()]
+    while True:
+        work = room.offers_first(rows)
+        work = work[: batch.fits(work)]
+        fits = (np.cumsum(work.new) <= room.free) & (np.cumsum(work.starts) <= room.slots)
+        found = prefix(fits)
+        room.take(work[:found])
+        batch.add(work[:found])
+        rows = work.rows[found:]
+        if not len(rows) or not victims:
             return
-        one = work[i : i + 1]
-        room.take(one)
-        batch.add(one)
+        room.drop(victims.pop(0))
 
 
 def _memory(room: Room, work: Work) -> int:

@@ -87,8 +87,9 @@ class Room:
         self.take(work)
         return work
 
-    def grow(self) -> None:
-        """Before best-effort requests that come first: here, nobody is in their way."""
+    def offers_first(self, rows: np.ndarray) -> Work:
+        """As `offers`, of best-effort rows that come before real-time ones."""
+        return self.offers(rows)
 
     def take(self, work: Work) -> None:
         """They have their blocks and places."""

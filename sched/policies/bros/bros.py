@@ -15,24 +15,28 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.lending import SharedRoom
-from jaxserve.sched.policies.bros.packing import Batch, Work, alone
-from jaxserve.sched.policies.bros.urgency import Queue, Targets
+from jaxserve.sched.policies.bros.packing import Batch
+from jaxserve.sched.policies.bros.real_time import pack
+from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 from jaxserve.sched.table import RUNNING, WAITING
 
 BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
+MEAN_WEIGHT = 0.1  # of the last batch in the moving average
 
 
 @dataclass
 class _Memory:
-    """size: B, requests a batch may hold now. rows, seconds: of the last batch. now: of the last
-    plan. owed: tokens of best-effort work that the floor is behind."""
+    """size: B, requests a batch may hold now. rows, seconds: of the last batch. mean: seconds of
+    batches lately. now: of the last plan. owed: tokens of best-effort work that the floor is
+    behind."""
 
     size: int
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     seconds: float = 0.0
+    mean: float = 0.0
     now: float | None = None
     owed: float = 0.0
 
@@ -52,6 +56,9 @@ class Bros(Policy):
     late_last: whether requests that can no longer meet their deadline come behind all that can.
     More of them do then in an overload, and the late ones wait for its end.
 
+    replace: whether best-effort requests take places of real-time ones in a full batch, of those
+    that would have more to bring back from the host, and can wait for the next one.
+
     sharing: whether real-time requests join the blocks of best-effort ones, and caches go to the
     host; otherwise whoever loses its cache computes it again, the paper's "No Bi-cache".
 
@@ -68,6 +75,7 @@ class Bros(Policy):
     growth: int = 16
     watermark: float = 0.01
     late_last: bool = False
+    replace: bool = True
     sharing: bool = True
     max_age: float | None = None
     floor: float | None = None
@@ -111,12 +119,14 @@ class Bros(Policy):
         room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
         first = self._first(view, others, now, clock)
         if len(first):
-            room.grow()
-            fill_first(batch, room, room.offers(first), queue.rows)
+            fill_first(batch, room, first, queue.rows)
         forced = len(batch)
-        early, limit = _pack(batch, room, queue, self.late_last)
+        spare = self._memory.mean if self.replace else np.inf
+        early, limit = pack(batch, room, queue, others, late_last=self.late_last, spare=spare)
         if not early:
             fill(batch, room, room.offers(others), limit)
+            if not len(batch):  # nobody could take a place
+                pack(batch, room, queue, others, late_last=self.late_last, spare=np.inf)
         self._remember(batch, early, forced)
         done = batch.work()
         sides = view.table.tier[done.rows] == Tier.BEST_EFFORT
@@ -165,6 +175,7 @@ class Bros(Policy):
         done = batch.work()
         rows, end = done.rows, done.start + done.tokens
         memory.rows, memory.seconds = rows, batch.seconds
+        memory.mean += (memory.seconds - memory.mean) * MEAN_WEIGHT
         if self.floor is not None:
             new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more
             new[view.table.tier[rows] != Tier.BEST_EFFORT] = 0
@@ -178,27 +189,3 @@ def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Real-time and best-effort ones of them."""
     best = view.table.tier[rows] == Tier.BEST_EFFORT
     return rows[~best], rows[best]
-
-
-def _pack(batch: Batch, room: Room, queue: Queue, late_last: bool) -> tuple[bool, float]:
-    """Adds real-time requests in order until the batch would end after the most urgent deadline:
-    whether it would, and the seconds until then. Nobody waits for a deadline that cannot be met
-    even in a batch of one's own, and one request at least is served."""
-    view = batch.view
-    here = ~room.is_out(queue.rows)
-    rows, residual = queue.rows[here], queue.residual[here]
-    if not len(rows):
-        return False, np.inf
-    work = Work.of(view, rows)
-    savable = residual >= alone(view, work)
-    limit = float(residual[savable].min(initial=np.inf))
-    if late_last:
-        work = work[np.argsort(~savable, kind="stable")]
-    ready = work[room.affordable(work)]
-    ready = ready[: batch.fits(ready)]
-    late = np.flatnonzero(batch.times(ready) > limit)
-    early = len(late) > 0
-    if early:
-        ready = ready[: max(int(late[0]), 1)]
-    batch.add(room.provide(ready, work.rows[~np.isin(work.rows, ready.rows)]))
-    return early, limit

@@ -81,15 +81,12 @@ class SharedRoom(Room):
         for row in work.rows[work.copied > 0].tolist():
             self._let_go(row, self._mending.copies(row))
 
-    def grow(self) -> None:
-        """Best-effort requests that come first leave blocks in which real-time ones that run may
-        write over what they have."""
-        rows = self.running[self.view.pool.direction[self.running] == LEFT]
-        rows, first, _ = spilled(self.view, *self._fill(rows, self.view.table.computed[rows] + 1))
-        for row, index in zip(
-            rows.tolist(), np.atleast_2d(first // self.view.pool.block_size).T, strict=True
-        ):
-            self._mending.leave(row, index)
+    def offers_first(self, rows: np.ndarray) -> Work:
+        """As `offers`, of best-effort rows that come before real-time ones, and leave the blocks in
+        which those that run may write over what they have."""
+        runs = self.running[self.view.pool.direction[self.running] == LEFT]
+        self._fill(runs, self.view.table.computed[runs] + 1)
+        return self._mending.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
     def provide(self, work: Work, behind: np.ndarray) -> Work:
         """As in a room that is not shared. Free blocks go to the most urgent, others join those of
@@ -248,5 +245,7 @@ class SharedRoom(Room):
         if pool.direction[row] == RIGHT:
             ids = ids[self._right[ids] == row]
             self._right[ids] = NOBODY
+        else:
+            self.left[ids] = 0
         self._refs[ids] -= 1
         self.free += int(np.count_nonzero(self._refs[ids] == 0))

@@ -22,10 +22,11 @@ class Mending:
         self._copy: dict[int, set[int]] = {}
         self._first: dict[int, np.ndarray] = {}
 
-    def offers(self, rows: np.ndarray, left: np.ndarray) -> Work:
-        """What best-effort rows would do, in order. left: tokens that each block has from the left.
-        Of those that run and have tokens on the host the first few and the earliest to arrive; the
-        others are left out."""
+    def offers(self, rows: np.ndarray, left: np.ndarray, *, every_block: bool = False) -> Work:
+        """What best-effort rows would do, in order. left: tokens that each block has from the left,
+        which leave room for what the rows have there; every_block: which may not. Of those that run
+        and have tokens on the host the first few and the earliest to arrive; the others are left
+        out."""
         view, table = self.view, self.view.table
         runs = table.state[rows] == RUNNING
         missing = np.flatnonzero(runs & (view.host.tokens[rows] > 0))
@@ -33,27 +34,24 @@ class Mending:
             earliest = missing[np.argmin(table.seq[rows[missing]])]
             some = np.union1d(missing[:LOOK], earliest)
             rows = np.delete(rows, np.setdiff1d(missing, some))
-            return self.offers(rows, left)
+            return self.offers(rows, left, every_block=every_block)
+        for row in self._copy.keys() & set(rows.tolist()):
+            del self._copy[row]
         start = table.computed[rows] + np.where(runs, 0, view.host.tokens[rows])
         loaded = slots_for(view.host.tokens[rows])
         for i, row in zip(missing.tolist(), rows[missing].tolist(), strict=True):
             back = comeback(view, row, left)
             start[i], loaded[i] = back.computed, back.loaded
             self._first[row] = back.first
-            self.leave(row, back.copy)
+            self._leave(row, back.copy)
         work = Work.of(view, rows, start)
         work.loaded = loaded
-        self._leave_tails(work, left)
+        self._leave_blocks(work, left, every_block)
         for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist():
             slots = self._slots(int(rows[i]))
             work.new[i] += PLANES[KV] * len(slots)
             work.copied[i] = slots.sum()
         return work
-
-    def leave(self, row: int, index: np.ndarray) -> None:
-        """The row cannot go on in its blocks of these numbers."""
-        if len(index):
-            self._copy.setdefault(row, set()).update(index.tolist())
 
     def copies(self, row: int) -> np.ndarray:
         """Numbers of the row's blocks that go elsewhere, int64 [k]."""
@@ -73,16 +71,26 @@ class Mending:
             return self._first[row]
         return np.array([segment.first for segment in self.view.host.segments(row)], np.int64)
 
-    def _leave_tails(self, work: Work, left: np.ndarray) -> None:
-        """Those who would write over what the other owner of a block has leave it."""
+    def _leave_blocks(self, work: Work, left: np.ndarray, every: bool) -> None:
+        """Those who would write over what the other owner of a block has leave it; every: and those
+        whose tokens it would write over."""
         pool, size = self.view.pool, self.view.pool.block_size
         index = self.view.table.computed[work.rows] // size
-        inside = np.flatnonzero(~work.starts & (index < pool.held[work.rows]))
-        rows, at = work.rows[inside], index[inside]
-        end = (work.start + work.tokens)[inside]
+        first = np.where(every, 0, index)
+        last = np.where(work.starts, 0, np.minimum(index + 1, pool.held[work.rows]))
+        count = np.maximum(last - first, 0)
+        rows = np.repeat(work.rows, count)
+        each = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)
+        at = np.repeat(first, count) + each
+        end = np.repeat(work.start + work.tokens, count)
         taken = left[pool.tables[rows, :, at]] + np.minimum(end - at * size, size)[:, None]
         for i in np.flatnonzero((taken > size).any(axis=1)).tolist():
-            self.leave(int(rows[i]), at[i : i + 1])
+            self._leave(int(rows[i]), at[i : i + 1])
+
+    def _leave(self, row: int, index: np.ndarray) -> None:
+        """The row cannot go on in its blocks of these numbers."""
+        if len(index):
+            self._copy.setdefault(row, set()).update(index.tolist())
 
     def _slots(self, row: int) -> np.ndarray:
         """Slots that the row still has in each of the blocks that it leaves, int64 [k]."""

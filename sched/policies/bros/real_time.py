@@ -1,0 +1,58 @@
+"""Real-time requests in order of the time they have left (BROS Algorithm 1, lines 3 to 15)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.block_sizes import slots_for
+from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.packing import Batch, Work, alone, prefix
+from jaxserve.sched.policies.bros.urgency import Queue
+
+
+def pack(
+    batch: Batch, room: Room, queue: Queue, others: np.ndarray, *, late_last: bool, spare: float
+) -> tuple[bool, float]:
+    """Adds real-time requests in order until the batch would end after the most urgent deadline:
+    whether it would, and the seconds until then. Nobody waits for a deadline that cannot be met
+    even in a batch of one's own, and one request at least is served.
+
+    others: best-effort rows, those with least on the host first; in a full batch they get the
+    places of real-time ones that have more there, and more than `spare` seconds after the batch.
+    late_last: whether those whose deadline cannot be met are considered last."""
+    view = batch.view
+    here = ~room.is_out(queue.rows)
+    rows, residual = queue.rows[here], queue.residual[here]
+    if not len(rows):
+        return False, np.inf
+    work = Work.of(view, rows)
+    savable = residual >= alone(view, work)
+    limit = float(residual[savable].min(initial=np.inf))
+    if late_last:
+        order = np.argsort(~savable, kind="stable")
+        work, residual = work[order], residual[order]
+    chosen = np.flatnonzero(room.affordable(work))
+    chosen = chosen[: batch.fits(work[chosen])]
+    times = batch.times(work[chosen])
+    count = prefix(times <= limit)
+    early = count < len(chosen)
+    if early:
+        chosen = chosen[: max(count, 1)]
+    elif len(chosen) and len(chosen) == batch.rows_left:
+        chosen = chosen[_stay(batch, work[chosen], residual[chosen] - times[-1] - spare, others)]
+    ready = work[chosen]
+    batch.add(room.provide(ready, np.delete(work.rows, chosen)))
+    return early, limit
+
+
+def _stay(batch: Batch, work: Work, slack: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of these stay in a full batch, a mask [n], and do not give their places to best-effort
+    requests that have less to bring back (Algorithm 1, lines 26 to 33). slack: seconds that each
+    has besides; the least urgent are last."""
+    mask = np.ones(len(work), bool)
+    able = np.flatnonzero((work.loaded > 0) & (slack > 0))[::-1]
+    others = others[~batch.chosen[others]][: len(able)]
+    able = able[: len(others)]
+    theirs = slots_for(batch.view.host.tokens[others])
+    mask[able[: prefix(work.loaded[able] > theirs)]] = False
+    return mask
