@@ -4,10 +4,12 @@ step before it.
     python -m jaxserve.bench plan
     python -m jaxserve.bench plan --policies=sarathi,edf --candidates=1600 --json
 
-Two situations for each number of candidates: all of them decode, or half of them decode while the
-other half waits and memory lasts for some. For policies that plan hidden caches every second
-request that runs has one, and there are two more: all but an eighth wait ("prefill"), and all
-decode, but the pool lacks half of the blocks that they need next ("scarce"). Times are of this
+Two situations for each number of candidates, every second one of which is best-effort: all of them
+decode, or half of them decode while the other half waits and memory lasts for some. For policies
+that plan hidden caches every second request that runs has one, and there are two more: all but an
+eighth wait ("prefill"), and all decode, but the pool lacks half of the blocks that they need next
+("scarce"). For policies that move caches there is one in which the best-effort half runs and holds
+all memory, which the real-time half, part running, part waiting, needs ("full"). Times are of this
 thread's CPU, so a busy machine disturbs them little.
 """
 
@@ -84,7 +86,7 @@ def show(args: argparse.Namespace) -> int:
 
 def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of a plan by situation and number of candidates."""
-    hidden = make_policy(name).hybrid_cache
+    hidden, moves = make_policy(name).hybrid_cache, make_policy(name).moves_cache
     times: dict[str, dict[str, float]] = {}
     for count in counts:
         made = {
@@ -94,6 +96,8 @@ def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[st
         if hidden:
             made["prefill"] = situation(count, count - count // 8, hidden=True)
             made["scarce"] = scarce(count)
+        if moves:
+            made["full"] = full(name, count)
         for which, scheduler in made.items():
             times.setdefault(which, {})[str(count)] = _median(name, scheduler, repeats)
     return times
@@ -157,6 +161,36 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
     for _ in range(64):  # for policies that learn lengths
         scheduler.table.output_lengths.add(OUTPUT)
     return scheduler
+
+
+def full(name: str, count: int) -> Scheduler:
+    """Under that policy, half of the requests are best-effort, run and hold nearly all memory. Of
+    the other, real-time ones half run and half wait."""
+    best, blocks = count // 2, int(blocks_for(PROMPT, BLOCK_SIZE))
+    scheduler = Scheduler(
+        make_policy(name),
+        Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
+        num_blocks=blocks * (best + 1 + best // 50),  # watermarks included
+        block_size=BLOCK_SIZE,
+        max_model_len=PROMPT + OUTPUT,
+        capacity=count,
+        cost_model=system("opt-13b@a100-40g").cost_model,
+        host_slots=2 * count * PROMPT,
+    )
+    for number in range(count):
+        if number in (best, best + best // 2):
+            _until_all_run(scheduler)
+        tier = Tier.BEST_EFFORT if number < best else Tier.REALTIME
+        scheduler.add(dataclasses.replace(_request(number), tier=tier, prompt=(1,) * PROMPT))
+    return scheduler
+
+
+def _until_all_run(scheduler: Scheduler) -> None:
+    """A few steps at most: some policies have fewer in a batch, or run nobody who cannot grow."""
+    for _ in range(16):
+        scheduler.receive(scheduler.schedule(0.0).emitting, 0.0)
+        if not len(scheduler.table.in_state(State.WAITING)):
+            return
 
 
 def _request(number: int) -> Request:

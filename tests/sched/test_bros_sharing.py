@@ -172,7 +172,7 @@ def test_the_earliest_is_looked_at_however_much_it_has_on_the_host() -> None:
     for count, row in enumerate(rows[::-1].tolist()):
         run.scheduler._checkpoint(
             None,  # type: ignore[arg-type]
-            Checkpoint(*(np.array([n]) for n in (row, 4 - 1 - count // 10, 4))),
+            Checkpoint(*(np.array([n]) for n in (row, 4 - 1 - count // 19, 4))),
         )
     assert side == RIGHT
     planned = run.step()

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import policies as command
 from jaxserve.bench import cli, plan
+from jaxserve.sched.plan import Checkpoint, Join
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.table import State
 
@@ -52,6 +53,22 @@ def test_times_plans_with_hidden_caches(capsys: pytest.CaptureFixture[str]) -> N
     )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["plan_ms"]
     assert set(found["aptserve"]) == {"decode", "mixed", "prefill", "scarce"}
+
+
+def test_times_plans_that_move_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--policies=bros", "--candidates=32", "--repeats=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["plan_ms"]
+    assert set(found["bros"]) == {"decode", "mixed", "full"}
+
+
+def test_the_situation_without_memory_is_what_it_says() -> None:
+    full = plan.full("bros", 64)
+    table, view = full.table, full.view
+    tiers = [table.tier[table.in_state(state)].tolist() for state in (State.RUNNING, State.WAITING)]
+    assert tiers == [[1] * 32 + [0] * 16, [0] * 16]
+    decided = make_policy("bros", initial=64).plan(view, 1.0)
+    assert any(isinstance(op, Join) for op in decided.operations)
+    assert any(isinstance(op, Checkpoint) for op in decided.operations)
 
 
 @pytest.mark.parametrize("name", ["aptserve", "aptserve_s", "aptserve_fcfs"])

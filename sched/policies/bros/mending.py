@@ -28,18 +28,18 @@ class Mending:
         and have tokens on the host the first few and the earliest to arrive; the others are left
         out."""
         view, table = self.view, self.view.table
+        missing = (table.state[rows] == RUNNING) & (view.host.tokens[rows] > 0)
+        if np.count_nonzero(missing) > LOOK:
+            those = np.flatnonzero(missing)
+            earliest = np.argmin(table.seq[rows[those]])
+            out = np.setdiff1d(those[LOOK:], those[earliest])
+            rows, missing = np.delete(rows, out), np.delete(missing, out)
         runs = table.state[rows] == RUNNING
-        missing = np.flatnonzero(runs & (view.host.tokens[rows] > 0))
-        if len(missing) > LOOK:
-            earliest = missing[np.argmin(table.seq[rows[missing]])]
-            some = np.union1d(missing[:LOOK], earliest)
-            rows = np.delete(rows, np.setdiff1d(missing, some))
-            return self.offers(rows, left, every_block=every_block)
         for row in self._copy.keys() & set(rows.tolist()):
             del self._copy[row]
         start = table.computed[rows] + np.where(runs, 0, view.host.tokens[rows])
         loaded = slots_for(view.host.tokens[rows])
-        for i, row in zip(missing.tolist(), rows[missing].tolist(), strict=True):
+        for i, row in zip(np.flatnonzero(missing).tolist(), rows[missing].tolist(), strict=True):
             back = comeback(view, row, left)
             start[i], loaded[i] = back.computed, back.loaded
             self._first[row] = back.first
