@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.plan import Operation, Preempt
-from jaxserve.sched.policies.bros.packing import Batch, Work, prefix
+from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work, prefix
 from jaxserve.sched.policy import View
-from jaxserve.sched.request import Tier
 from jaxserve.sched.table import RUNNING
 
 
@@ -37,7 +36,7 @@ class Room:
     def best_effort(self) -> np.ndarray:
         """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
         rows = self.running[::-1]
-        theirs = self.view.table.tier[rows] == Tier.BEST_EFFORT
+        theirs = self.view.table.tier[rows] == BEST_EFFORT
         return rows[theirs & ~self._batch.chosen[rows]]
 
     def lendable(self) -> int:
@@ -107,6 +106,6 @@ class Room:
         """Which of them have lost their caches in this plan, or some, bool [n]."""
         return np.isin(rows, self._dropped)
 
-    def operations(self) -> tuple[Operation, ...]:
-        """What is done to caches before the step."""
+    def operations(self, work: Work) -> tuple[Operation, ...]:
+        """What is done to caches before the step. work: all of the batch."""
         return (Preempt.whole(np.array(self._dropped)),) if self._dropped else ()

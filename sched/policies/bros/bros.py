@@ -15,12 +15,11 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.lending import SharedRoom
-from jaxserve.sched.policies.bros.packing import Batch
+from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
 from jaxserve.sched.policies.bros.real_time import pack
 from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
-from jaxserve.sched.request import Tier
 from jaxserve.sched.table import RUNNING, WAITING
 
 BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
@@ -127,15 +126,15 @@ class Bros(Policy):
             fill(batch, room, room.offers(others), limit)
             if not len(batch):  # nobody could take a place
                 pack(batch, room, queue, others, late_last=self.late_last, spare=np.inf)
-        self._remember(batch, early, forced)
         done = batch.work()
-        sides = view.table.tier[done.rows] == Tier.BEST_EFFORT
+        self._remember(batch, done, early, forced)
+        sides = view.table.tier[done.rows] == BEST_EFFORT
         return BatchPlan(
             done.rows,
             done.tokens,
             done.start + done.tokens,
             np.zeros(len(done), np.int64),
-            room.operations(),
+            room.operations(done),
             sides.astype(np.int64) if self.sharing else None,
         )
 
@@ -166,19 +165,18 @@ class Bros(Policy):
         memory.owed = min(memory.owed + floor * elapsed, most if wanted else 0.0)
         return memory.owed
 
-    def _remember(self, batch: Batch, early: bool, forced: int) -> None:
+    def _remember(self, batch: Batch, done: Work, early: bool, forced: int) -> None:
         """The batch, whose first `forced` rows came before real-time ones, and what follows from it
         for the next."""
         memory, view = self._memory, batch.view
         most = view.limits.max_rows
         memory.size = self.initial if early else min(memory.size + self.growth, most)
-        done = batch.work()
         rows, end = done.rows, done.start + done.tokens
         memory.rows, memory.seconds = rows, batch.seconds
         memory.mean += (memory.seconds - memory.mean) * MEAN_WEIGHT
         if self.floor is not None:
             new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more
-            new[view.table.tier[rows] != Tier.BEST_EFFORT] = 0
+            new[view.table.tier[rows] != BEST_EFFORT] = 0
             # What best-effort requests get beside counts, but not for longer than a burst.
             owed = memory.owed - float(new[:forced].sum())
             least = min(owed, -self.floor * BURST)
@@ -187,5 +185,5 @@ class Bros(Policy):
 
 def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Real-time and best-effort ones of them."""
-    best = view.table.tier[rows] == Tier.BEST_EFFORT
+    best = view.table.tier[rows] == BEST_EFFORT
     return rows[~best], rows[best]

@@ -6,6 +6,7 @@ about to write over goes to the host, or is computed again where the host is ful
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +49,7 @@ class SharedRoom(Room):
         self._hit = np.zeros(view.table.capacity, bool)  # who loses some
         self._lends = np.zeros(view.table.capacity, bool)
         self._saved: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._joins: dict[int, np.ndarray] = {}
+        self._joins: list[Join] = []
         self._mending = Mending(view)
 
     def lendable(self) -> int:
@@ -121,9 +122,9 @@ class SharedRoom(Room):
             row = int(rows[again][0])
             self._cut(row, int(first[rows == row].min()))
         self._save(*ranges)
-        self._joins = {
-            row: loan.blocks[loan.rows == row] for row in dict.fromkeys(loan.rows.tolist())
-        }
+        first_of = np.flatnonzero(np.diff(loan.rows, prepend=NOBODY)).tolist()
+        for one, other in itertools.pairwise([*first_of, len(loan.rows)]):
+            self._joins.append(Join(int(loan.rows[one]), loan.blocks[one:other]))
         self._lends[self._right[lent]] = True
         self.left[lent] = np.repeat(loan.filled, _PLANES)
         self._refs[lent] += 1
@@ -143,16 +144,15 @@ class SharedRoom(Room):
         self._keep[row] = 0
         self._leaves(row)
 
-    def operations(self) -> tuple[Operation, ...]:
-        """What is done to caches before the step."""
+    def operations(self, work: Work) -> tuple[Operation, ...]:
+        """What is done to caches before the step. work: all of the batch."""
         found: list[Operation] = []
         if self._saved:
             rows, first, end = zip(*self._saved, strict=True)
             found.append(Checkpoint(*map(np.concatenate, (rows, first, end))))
         if self._keep:
             found.append(Preempt(np.array(list(self._keep)), np.array(list(self._keep.values()))))
-        found += [Join(row, blocks) for row, blocks in self._joins.items()]
-        work = self._batch.work()
+        found += self._joins
         copies, restores = self._mending.all_copies(work.rows), self._mending.all_restores(work)
         if len(copies[0]):
             found.append(Copy(*copies))
