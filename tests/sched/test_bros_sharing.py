@@ -106,17 +106,28 @@ def test_a_block_still_in_use_is_left_for_another_one() -> None:
     assert run.pool.owners[run.pool.blocks_of(low)[:, 2], LEFT].tolist() == [NOBODY] * 2
 
 
-def test_with_no_room_on_the_host_the_rest_is_computed_again() -> None:
+def test_with_no_room_on_the_host_the_block_is_lost_and_computed_again() -> None:
     run = Watched(3, host_slots=0)
-    low = run.add(11, 4, tier=BEST)
+    low = run.add(11, 2, tier=BEST)
     run.step()
     high = run.add(2, 2, **LATER)
     assert run.step() == {high: 2}
-    preempt, join = run.did
-    assert isinstance(preempt, Preempt) and isinstance(join, Join)
-    assert (preempt.rows.tolist(), preempt.keep.tolist()) == ([low], [10])
-    assert run.step() == {high: 1} and run.ended == [high], "which writes over one more"
-    assert run.step() == {low: 3}, "two of them once more"
+    (preempt,) = run.did
+    assert isinstance(preempt, Preempt)
+    assert (preempt.rows.tolist(), preempt.keep.tolist()) == ([low], [8])
+    assert run.step() == {high: 1} and run.ended == [high] and not run.did
+    assert run.step() == {low: 4} and run.ended == [high, low]
+
+
+def test_the_latest_of_several_is_cut() -> None:
+    run = Watched(4, host_slots=2)
+    first, second = (run.add(8, 9, tier=BEST) for _ in range(2))
+    run.step()
+    high = run.add(5, 2, **LATER)
+    assert run.step() == {high: 5}, "of one 4 tokens are in the way, of the other 1"
+    assert [type(op) for op in run.did] == [Preempt]
+    assert run.did[0].rows.tolist() == [second]  # type: ignore[union-attr]
+    assert first not in run.preempted
 
 
 def test_who_must_not_wait_leaves_a_block_before_the_other_writes_there() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.block_ends import NOBODY
-from jaxserve.sched.block_sizes import PLANES, blocks_a_plane, slots_for
+from jaxserve.sched.block_sizes import PLANES, slots_for
 from jaxserve.sched.kinds import KV, LEFT, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import Room
@@ -114,13 +114,10 @@ class SharedRoom(Room):
             )
             ranges = self._still_there(*ranges)
             rows, first, end = ranges
-            again = np.isin(rows, list(self._keep))  # who is cut already is cut further
-            if not again.any():
-                if int(slots_for(end - first).sum()) <= self.host_free:
-                    break
-                again = rows == rows[np.argmax(self.view.table.seq[rows])]
-            row = int(rows[again][0])
-            self._cut(row, int(first[rows == row].min()))
+            if int(slots_for(end - first).sum()) <= self.host_free:
+                break
+            latest = int(rows[np.argmax(self.view.table.seq[rows])])
+            self._cut(latest, int(first[rows == latest].min()))
         self._save(*ranges)
         first_of = np.flatnonzero(np.diff(loan.rows, prepend=NOBODY)).tolist()
         for one, other in itertools.pairwise([*first_of, len(loan.rows)]):
@@ -224,12 +221,13 @@ class SharedRoom(Room):
             self._saved.append((rows, first, end))
             self._hit[rows] = True
 
-    def _cut(self, row: int, keep: int) -> None:
-        """The row, for whose tokens there is no place, loses its cache from token `keep` on."""
-        stay = int(blocks_a_plane(keep, self.view.pool.block_size))
-        self._let_go(row, np.arange(stay, self.view.pool.held[row]))
-        self._keep[row], self._hit[row] = keep, True
-        if not keep:
+    def _cut(self, row: int, first: int) -> None:
+        """The row, for whose tokens from `first` on there is no place, loses its cache from that
+        block on: the block is all the other's then, who would soon write over more of it."""
+        index = first // self.view.pool.block_size
+        self._let_go(row, np.arange(index, self.view.pool.held[row]))
+        self._keep[row], self._hit[row] = index * self.view.pool.block_size, True
+        if not index:
             self._leaves(row)
 
     def _leaves(self, row: int) -> None:
