@@ -39,7 +39,7 @@ from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build
-from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation import replay
 from jaxserve.sched.simulation.replay import Recording
@@ -79,8 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.set_defaults(command="mixed")
     add = parser.add_argument
-    known = [name for name in POLICIES if name in policies()]
-    add("--policies", default=",".join(known), help="names, separated by commas (%(default)s)")
+    add("--policies", default=",".join(POLICIES), help="names, separated by commas (%(default)s)")
     for name, kind, default, text in (
         ("rate", float, 16.0, "real-time requests/s"),
         ("num_requests", int, 120, "real-time requests"),
