@@ -7,7 +7,7 @@
     python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
     python -m jaxserve.bench plan
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
-    python -m jaxserve.bench mixed --rate=8
+    python -m jaxserve.bench mixed --rate=16
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
 

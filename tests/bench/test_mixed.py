@@ -31,11 +31,11 @@ def test_every_turn_is_served_and_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = f"--model={write_shape(tmp_path, 'opt')}"
-    policies = ("--policies=vllm,priority", "--repeats=2")
+    policies = ("--policies=bros,priority", "--repeats=2")
     assert cli.main(["mixed", model, *SMALL, *FEW, *policies, "--json"]) == 0
     out, err = capsys.readouterr()
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert list(found["policies"]) == ["vllm", "priority"]
+    assert list(found["policies"]) == ["bros", "priority"]
     for by_policy in found["policies"].values():
         for which in ("served", "simulated"):
             turns = by_policy["turns"][which]
@@ -46,7 +46,7 @@ def test_every_turn_is_served_and_simulated(
             assert by_policy[which]["batch_tokens_per_s"] > 0 < by_policy[which]["normalised_ms"]
     assert found["config"]["scheduler"]["max_queue"] < 10_000
     rows = [line.split() for line in err.splitlines() if "served" in line or "simulated" in line]
-    assert [row[0] for row in rows] == ["vllm", "simulated", "priority", "simulated"]
+    assert [row[0] for row in rows] == ["bros", "simulated", "priority", "simulated"]
 
 
 def test_a_turn_is_the_same_under_every_policy_and_another_is_not() -> None:

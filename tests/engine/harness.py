@@ -15,7 +15,7 @@ from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.request import Request, SamplingParams, Tier
 
 TIMEOUT = 120  # seconds until a test gives up on the engine
 
@@ -160,13 +160,15 @@ def send(
     on: Engine,
     prompt: Sequence[int],
     on_output: Callable[[Output], None] | None = None,
+    *,
+    tier: Tier = Tier.REALTIME,
     **sampling: Any,
 ) -> tuple[str, Stream]:
     """Submits one request; its id and its stream."""
     params = SamplingParams(**sampling)
     stream = Stream(left=params.n, on_output=on_output)
     name = f"request-{next(_names)}"
-    on.submit(Request(name, tuple(prompt), params), stream)
+    on.submit(Request(name, tuple(prompt), params, tier=tier), stream)
     return name, stream
 
 

@@ -241,6 +241,33 @@ def test_blocks_are_shared_alike(overlap: bool, agree: Callable[..., SimulationR
     assert min(made[0].did[name] for name in ("join", "checkpoint", "restore", "elsewhere")) > 5
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host_tokens", [40, HOST_TOKENS])
+def test_bros_shares_blocks_alike(
+    overlap: bool, host_tokens: int, agree: Callable[..., SimulationResult]
+) -> None:
+    did: list[list[str]] = []
+
+    def make() -> Policy:
+        policy, mine = make_policy("bros"), list[str]()
+        did.append(mine)
+        plan = policy.plan
+
+        def listen(view: View, now: float) -> BatchPlan:
+            found = plan(view, now)
+            mine.extend(type(op).__name__ for op in found.operations)
+            return found
+
+        object.__setattr__(policy, "plan", listen)
+        return policy
+
+    gib = 2 * host_tokens * SLOT_BYTES / GIB
+    fields = {"cache__num_blocks": SMALL, "cache__host_gib": gib, "engine__overlap": overlap}
+    agree(make, trace(5, 100.0, True, count=60), **fields)
+    assert did[0] == did[1]
+    assert min(did[0].count(op) for op in ("Join", "Checkpoint", "Restore", "Preempt")) > 5
+
+
 class ThereAndBack(Policy):
     """Serves all at once, but now and then there is no batch: every cache goes to the host, and
     comes back, and of the first two the second is lost again before it has been in a batch."""
