@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
 from jaxserve.sched.policy import Limits
 
-FORMAT = 2
+FORMAT = 3
 MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
 
@@ -228,7 +228,9 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         start = float(content.pop("start"))
         model, padding = content["cost_model"], content["padding"]
         coefficients = Coefficients(**model["coefficients"])
-        content["cost_model"] = LinearCostModel(coefficients, model["num_layers"])
+        content["cost_model"] = LinearCostModel(
+            coefficients, model["num_layers"], model["overlapped"]
+        )
         rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
         sizes = padding["decode_group"], padding["decode_chunk"]
         content["padding"] = Padding(rows, tokens, *sizes)

@@ -150,5 +150,6 @@ def _features(sums: np.ndarray) -> BatchFeatures:
         prefills,
         before,
         copied_slots=copied,
-        swapped_slots=loaded + saved,
+        saved_slots=saved,
+        loaded_slots=loaded,
     )
