@@ -52,7 +52,8 @@ class Arrival(NamedTuple):
 class Step(NamedTuple):
     """end: when its tokens were on the host. received: the numbers of the requests that got one.
     features: as FEATURES names them. kv_used: tokens that the pool has given room to; num_hidden:
-    rows with hidden caches; the others are those of `StepStats`, after_idle 0 or 1."""
+    rows with hidden caches; num_shared: blocks that several requests hold; the others are those of
+    `StepStats`, after_idle 0 or 1."""
 
     end: float
     device_time: float
@@ -71,6 +72,8 @@ class Step(NamedTuple):
     preemptions: int
     kv_used: int
     num_hidden: int
+    num_shared: int
+    num_recomputed_tokens: int
     features: list[int]
     received: list[int]
 
