@@ -73,7 +73,8 @@ def test_a_case_is_the_papers_setting() -> None:
     first, *_, last = part.seeds("vllm", "OPT-13B", "sharegpt", 4.0)
     assert (first.duration, first.batch, first.timed) == (600.0, 64, True)
     assert (first.seed, last.seed, last.system) == (0, 2, "opt-13b@2xa100-40g")
-    assert not part.seeds("vllm", "OPT-13B", "lmsys", 4.0)[0].timed
+    (alone,) = part.seeds("vllm", "OPT-13B", "lmsys", 4.0)
+    assert not alone.timed
     assert first.named() == {
         "policy": "vllm",
         "system": "opt-13b@2xa100-40g",

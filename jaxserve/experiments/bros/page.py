@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxserve.experiments.bros.ablations import Sharing, Starvation
 from jaxserve.experiments.bros.mixed import OUTPUT, PROMPT, MixedNumbers, MixedResults, run
 from jaxserve.experiments.bros.overhead import Overhead
-from jaxserve.experiments.bros.setting import MODELS, QUICK, Part, Scale
+from jaxserve.experiments.bros.setting import LABELS, MODELS, QUICK, Part, Scale
 from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
 from jaxserve.experiments.common.claims import Section, table
 from jaxserve.experiments.common.grid import Known, dump, run_all
@@ -78,10 +78,21 @@ def _page(scale: Scale, sections: Sequence[Section], quick: bool) -> str:
     ]
     if quick:
         lines += ["**Toy sizes (`--quick`): these numbers say nothing about the claims.**", ""]
-    lines += [INTRODUCTION.format(scale=scale, tokens=_tokens(scale)), "", _systems(scale), ""]
+    lines += [
+        INTRODUCTION.format(scale=scale, tokens=_tokens(scale), traces=_traces(scale)),
+        "",
+        _systems(scale),
+        "",
+    ]
     for section in sections:
         lines += section.lines()
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _traces(scale: Scale) -> str:
+    """How many of each point: `3 (ShareGPT), 1 (LMSYS)`."""
+    numbers = zip(scale.seeds, scale.data_sets, strict=True)
+    return ", ".join(f"{number} ({LABELS[data]})" for number, data in numbers)
 
 
 def _tokens(scale: Scale) -> int:
@@ -125,10 +136,10 @@ tokens, Poisson arrivals, targets of 0.4 s (TTFT) and 0.2 s (TPOT). Best-effort 
 1024) tokens in and U(32, 128) out, submitted {scale.batch} at a time, each batch when all of the \
 last one have ended. The paper does not say how many; {scale.batch} get to have {tokens:,} tokens \
 on average, where the cache of the OPT models holds 56,000 and 61,000. Each trace lasts \
-{scale.duration:g} s and is cut off then; there are {scale.seeds} of each point, the same ones for \
-every policy (±: half of the 95% confidence interval of the mean, Student's t). The simulator \
+{scale.duration:g} s and is cut off then. Of each point there are {traces}, the same ones for \
+every policy; ±: half of the 95% confidence interval of the mean (Student's t). The simulator \
 serves with the engine's own scheduler, block accounting (blocks of 16 tokens, two owners each) \
-and overlap of planning and running; copies to and from the host go on beside the batches over \
+and overlap of planning and running; copies to and from the host go on beside the batches, over \
 PCIe, and the host holds as many tokens as the GPUs; batch times come from \
 `jaxserve.sched.simulation.systems.scale` ([systems.md](systems.md)). C = 2,048 tokens a batch and \
 256 requests, P = 512 for `priority` and `edf`, which compute prompts in chunks. Nothing was tuned \

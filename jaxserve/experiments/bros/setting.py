@@ -26,10 +26,11 @@ POLICIES = (BROS, RR, VLLM, *STATIC)
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. duration: seconds of a trace; seeds: traces of each; batch: of best-effort
-    requests. steps: rates as shares of the HIGHEST."""
+    """How much is run. seeds: traces of each point, by data set; duration: seconds of a trace;
+    batch: of best-effort requests. steps: rates as shares of the HIGHEST; ages, floors: parameters
+    of BROS."""
 
-    seeds: int = 3
+    seeds: tuple[int, ...] = (3, 1)
     duration: float = 600.0
     batch: int = 64
     models: tuple[str, ...] = tuple(MODELS)
@@ -43,7 +44,7 @@ class Scale:
         return tuple(round(step * HIGHEST[model], 2) for step in self.steps)
 
 
-QUICK = Scale(2, 4.0, 4, ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
+QUICK = Scale((2,), 4.0, 4, ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
 
 
 class Number(NamedTuple):
@@ -103,7 +104,7 @@ class Part(ABC):
                 switches,
                 timed,
             )
-            for seed in range(scale.seeds)
+            for seed in range(scale.seeds[scale.data_sets.index(data)])
         ]
 
 
