@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.experiments.bros.mixed import MixedCase, MixedResults
 from jaxserve.experiments.bros.setting import BROS, HIGHEST, LABELS, Part, over
 from jaxserve.experiments.common.claims import Row, Section, table
+from jaxserve.experiments.common.figures import bars
 
 MODEL = "OPT-30B"
 RATE = 10.0  # section 7.4.1
@@ -74,7 +75,7 @@ class Sharing(Varied):
     def section(self, results: MixedResults, figures: Path) -> Section:
         """Section 3 of the page."""
         on, off = self.variants().values()
-        ours = []
+        ours, drawn = [], dict[str, float]()
         for setting in self.settings():
             said = [LABELS[setting[1]]]
             for name, number in (("TTFT", "ttft"), ("TPOT", "tpot")):
@@ -82,9 +83,13 @@ class Sharing(Varied):
                     over(results, self.seeds(BROS, *setting, switches), number).mean
                     for switches in (on, off)
                 )
+                drawn[f"{said[0]}\n{name}\nshared"] = 100 * shared
+                drawn[f"{said[0]}\n{name}\nnot"] = 100 * alone
                 times = f"{shared / alone:.2f}x" if alone else "more"
                 said.append(f"{name} {times} ({shared:.1%} for {alone:.1%})")
             ours.append(", ".join(said))
+        figure = "bros-13-sharing.svg"
+        bars(figures / figure, [*drawn], [*drawn.values()], "attained, %", "{:.1f}")
         more = (
             ("step, ms", "step", ".1f", 1e3),
             ("preemptions", "preemptions", ".0f", 1.0),
@@ -98,7 +103,7 @@ class Sharing(Varied):
             "Slots are of one plane each: K and V of a token are two. Shared blocks: mean over "
             "time.",
             [Row("1.23x TTFT and 1.63x TPOT with shared blocks", "; ".join(ours), WHY_SHARING)],
-            [],
+            [(figure, "TTFT and TPOT attainment with shared blocks and without")],
             [self.lines(results, more)],
         )
 

@@ -102,17 +102,23 @@ def _draw(axes: Axes, panel: Panel, log_x: bool) -> dict[str, Any]:
     return drawn
 
 
-def bars(path: Path, names: Sequence[str], values: Sequence[float], y_label: str) -> None:
-    """One bar a name, labelled with its value."""
+def bars(
+    path: Path,
+    names: Sequence[str],
+    values: Sequence[float],
+    y_label: str,
+    form: str = "{:,.0f}",
+) -> None:
+    """One bar a name, labelled with its value in that form."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.0 + 0.95 * len(names), 3.0), layout="constrained")
     axes = figure.subplots()
     drawn = axes.bar(range(len(names)), values, color="#4c72b0")
-    axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8)
+    axes.bar_label(drawn, fmt=form, fontsize=8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel(y_label, fontsize=8)
-    axes.set_ylim(0, 1.1 * max(values))
+    axes.set_ylim(0, 1.1 * max(*values, 1e-9))
     axes.tick_params(axis="y", labelsize=7)
     save(figure, path)
 
