@@ -88,6 +88,11 @@ class RequestRecords:
         return np.where(self.finished, self.times.last_token, np.nan)
 
     @property
+    def left(self) -> np.ndarray:
+        """When the last token came, or the run was cut off, float64 [n]; nan if it was refused."""
+        return np.where(self.finished | self.refused, self.finish, self.end)
+
+    @property
     def ttft(self) -> np.ndarray:
         """Arrival to first token, float64 [n]; nan if there is none."""
         return self.times.ttft
