@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from jaxserve.experiments.bros import mixed
-from jaxserve.experiments.bros.mixed import MixedCase, Timed, latency_of, run, within_tpot
+from jaxserve.experiments.bros.mixed import (
+    MixedCase,
+    MixedNumbers,
+    Timed,
+    latency_of,
+    run,
+    within_tpot,
+)
 from jaxserve.experiments.bros.setting import MODELS, Number, Scale, over
-from jaxserve.experiments.bros.tradeoff import Tradeoff
+from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
+from jaxserve.experiments.bros.verdict import Verdict
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.metrics import Times
@@ -83,6 +91,46 @@ def test_a_case_is_the_papers_setting() -> None:
         "timed": True,
     }
     assert (mixed.TTFT, mixed.TPOT) == (0.4, 0.2)
+
+
+def worth(latency: float, best_effort: float, ttft: float, tbt: float) -> MixedNumbers:
+    return MixedNumbers(
+        latency, ttft, 0.9, tbt, 1.0, best_effort, 80 * best_effort, 0.05, 0.9, 0, 0, 0, 0, 0.0
+    )
+
+
+def test_what_is_said_of_numbers(tmp_path: Path) -> None:
+    scale = Scale((1,), models=("OPT-13B",), data_sets=("sharegpt",), steps=(1.0,))
+    numbers = {
+        "bros": worth(0.05, 4.0, 0.9, 0.80),
+        "round_robin": worth(0.10, 5.0, 0.3, 0.50),
+        "vllm": worth(0.20, 4.0, 0.0, 0.81),
+        "priority": worth(0.0505, 4.5, 0.89, 0.80),
+        "edf": worth(0.04, 1.0, 0.9, 0.80),
+    }
+    results = {}
+    for policy, found in numbers.items():
+        for case in Verdict(scale).seeds(policy, "OPT-13B", "sharegpt", 10.0):
+            results[case] = found
+    verdict = "\n".join(Verdict(scale).section(results, tmp_path).lines())
+    # Latency and throughput relative to the other's; attainments as differences.
+    assert "| `vllm` | -75.0 | +0.0 | +90.0 | -1.0 | 1 | 0 |" in verdict
+    assert "| `round_robin` | -50.0 | -20.0 | +60.0 | +30.0 | 0 | 0 |" in verdict
+    assert "| `priority` | -1.0 | -11.1 | +1.0 | +0.0 | 0 | 1 |" in verdict
+    assert "| `edf` | +25.0 | +300.0 | +0.0 | +0.0 | 0 | 0 |" in verdict
+    assert "`priority` is as good as `bros` at 1, `bros` as it at 0" in verdict
+    against = Tradeoff(scale).section(results, tmp_path).rows
+    assert [row.ours for row in against[:2]] == [
+        "-75.0% latency, +0.0% throughput",
+        "-50.0% latency, -20.0% throughput",
+    ]
+    assert "it has the lower latency at 0 of 1 points and the higher throughput at 1" in (
+        against[2].ours
+    )
+    attained = Attainment(scale).section(results, tmp_path).rows
+    assert attained[0].ours.startswith("TTFT more (90.0% for 0.0%), TPOT 1.00x")
+    assert attained[1].ours.startswith("TTFT 3.00x (90.0% for 30.0%)")
+    assert "`edf` attains as many TTFTs (less 2%) at 1 of 1 points" in attained[2].ours
 
 
 def test_means_over_seeds_have_intervals() -> None:

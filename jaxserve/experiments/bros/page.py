@@ -23,11 +23,19 @@ from jaxserve.experiments.bros.mixed import OUTPUT, PROMPT, MixedNumbers, MixedR
 from jaxserve.experiments.bros.overhead import Overhead
 from jaxserve.experiments.bros.setting import LABELS, MODELS, QUICK, Part, Scale
 from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
+from jaxserve.experiments.bros.verdict import Verdict
 from jaxserve.experiments.common.claims import Section, table
 from jaxserve.experiments.common.grid import Known, dump, run_all
 from jaxserve.sched.simulation.systems import system
 
-PARTS: tuple[type[Part], ...] = (Tradeoff, Attainment, Sharing, Overhead, Starvation)
+PARTS: tuple[type[Part], ...] = (
+    Verdict,
+    Tradeoff,
+    Attainment,
+    Sharing,
+    Overhead,
+    Starvation,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +68,12 @@ def _results(
     is not lost."""
     wanted = sorted({case for part in parts for case in part.cases()}, key=str)
     results: MixedResults = dict(known.of(wanted)) if known else {}
-    for name in dict.fromkeys((case.workload, case.system) for case in wanted):
-        mine = [case for case in wanted if (case.workload, case.system) == name]
-        results |= run_all(mine, jobs, run, results)
+    missing = [case for case in wanted if case not in results]
+    for name in dict.fromkeys((case.workload, case.system) for case in missing):
+        mine = [case for case in missing if (case.workload, case.system) == name]
+        results |= run_all(mine, jobs, run)
         dump(results, path)
+    dump(results, path)
     return results
 
 

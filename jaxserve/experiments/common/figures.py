@@ -131,5 +131,5 @@ def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without version, date and drawn names in it, the same numbers give the same file.
     unsaid = ("Creator", "Date") if path.suffix == ".svg" else ("Software",)
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(path, dpi=dpi, metadata=dict.fromkeys(unsaid))
