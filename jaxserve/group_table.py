@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HEADER = ("requests", "TTFT p50, p99, ms", "TBT p50, p99, ms", "e2e p50, p99, ms")
+HEADER = ("requests", "ended/s", "TTFT p50, p99, ms", "TBT p50, p99, ms", "e2e p50, p99, ms")
 SLO_HEADER = ("SLO", "of TTFT", "of TBT", "of JCT", "goodput/s")
 
 
@@ -42,6 +42,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 def _cells(group: Mapping[str, Any], spread: Mapping[str, Any] | None) -> list[str]:
     widths = spread or {}
     cells = [_cell("{:.0f}", group, widths, "requests")]
+    cells.append(_cell("{:.2f}", group, widths, "finished_per_s"))
     for name in ("ttft_ms", "tbt_ms", "e2e_ms"):
         times, around = group[name], widths.get(name)
         both = (_cell("{:.1f}", times, around, quantile) for quantile in ("p50", "p99"))

@@ -75,7 +75,8 @@ class BatchFeatures:
     cached ones; prefill_m: sum of m. hidden_tokens, hidden_prefill: cached tokens that decodes, and
     chunks, read from hidden caches, which count neither in decode_kv nor in prefill_m.
     projected_tokens: those of hidden caches that become KV before the step. copied_slots,
-    swapped_slots: slots, of one plane each, copied to other blocks, and to or from host memory.
+    saved_slots, loaded_slots: slots, of one plane each, copied to other blocks, to host memory, and
+    from there.
     sampled_rows: all rows of the step, padding included, where anybody samples otherwise than
     greedily, else 0.
     """
@@ -90,7 +91,8 @@ class BatchFeatures:
     hidden_tokens: Any = 0
     projected_tokens: Any = 0
     copied_slots: Any = 0
-    swapped_slots: Any = 0
+    saved_slots: Any = 0
+    loaded_slots: Any = 0
     hidden_prefill: Any = 0
     sampled_rows: Any = 0
 
@@ -105,7 +107,8 @@ class BatchFeatures:
         hidden: np.ndarray | None = None,
         projected_tokens: int = 0,
         copied_slots: int = 0,
-        swapped_slots: int = 0,
+        saved_slots: int = 0,
+        loaded_slots: int = 0,
         sampling: bool = False,
     ) -> BatchFeatures:
         """One batch. counts [n]: tokens computed; contexts [n]: tokens cached before; decoding
@@ -144,7 +147,8 @@ class BatchFeatures:
             hidden_tokens=hidden_read,
             projected_tokens=projected_tokens,
             copied_slots=copied_slots,
-            swapped_slots=swapped_slots,
+            saved_slots=saved_slots,
+            loaded_slots=loaded_slots,
             hidden_prefill=hidden_before,
             sampled_rows=_sampled(rows, padded, padding) if sampling else 0,
         )
@@ -185,10 +189,11 @@ class Coefficients:
     """Seconds a layer, none negative; each is the price of one feature of `BatchFeatures` (InferMax
     section 3.2).
 
-    per_token: of padded_tokens; per_decode, per_prefill: of their numbers; the others: of the
-    feature of their name. token_bias: of every batch; decode_bias, prefill_bias: of one that has
-    decodes, or prefills; batch_bias: of one of more than one token, padding included: its products
-    are of matrices, not of a matrix and a vector. Raises ValueError for a negative or infinite one.
+    per_token: of padded_tokens; per_decode, per_prefill: of their numbers; swapped_slot: of saved
+    and of loaded ones; the others: of the feature of their name. token_bias: of every batch;
+    decode_bias, prefill_bias: of one that has decodes, or prefills; batch_bias: of one of more than
+    one token, padding included: its products are of matrices, not of a matrix and a vector. Raises
+    ValueError for a negative or infinite one.
     """
 
     per_token: float
@@ -258,11 +263,16 @@ class HostTerms:
 
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
-    """batch time = num_layers x (token part + decode part + prefill part). ValueError for no
-    layers."""
+    """batch time = num_layers x (token part + decode part + prefill part + copies).
+
+    overlapped: copies to and from the host go on beside the batch, each way of the link for itself:
+    the step takes as long as the longest of the three (BROS section 4.1, T = max(f(L, S), g(K))).
+    ValueError for no layers.
+    """
 
     coefficients: Coefficients
     num_layers: int
+    overlapped: bool = False
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -284,15 +294,18 @@ class LinearCostModel:
             + k.per_prefill * f.num_prefills
             + k.prefill_m * f.prefill_m
         )
-        layer = layer + (
+        other = (
             k.hidden_token * f.hidden_tokens
             + k.hidden_prefill * f.hidden_prefill
             + k.sampled_row * f.sampled_rows
             + k.projected_token * f.projected_tokens
             + k.copied_slot * f.copied_slots
-            + k.swapped_slot * f.swapped_slots
         )
-        return self.num_layers * layer
+        if self.overlapped:
+            longer = np.maximum(f.saved_slots, f.loaded_slots)
+            return self.num_layers * np.maximum(layer + other, k.swapped_slot * longer)
+        other = other + k.swapped_slot * (f.saved_slots + f.loaded_slots)
+        return self.num_layers * (layer + other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,5 +340,9 @@ class InferMaxCostModel:
         a, b, c = self.residual
         eights = (f.num_tokens + 7) // 8 * 8
         tokens = k.token_bias + k.per_token * f.num_tokens + (a + b * eights + c * eights**2)
-        moves = k.copied_slot * f.copied_slots + k.swapped_slot * f.swapped_slots
-        return self.linear.num_layers * (tokens + decode + prefill + moves)
+        batch = tokens + decode + prefill + k.copied_slot * f.copied_slots
+        if self.linear.overlapped:
+            longer = np.maximum(f.saved_slots, f.loaded_slots)
+            return self.linear.num_layers * np.maximum(batch, k.swapped_slot * longer)
+        swapped = k.swapped_slot * (f.saved_slots + f.loaded_slots)
+        return self.linear.num_layers * (batch + swapped)

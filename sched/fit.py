@@ -85,26 +85,36 @@ def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel
     return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
 
 
-def columns(f: BatchFeatures) -> list[Any]:
+def columns(f: BatchFeatures, model: LinearCostModel | None = None) -> list[Any]:
     """In the order of `Coefficients`: their product is seconds a layer. Of a batch: numbers; of
-    several: arrays, or one number for all of them."""
+    several: arrays, or one number for all of them.
+
+    model: if it is an overlapped one, a step says what its batch takes, or what its copies take:
+    whichever is the longer of the two as the model has it. By default it says what both add up to.
+    """
+    batch, copies = 1, f.saved_slots + f.loaded_slots
+    if model is not None and model.overlapped:
+        longer = np.maximum(f.saved_slots, f.loaded_slots)
+        copying = model.num_layers * model.coefficients.swapped_slot * longer
+        batch = (longer == 0) | (model.batch_time(f) > copying)
+        copies = longer * (1 - batch)
     return [
-        f.padded_tokens,
-        1.0,
-        f.decode_kv,
-        1.0 * (f.num_decodes > 0),
-        f.num_decodes,
-        f.prefill_quad,
-        1.0 * (f.num_prefills > 0),
-        f.num_prefills,
-        f.prefill_m,
-        f.hidden_tokens,
-        f.projected_tokens,
-        f.copied_slots,
-        f.swapped_slots,
-        f.hidden_prefill,
-        f.sampled_rows,
-        1.0 * (f.padded_tokens > 1),
+        batch * f.padded_tokens,
+        batch * 1.0,
+        batch * f.decode_kv,
+        batch * 1.0 * (f.num_decodes > 0),
+        batch * f.num_decodes,
+        batch * f.prefill_quad,
+        batch * 1.0 * (f.num_prefills > 0),
+        batch * f.num_prefills,
+        batch * f.prefill_m,
+        batch * f.hidden_tokens,
+        batch * f.projected_tokens,
+        batch * f.copied_slots,
+        copies,
+        batch * f.hidden_prefill,
+        batch * f.sampled_rows,
+        batch * 1.0 * (f.padded_tokens > 1),
     ]
 
 

@@ -3,13 +3,16 @@
 TTFT: due time to first token. TBT: between two tokens of one request. JCT, or end to end: due time
 to last token. Normalised latency: JCT over the number of tokens. A request attains its SLO if its
 TTFT, the 99th percentile of its own TBTs (Apt-Serve section 1) and its JCT (AccelGen section 2) are
-within its own targets; one that was refused or failed attains none. Goodput: requests that attain
-their SLO, a second. Percentiles interpolate linearly.
+within its own targets; one that was refused or failed attains none. One that had not ended when
+the run was cut off is judged as if its next token came then: it attains a target whose time has not
+passed. Goodput: requests that have ended and attain their SLO, a second. Percentiles interpolate
+linearly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +30,16 @@ class Times:
     due: float64 [n], when each was to be sent, which is earlier than when it was if the sender fell
     behind. token_times: float64 [sum of tokens], the first request's ascending, then the second's,
     and so on. tokens: int64 [n], how many each has; at least 1 if finished. finished: bool [n],
-    false for those that were refused or failed.
+    false for those that were refused, failed or had not ended when the run was cut off, at `end`;
+    the latter are `going`, bool [n], None for nobody.
     """
 
     due: np.ndarray
     token_times: np.ndarray
     tokens: np.ndarray
     finished: np.ndarray
+    going: np.ndarray | None = None
+    end: float = math.inf
 
     @classmethod
     def of(
@@ -92,9 +98,25 @@ class Times:
 
     def take(self, which: np.ndarray) -> Times:
         """Those of some requests. which: bool [n]."""
-        theirs = np.repeat(which, self.tokens)
-        return Times(
-            self.due[which], self.token_times[theirs], self.tokens[which], self.finished[which]
+        return dataclasses.replace(
+            self,
+            due=self.due[which],
+            token_times=self.token_times[np.repeat(which, self.tokens)],
+            tokens=self.tokens[which],
+            finished=self.finished[which],
+            going=None if self.going is None else self.going[which],
+        )
+
+    def judged(self) -> Times:
+        """With another token, at the end, for each of those who go on."""
+        if self.going is None or not self.going.any():
+            return self
+        behind = (self.offsets + self.tokens)[self.going]
+        return dataclasses.replace(
+            self,
+            token_times=np.insert(self.token_times, behind, self.end),
+            tokens=self.tokens + self.going,
+            finished=self.finished | self.going,
         )
 
     def _time_of(self, token: np.ndarray) -> np.ndarray:
@@ -140,6 +162,7 @@ def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[
 
 def attained(times: Times, terms: Terms) -> Attained:
     """Each request judged by its own targets. terms: of the same requests."""
+    times = times.judged()
     done = times.finished
     ttft, jct = times.ttft, times.e2e
     tbt, shares = times.tbt
@@ -162,11 +185,13 @@ def group_metrics(
     return {
         "requests": len(times),
         "finished": len(done),
+        "finished_per_s": rate(len(done), duration),
         "output_tokens": len(times.token_times),
         "ttft_ms": summarise(done.ttft, 1e3),
         "tbt_ms": summarise(tbt, 1e3),
         "e2e_ms": summarise(done.e2e, 1e3),
-        "slo": _slo_metrics(met, duration) if has_targets(terms) else None,
+        "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
+        "slo": _slo_metrics(met, times.finished, duration) if has_targets(terms) else None,
     }
 
 
@@ -203,17 +228,20 @@ def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
         "duration_s": duration,
         "output_tokens": total["output_tokens"],
         "output_tokens_per_s": rate(total["output_tokens"], duration),
-        "finished_per_s": rate(total["finished"], duration),
+        "finished_per_s": total["finished_per_s"],
         **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms", "slo")},
         "request_p99_tbt_ms": summarise(request_p99_tbt(done), 1e3),
-        "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
+        "normalised_latency_ms": total["normalised_latency_ms"],
         **split_metrics(times, terms, met, total),
     }
 
 
 def span(times: Times) -> float:
-    """Seconds from the first due time to the last token; 0 without a token."""
+    """Seconds from the first due time to the last token, or to the end where the run was cut off;
+    0 without a token."""
     begin = float(times.due.min())
+    if times.end < math.inf:
+        return times.end - begin
     return float(times.token_times.max()) - begin if len(times.token_times) else 0.0
 
 
@@ -229,7 +257,7 @@ def request_p99_tbt(times: Times) -> np.ndarray:
     return np.array([np.percentile(part, 99) for part in parts if len(part)])
 
 
-def _slo_metrics(met: Attained, duration: float) -> dict[str, Any]:
+def _slo_metrics(met: Attained, finished: np.ndarray, duration: float) -> dict[str, Any]:
     shares = {
         f"{field.name}_attainment": float(getattr(met, field.name).mean())
         for field in dataclasses.fields(met)
@@ -237,7 +265,7 @@ def _slo_metrics(met: Attained, duration: float) -> dict[str, Any]:
     return {
         "attainment": float(met.slo.mean()),
         **shares,
-        "goodput_per_s": rate(int(met.slo.sum()), duration),
+        "goodput_per_s": rate(int((met.slo & finished).sum()), duration),
     }
 
 

@@ -8,6 +8,7 @@ clipped coefficients diverged on measured steps: clipping one leaves its share i
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class OnlineCostModel:
         # What such a step takes, as far as the last few tell: errors are relative to that.
         unit = usual * predicted if predicted else seconds
         seconds = min(max(seconds, unit / CLIP), unit * CLIP)
-        row = np.array(columns(features), np.float64) * (self.model.num_layers / unit)
+        row = np.array(columns(features, self.model), np.float64) * (self.model.num_layers / unit)
         keep = 0.5 ** (1 / HALF_LIFE)
         self._a *= keep
         self._a += np.outer(row, row)
@@ -78,4 +79,4 @@ class OnlineCostModel:
     def _solve(self) -> None:
         self._recent.clear()  # it is of the old predictions
         values = nearest(self._a, self._b, self._weight, self._prior)
-        self.model = LinearCostModel(Coefficients(*values.tolist()), self.model.num_layers)
+        self.model = replace(self.model, coefficients=Coefficients(*values.tolist()))

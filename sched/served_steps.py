@@ -80,7 +80,7 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     steps = steps.take(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
-    design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features)]
+    design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features, prior)]
     design = [column * float(prior.num_layers) for column in design]
     before = list(prior.coefficients.as_dict().values())
     held = [PRIOR] * len(before)
@@ -92,7 +92,7 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
         np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
     )
     prices = values[: len(fields(Coefficients))].tolist()
-    return LinearCostModel(Coefficients(*prices), prior.num_layers)
+    return replace(prior, coefficients=Coefficients(*prices))
 
 
 def _without_overlap(steps: ServedSteps) -> bool:

@@ -130,7 +130,7 @@ class Step:
 
     def features(self, padding: Padding | None = None) -> BatchFeatures:
         """What it costs, moves included. padding: the shapes that the engine rounds batches to."""
-        moved = _moved(self.moves) if self.moves else (0, 0, 0)
+        moved = _moved(self.moves) if self.moves else (0, 0, 0, 0)
         return BatchFeatures.of(
             self.plan.num_tokens,
             self.start,
@@ -139,19 +139,22 @@ class Step:
             hidden=self.hidden,
             projected_tokens=moved[0],
             copied_slots=moved[1],
-            swapped_slots=moved[2],
+            saved_slots=moved[2],
+            loaded_slots=moved[3],
             sampling=self.sampling,
         )
 
 
-def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int]:
-    """Tokens projected, slots copied on the device, slots to and from the host."""
-    projected = copied = swapped = 0
+def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int, int]:
+    """Tokens projected, slots copied on the device, slots to the host, slots from there."""
+    projected = copied = saved = loaded = 0
     for move in moves:
         if isinstance(move, Widen):
             projected += int(move.cached.sum())
         elif isinstance(move, CopySlots):
             copied += len(move.places)
-        elif isinstance(move, (Save, Load)):
-            swapped += len(move.slots)
-    return projected, copied, swapped
+        elif isinstance(move, Save):
+            saved += len(move.slots)
+        elif isinstance(move, Load):
+            loaded += len(move.slots)
+    return projected, copied, saved, loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,17 @@ class Terms:
 
     def __len__(self) -> int:
         return len(self.tier)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Terms]) -> Terms:
+        """One after the other; classes of the same name are one."""
+        classes = tuple(dict.fromkeys(name for part in parts for name in part.classes))
+        index = [
+            np.array([classes.index(n) for n in part.classes])[part.slo_class] for part in parts
+        ]
+        names = ("tier", *TARGETS, "greedy")
+        columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
+        return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
     def take(self, which: np.ndarray) -> Terms:
         """Those of some requests: indices, or a mask."""

@@ -42,6 +42,7 @@ class InFlight:
     num_admitted: int
     after_idle: bool
     kv_used: int
+    num_shared: int
     begin: float
     wake_time: float
     receive_time: float
@@ -123,6 +124,7 @@ class Serving:
         self._receive_time += begin - self._since
         num_live, step = len(self.live), self._schedule(begin)
         kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
+        num_shared = scheduler.pool.num_shared
         planned = self._clock()
         for row in step.preempted.tolist():
             self._release_slot(self.live[row])
@@ -162,6 +164,7 @@ class Serving:
             num_admitted=len(admitted),
             after_idle=idle,
             kv_used=kv_used,
+            num_shared=num_shared,
             begin=begin,
             wake_time=self._wake_time,
             receive_time=self._receive_time,
@@ -250,6 +253,7 @@ class Serving:
             received=received,
             kv_used=step.kv_used,
             num_hidden=int(np.count_nonzero(booked.plan.kinds == HIDDEN)),
+            num_shared=step.num_shared,
             end=now,
             step_time=now - step.begin,
             device_time=device_time,

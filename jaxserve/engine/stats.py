@@ -25,7 +25,7 @@ class StepStats:
     after_idle: whether the device had nothing to do when it came.
     features: what the cost model knows of it. received: the numbers of the continuations that got a
     token of it. kv_used: tokens whose K and V the blocks in use hold, once it was planned;
-    num_hidden: rows with hidden caches.
+    num_hidden: rows with hidden caches; num_shared: blocks that several requests hold.
     end: when its tokens were on the host, on the engine's clock.
     step_time: launch to tokens on the host. device_time: what it took the device, see
     `sched.watch.StepWatch`; predicted_time: what the cost model had said at the launch;
@@ -54,6 +54,7 @@ class StepStats:
     received: tuple[int, ...]
     kv_used: int
     num_hidden: int
+    num_shared: int
     end: float
     step_time: float
     device_time: float

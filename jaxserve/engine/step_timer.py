@@ -67,7 +67,8 @@ class Shape:
             padding=padding,
             hidden=np.full(len(rows), self.hidden),
             projected_tokens=self.widened,
-            swapped_slots=2 * self.swapped,
+            saved_slots=self.swapped,
+            loaded_slots=self.swapped,
             sampling=self.sampling,
         )
 

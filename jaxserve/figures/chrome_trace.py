@@ -85,7 +85,7 @@ def _steps(result: SimulationResult, replica: int) -> Iterator[Event]:
 def _requests(result: SimulationResult, process: int) -> Iterator[Event]:
     requests, workload = result.requests, result.requests.workload
     arrival, refused = _nanoseconds(requests.arrival), requests.refused
-    finish = _nanoseconds(np.where(refused, requests.arrival, requests.finish))
+    finish = _nanoseconds(np.where(refused, requests.arrival, requests.left))
     facts = {
         "prompt_tokens": workload.prompt_len.tolist(),
         "output_tokens": workload.output_len.tolist(),
@@ -93,7 +93,7 @@ def _requests(result: SimulationResult, process: int) -> Iterator[Event]:
         "class": [workload.classes[index] for index in workload.slo_class.tolist()],
         "replica": requests.replica.tolist(),
         "preemptions": requests.preemptions.tolist(),
-        "ttft_ms": (1e3 * requests.ttft).tolist(),
+        "ttft_ms": [None if ms != ms else ms for ms in (1e3 * requests.ttft).tolist()],
     }
     yield _name("process_name", process, 0, "requests")
     for number, phases in enumerate(request_phases(result)):
@@ -113,9 +113,10 @@ def _requests(result: SimulationResult, process: int) -> Iterator[Event]:
 
 def request_phases(result: SimulationResult) -> list[list[tuple[str, float]]]:
     """What became of each request: phases with the time at which each begins, seconds, ascending;
-    the first begins with its arrival, the last ends with its last token."""
+    the first begins with its arrival, the last ends with its last token, or where the run was cut
+    off."""
     assert result.rows is not None
-    finish = result.requests.finish.tolist()
+    finish = result.requests.left.tolist()
     phases = [[(QUEUED, arrival)] for arrival in result.requests.arrival.tolist()]
     computed = [0.0] * len(phases)  # when the last chunk of each was
     for replica, rows in enumerate(result.rows):

@@ -9,6 +9,8 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
     python -m jaxserve.simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
     python -m jaxserve.simulate --policy=vllm,sarathi --workload=sharegpt --find=capacity \
         --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
+    python -m jaxserve.simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
+        --best_effort=closed:batch=64,input=uniform:512:1024,output=uniform:32:128
     python -m jaxserve.simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
     python -m jaxserve.simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
@@ -17,6 +19,12 @@ prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trac
 request asks for, in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or
 false for one that is sampled). Several policies and rates, separated by commas, run beside each
 other on all cores.
+
+--best_effort: batches of best-effort requests beside the workload, the first at the start, each
+other when all of the one before have ended; they may write as many tokens as the longest of them.
+At --duration the run is cut off: who has not ended counts with what it has written, as missing a
+target whose time has passed, and as attaining one whose time has not. Throughput, ended/s, is in
+the table by tier.
 
 --replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
 system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
@@ -146,6 +154,8 @@ def _specs(args: argparse.Namespace) -> list[WorkloadSpec]:
             args.cv,
             args.on_s,
             args.off_s,
+            duration=args.duration,
+            best_effort=args.best_effort,
             **asked,
         )
         for rate in args.rate or [None]

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 from jaxserve import workload_flags
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.hardware import HIDDEN_READS
+from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.sched.workloads.specs import ARRIVALS
+from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int
 
 SYSTEM = "llama-2-7b@a100"
@@ -27,6 +29,8 @@ NOT_REPLAYED = (  # with --replay, which says all of it
     "cv",
     "on_s",
     "off_s",
+    "duration",
+    "best_effort",
     "classes",
     "max_tokens",
     "find",
@@ -77,8 +81,14 @@ def check(args: argparse.Namespace) -> str:
                 return f"--{name} is of single runs, --find=capacity of many; try --summary"
         if args.arrivals == "all":
             return "--find=capacity varies the rate, and --arrivals=all has none"
+        if args.best_effort is not None:
+            return "--best_effort requests have no SLO that --find=capacity could look at"
     elif args.attainment is not None:
         return "--attainment is for --find=capacity"
+    if args.best_effort is not None and args.duration is None:
+        return "--best_effort requests come again and again: --duration is needed"
+    if args.best_effort is not None and args.max_queue is not None:
+        return "--best_effort requests would find the queue full: --max_queue does not go with them"
     if args.views is not None and args.plots is None:
         return "--views says which figures; --plots says where they go"
     if args.routing is not None and args.replicas == 1:
@@ -106,6 +116,14 @@ def _add_what_is_simulated(parser: Parser) -> None:
     add("--cv", type=float, help="of gamma arrivals: deviation of the gaps over their mean")
     add("--on_s", type=float, help="of on_off arrivals: mean seconds on")
     add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
+    add("--duration", type=_seconds, help="seconds; who comes later is left out, the run cut off")
+    add(
+        "--best_effort",
+        type=_closed_loop,
+        metavar="closed:...",
+        help="beside the workload: closed:batch=N,input=uniform:LOW:HIGH,output=uniform:LOW:HIGH; "
+        "see above",
+    )
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
     add("--host_tokens", type=positive_int, default=0, help="of checkpoints on the host (0)")
@@ -162,6 +180,23 @@ def _rates(text: str) -> list[float]:
             limits = f"must be from {RATES[0]:g} to {RATES[1]:g}"
             raise argparse.ArgumentTypeError(f"{limits} requests/s, got {rate:g}")
     return _different(rates)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return value
+
+
+def _closed_loop(text: str) -> ClosedLoop:
+    try:
+        return parse_closed_loop(text)
+    except WorkloadError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _different(values: list[Any]) -> list[Any]:

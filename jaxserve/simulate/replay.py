@@ -13,6 +13,7 @@ from jaxserve.sched.simulation import replay
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.replay import Recording
 from jaxserve.sched.workloads.classes import with_targets
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 from jaxserve.simulate.runs import Outcome, Run
 from jaxserve.simulate.sweep import Point
@@ -25,6 +26,8 @@ class Recorded:
     lengths: str
     workload: Workload
     rate: float | None = None
+    duration: float | None = None
+    best_effort: ClosedLoop | None = None
 
     def make(self, seed: int) -> Workload:
         """The same for every seed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
 REFUSED = (ValueError, InvalidPlan, OSError)
@@ -40,6 +42,16 @@ class Source(Protocol):
     @property
     def rate(self) -> float | None:
         """Requests/s; None if it is not given."""
+        ...
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds after which the run is cut off; None for never."""
+        ...
+
+    @property
+    def best_effort(self) -> ClosedLoop | None:
+        """What comes beside the workload."""
         ...
 
     def make(self, seed: int) -> Workload:
@@ -112,7 +124,7 @@ class Run:
         """Simulates it. progress(share): so much more of it is done, 1 in all. compiling: as
         `simulate` has it. Raises one of REFUSED."""
         workload = self.workload.make(self.seed)
-        share = 1 / len(workload)
+        share = 1 / len(workload)  # those of the loop, which nobody can count, come beside
         result = simulator.simulate(
             self.policy,
             workload,
@@ -128,6 +140,8 @@ class Run:
             routing=self.routing,
             max_queue=self.max_queue,
             seed=self.seed,
+            best_effort=self.workload.best_effort,
+            until=math.inf if self.workload.duration is None else self.workload.duration,
             record_rows=self.record_rows,
             progress=None if progress is None else lambda count: progress(count * share),
             compiling=compiling,

@@ -6,19 +6,18 @@ import math
 
 import numpy as np
 
+from jaxserve.sched.simulation.outputs import Outputs
+
 
 class BoundedQueue:
     """Counts the requests that are queued or running at each replica.
 
-    capacity: how many one has at most, inf for any number. token_times: float64, when tokens reach
-    the host, nan until that is known; last_token: int64 [n], where each one's last is in it.
+    capacity: how many one has at most, inf for any number. outputs: of all requests, as far as they
+    are known.
     """
 
-    def __init__(
-        self, capacity: float, replicas: int, last_token: np.ndarray, token_times: np.ndarray
-    ) -> None:
-        self._capacity = capacity
-        self._last_token, self._token_times = last_token, token_times
+    def __init__(self, capacity: float, replicas: int, outputs: Outputs) -> None:
+        self._capacity, self._outputs = capacity, outputs
         self._unfinished: list[list[int]] = [[] for _ in range(replicas)]
 
     def admits(self, replica: int, number: int, now: float) -> bool:
@@ -26,7 +25,7 @@ class BoundedQueue:
         if self._capacity == math.inf:
             return True
         mine = np.array(self._unfinished[replica], np.int64)
-        over = self._token_times[self._last_token[mine]] <= now
+        over = self._outputs.last_times(mine) <= now
         self._unfinished[replica] = mine[~over].tolist()
         if len(self._unfinished[replica]) >= self._capacity:
             return False

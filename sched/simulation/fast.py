@@ -43,7 +43,7 @@ def run(
     progress: Callable[[int], None] | None,
     compiling: Callable[[], None] | None,
 ) -> Served:
-    """Serves the workload to its end, with one policy for each replica. compiled: or NotCompiled;
+    """Serves the workload, with one policy for each replica. compiled: or NotCompiled;
     None for if it can be."""
     if compiled is not False:
         try:
@@ -76,4 +76,4 @@ def _run_compiled(
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
     outcome = run.run(policy, form, key, workload, setting, progress, compiling)
-    return Served(outcome, None, seed_read)
+    return Served(workload, outcome, None, seed_read)

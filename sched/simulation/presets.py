@@ -31,6 +31,7 @@ def _fitted(model: Model, device: Device, *ms: float) -> LinearCostModel:
             **moved_slot(model, device),
         ),
         model.layers,
+        overlapped=True,
     )
 
 

@@ -19,7 +19,7 @@ from jaxserve.sched.cost_model import (
     Padding,
 )
 
-FORMAT = 4
+FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
 STEP_SECONDS = (1e-9, 1e6)  # within which a step of one token takes
 
@@ -89,6 +89,7 @@ class System:
             "name": self.name,
             "num_layers": self.cost_model.num_layers,
             "seconds_per_layer": self.cost_model.coefficients.as_dict(),
+            "overlapped": self.cost_model.overlapped,
             "host_s": self.host.as_dict(),
             "kv_tokens": self.kv_tokens,
             "max_batch_tokens": self.max_batch_tokens,
@@ -119,6 +120,7 @@ _FIELDS = (
     "name",
     "num_layers",
     "seconds_per_layer",
+    "overlapped",
     "host_s",
     "kv_tokens",
     "max_batch_tokens",
@@ -141,7 +143,11 @@ def _system(content: Mapping[str, Any]) -> System:
     layers = _numbers(Coefficients, "seconds_per_layer", content["seconds_per_layer"])
     return System(
         content["name"],
-        LinearCostModel(layers, _whole("num_layers", content["num_layers"])),
+        LinearCostModel(
+            layers,
+            _whole("num_layers", content["num_layers"]),
+            _truth("overlapped", content["overlapped"]),
+        ),
         content["kv_tokens"],
         content["max_batch_tokens"],
         content["max_prefill_tokens"],
@@ -151,7 +157,7 @@ def _system(content: Mapping[str, Any]) -> System:
         host=_numbers(HostTerms, "host_s", content["host_s"]),
         about=dict(_object("about", content["about"])),
         rho=content.get("rho"),
-        projects=_projects(content.get("projects", False)),
+        projects=_truth("projects", content.get("projects", False)),
     )
 
 
@@ -195,9 +201,9 @@ def _only(
         raise ValueError(f"{where + unknown[0]!r:.60} is no field")
 
 
-def _projects(value: Any) -> bool:
+def _truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"projects must be true or false, got {value!r:.40}")
+        raise ValueError(f"{name} must be true or false, got {value!r:.40}")
     return value
 
 

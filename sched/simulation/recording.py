@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
 from jaxserve.sched.policy import Limits
 
-FORMAT = 2
+FORMAT = 3
 MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
 
@@ -52,7 +52,8 @@ class Arrival(NamedTuple):
 class Step(NamedTuple):
     """end: when its tokens were on the host. received: the numbers of the requests that got one.
     features: as FEATURES names them. kv_used: tokens that the pool has given room to; num_hidden:
-    rows with hidden caches; the others are those of `StepStats`, after_idle 0 or 1."""
+    rows with hidden caches; num_shared: blocks that several requests hold; the others are those of
+    `StepStats`, after_idle 0 or 1."""
 
     end: float
     device_time: float
@@ -71,6 +72,8 @@ class Step(NamedTuple):
     preemptions: int
     kv_used: int
     num_hidden: int
+    num_shared: int
+    num_recomputed_tokens: int
     features: list[int]
     received: list[int]
 
@@ -228,7 +231,9 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         start = float(content.pop("start"))
         model, padding = content["cost_model"], content["padding"]
         coefficients = Coefficients(**model["coefficients"])
-        content["cost_model"] = LinearCostModel(coefficients, model["num_layers"])
+        content["cost_model"] = LinearCostModel(
+            coefficients, model["num_layers"], model["overlapped"]
+        )
         rows, tokens = tuple(padding["rows"]), tuple(padding["tokens"])
         sizes = padding["decode_group"], padding["decode_chunk"]
         content["padding"] = Padding(rows, tokens, *sizes)

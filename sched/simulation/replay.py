@@ -256,7 +256,7 @@ def served(recording: Recording) -> SimulationResult:
     times = recording.columns["end"][at[order]] - origin
     ends = [recording.ends.get(number) for number in numbers.tolist()]
     preemptions = np.array([0 if end is None else end.preemptions for end in ends], np.int64)
-    requests = RequestRecords(workload, preemptions, np.zeros(len(there), np.int64), times)
+    requests = RequestRecords(workload, preemptions, np.zeros(len(there), np.int64), times, count)
     return SimulationResult(
         requests, _batches(recording, origin), None, _kv_tokens(recording), False
     )
@@ -273,6 +273,10 @@ def _batches(recording: Recording, origin: float) -> BatchRecords:
         kv_used=columns["kv_used"].astype(np.int64),
         preemptions=columns["preemptions"].astype(np.int64),
         num_hidden=columns["num_hidden"].astype(np.int64),
+        num_recomputed=columns["num_recomputed_tokens"].astype(np.int64),
+        saved_slots=steps.features.saved_slots.astype(np.int64),
+        loaded_slots=steps.features.loaded_slots.astype(np.int64),
+        num_shared=columns["num_shared"].astype(np.int64),
         replica=np.zeros(len(steps), np.int64),
     )
 

@@ -20,16 +20,17 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.clock import Clock
 from jaxserve.sched.simulation.coasting import Decoding, InFlight, Stretch, stretch
 from jaxserve.sched.simulation.compiled.setting import BATCH, Setting
+from jaxserve.sched.simulation.outputs import Outputs
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.step import Discard, Step
-from jaxserve.sched.table import DRAINING
+from jaxserve.sched.table import DRAINING, FREE
 from jaxserve.sched.tiers import lengthening
 from jaxserve.sched.watch import StepWatch, Watched
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Who was in a batch: requests [n] by their number in the workload, the tokens each computed
+    """Who was in a batch: requests [n] by their number, the tokens each computed
     and whether it was a decode; preempted: requests that lost their cache since the batch before it
     was planned; lengthening: seconds that it took longer for those of best effort, see
     `sched.tiers`."""
@@ -58,9 +59,7 @@ class _Step:
 class Replica:
     """Serves requests in virtual time. `next_time` is when its loop comes round next.
 
-    output_len: int64, tokens that each request of the workload writes; a request ends when the
-    host has them all, which its policy does not foresee. token_times: float64 over all of them;
-    request i's start at offsets[i]. preemptions: int64 by request. Both are filled in.
+    outputs: of all requests, by their numbers; filled in.
     """
 
     def __init__(
@@ -68,10 +67,7 @@ class Replica:
         scheduler: SimulatedScheduler,
         setting: Setting,
         *,
-        output_len: np.ndarray,
-        offsets: np.ndarray,
-        token_times: np.ndarray,
-        preemptions: np.ndarray,
+        outputs: Outputs,
         coasts: bool = False,
         record_rows: bool = False,
     ) -> None:
@@ -80,9 +76,7 @@ class Replica:
         self.live = 0
         self.rows_log: list[BatchRows] = []
         self._setting, self._cost = setting, setting.cost_model
-        self._lengths, self._offsets, self._token_times = output_len, offsets, token_times
-        self._over = np.zeros(len(output_len), bool)
-        self._preemptions = preemptions
+        self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
         seen = scheduler.view.cost_model
         self._watch: StepWatch | None = None
@@ -94,14 +88,15 @@ class Replica:
         self._pending: _Step | None = None  # launched, its tokens not yet on the host
         self._last: _Step | None = None  # the last time round; None if nothing was launched
         self._gone: list[int] = []  # requests that have lost their cache since the last batch
+        self._moved = np.zeros(2, np.int64)  # slots saved and loaded without a batch since then
         self._clock = Clock(setting.host)
         self._log: list[tuple[float, ...]] = []
         self._log_parts: list[np.ndarray] = []
 
     def receive(self, number: int, request: Request) -> None:
-        """The request, number `number` of the workload, arrives; not before `next_time` has passed
-        what arrived earlier."""
-        row = self.scheduler.add(request, int(self._lengths[number]))
+        """The request, which has that number, arrives; not before `next_time` has passed what
+        arrived earlier."""
+        row = self.scheduler.add(request, int(self._outputs.lengths[number]))
         if row >= len(self._request_of):
             capacity = self.scheduler.table.capacity
             self._request_of = np.resize(self._request_of, capacity)
@@ -121,6 +116,7 @@ class Replica:
             and last.steady
             and len(last.rows) == self.live
             and self._coasts
+            and horizon > self._clock.now
             and self._coast(last, horizon)
         ):
             self._once()
@@ -137,10 +133,18 @@ class Replica:
             self._finish(launched)
             self._pending = None
 
-    def batches(self) -> np.ndarray:
-        """Records of BATCH, in the order in which they ran."""
+    def stop(self, end: float) -> np.ndarray:
+        """Records of BATCH, in the order in which they ran, of those that began before `end`, inf
+        for all: nothing follows. Requests that have not ended are accounted for as far as they
+        are."""
+        table = self.scheduler.table
+        going = np.flatnonzero(table.state != FREE)
+        self._outputs.preemptions[self._request_of[going]] = table.preemptions[going]
         self._flush_log()
-        return np.concatenate([np.zeros(0, BATCH), *self._log_parts])
+        log = np.concatenate([np.zeros(0, BATCH), *self._log_parts])
+        log = log[log["start"] < end]
+        del self.rows_log[len(log) :]
+        return log
 
     def _launch(self) -> _Step | None:
         """Plans the next step and starts it; None if there is nothing to do yet."""
@@ -175,6 +179,10 @@ class Replica:
                 int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
                 len(self._gone),
                 0 if step.hidden is None else int(np.count_nonzero(step.hidden)),
+                step.num_recomputed_tokens,
+                features.saved_slots + int(self._moved[0]),
+                features.loaded_slots + int(self._moved[1]),
+                scheduler.pool.num_shared,
             )
         )
         launched = self._launched(step, end, all_decode=features.num_decodes == self.live)
@@ -182,6 +190,7 @@ class Replica:
             watched = launched.watched
             self._record(step, duration if watched is None else watched.predicted)
         self._gone.clear()
+        self._moved[:] = 0
         return launched
 
     def _launched(self, step: Step, end: float, *, all_decode: bool) -> _Step:
@@ -193,7 +202,7 @@ class Replica:
         if len(done):
             self._has_slot[done] = False
         steady = all_decode and not len(done)
-        steady = steady and bool((generated < self._lengths[requests]).all())
+        steady = steady and bool((generated < self._outputs.lengths[requests]).all())
         watched = None if self._watch is None else self._watch.launched(step, self._clock.now)
         return _Step(step.rows, emitting, requests, end, steady, watched)
 
@@ -208,7 +217,9 @@ class Replica:
     def _move(self, step: Step, moves: int) -> None:
         """Operations without a batch: the device is at work on them, and the host goes on."""
         padding, nothing = self._setting.padding, dataclasses.replace(step, moves=())
-        took = self._cost.batch_time(step.features(padding))
+        features = step.features(padding)
+        self._moved += (features.saved_slots, features.loaded_slots)
+        took = self._cost.batch_time(features)
         took -= self._cost.batch_time(nothing.features(padding))
         self._clock.move(moves, float(took))
         if self._watch is not None:
@@ -223,25 +234,25 @@ class Replica:
         self._clock.finish(len(step.emitting))
 
     def _take_in(self, step: _Step, now: float) -> None:
-        table = self.scheduler.table
+        table, outputs = self.scheduler.table, self._outputs
         rows, requests = step.emitting, step.requests
         # A request whose last token was still on its way has taken part once more, for nothing.
-        over = self._over[requests]
+        over = outputs.over[requests]
         if np.count_nonzero(over):
             rows, requests = rows[~over], requests[~over]
         before = table.received[rows]
-        self._token_times[self._offsets[requests] + before] = now
+        outputs.times[outputs.offsets[requests] + before] = now
         self.scheduler.receive(rows, now)
-        over = before + 1 >= self._lengths[requests]
+        over = before + 1 >= outputs.lengths[requests]
         if np.count_nonzero(over):
             for row in rows[over].tolist():
                 self._end(row)
 
     def _end(self, row: int) -> None:
         number = self._request_of[row]
-        self._over[number] = True
+        self._outputs.over[number] = True
         self._has_slot[row] = False
-        self._preemptions[number] = self.scheduler.table.preemptions[row]
+        self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
         self.scheduler.finish(row)
         self.live -= 1
 
@@ -253,7 +264,7 @@ class Replica:
             return False  # what they hold or read is not what a stretch counts
         if self._record_rows and np.ptp(table.tier[rows]):
             return False  # nor what one tier costs the other
-        lengths = self._lengths[self._request_of[rows]]
+        lengths = self._outputs.lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]
         most = int(left.max())
         early = left[lengths < table.max_tokens[rows]]
@@ -282,8 +293,9 @@ class Replica:
         reached = np.array(found.reached)
         there = np.minimum(took, len(reached))  # tokens that are on the host
         step = np.arange(int(there.sum())) - np.repeat(np.cumsum(there) - there, there)
-        first = self._offsets[self._request_of[rows]] + table.received[rows]
-        self._token_times[np.repeat(first, there) + step] = reached[step]
+        outputs = self._outputs
+        first = outputs.offsets[self._request_of[rows]] + table.received[rows]
+        outputs.times[np.repeat(first, there) + step] = reached[step]
         scheduler.advance(rows, took)
         table.received[rows] += there
         if len(reached):

@@ -6,7 +6,7 @@ round (`replica.py`). Nothing depends on the machine's own clock.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +17,12 @@ from jaxserve.sched.free_blocks import OutOfBlocks
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Policy
+from jaxserve.sched.simulation.arrivals import Arrivals
 from jaxserve.sched.simulation.bounded_queue import BoundedQueue
 from jaxserve.sched.simulation.compiled.setting import REFUSED, Outcome, Setting
 from jaxserve.sched.simulation.replica import BatchRows, Replica
-from jaxserve.sched.simulation.requests import Requests
 from jaxserve.sched.simulation.state import SimulatedScheduler
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
 
@@ -36,15 +37,18 @@ class Options:
     coast: bool
     online: LinearCostModel | None
     record_rows: bool
+    best_effort: ClosedLoop | None
+    until: float
     rho: float | None
     projects: bool
 
 
 @dataclass(frozen=True)
 class Served:
-    """rows: per replica and batch who was in it, if that was asked for. seed_read: whether a policy
-    asked for the seed."""
+    """workload: all that came. rows: per replica and batch who was in it, if that was asked for.
+    seed_read: whether a policy asked for the seed."""
 
+    workload: Workload
     outcome: Outcome
     rows: list[list[BatchRows]] | None
     seed_read: bool
@@ -57,33 +61,45 @@ def run_in_python(
     options: Options,
     progress: Callable[[int], None] | None,
 ) -> Served:
-    """Serves the workload to its end, with one policy for each replica. InvalidPlan as `_serve`."""
-    offsets = np.cumsum(workload.output_len) - workload.output_len
-    token_times = np.full(int(workload.output_len.sum()), np.nan)
-    preemptions = np.zeros(len(workload), np.int64)
+    """Serves the workload, with one policy for each replica. InvalidPlan as `_serve`."""
+    arrivals = Arrivals(workload, options.best_effort, setting.seed)
+    outputs = arrivals.outputs
     machines = [
         Replica(
             _scheduler(policy, setting, options),
             setting,
-            output_len=workload.output_len,
-            offsets=offsets,
-            token_times=token_times,
-            preemptions=preemptions,
+            outputs=outputs,
             # What is learned may change any plan.
             coasts=options.coast and policy.steady and options.online is None,
             record_rows=options.record_rows,
         )
         for policy in policies
     ]
-    last = offsets + workload.output_len - 1
-    queue = BoundedQueue(setting.capacity, setting.replicas, last, token_times)
-    served_by = _serve(machines, Requests(workload), ROUTERS[setting.routing], queue, progress)
-    logs = [machine.batches() for machine in machines]
+    queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
+    served_by = _serve(machines, arrivals, ROUTERS[setting.routing], queue, options.until, progress)
+    logs = [machine.stop(options.until) for machine in machines]
+    outputs.cut(options.until)
+    came, numbers = arrivals.came()
+    rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
     return Served(
-        Outcome(token_times, preemptions, served_by, logs),
-        [machine.rows_log for machine in machines] if options.record_rows else None,
+        came,
+        Outcome(outputs.in_order(numbers), outputs.preemptions[numbers], served_by[numbers], logs),
+        rows if options.record_rows else None,
         any(machine.scheduler.view.seed_read for machine in machines),
     )
+
+
+def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
+    """With each request's place in order of arrival. numbers: those that they have, in that
+    order."""
+    if not rows or (numbers == np.arange(len(numbers))).all():
+        return rows
+    place = np.zeros(int(numbers.max()) + 1, np.int64)
+    place[numbers] = np.arange(len(numbers))
+    return [
+        dataclasses.replace(one, requests=place[one.requests], preempted=place[one.preempted])
+        for one in rows
+    ]
 
 
 def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedScheduler:
@@ -121,30 +137,34 @@ ROUTERS: dict[str, Router] = {
 
 def _serve(
     machines: list[Replica],
-    requests: Requests,
+    arrivals: Arrivals,
     route: Router,
     queue: BoundedQueue,
+    until: float,
     progress: Callable[[int], None] | None,
 ) -> np.ndarray:
-    """The event loop. The replica of each request, int64 [n]. InvalidPlan if a plan that is not
-    checked wants more than the pool has."""
-    number, count = 0, len(requests)
-    served_by = np.full(count, REFUSED)
+    """The event loop, until all is served or that time. The replica by number, int64 [n], REFUSED
+    for who has none. InvalidPlan if a plan that is not checked wants more than the pool has."""
+    served_by: dict[int, int] = {}
     while True:
         machine = min(machines, key=lambda m: m.next_time)
-        arrival = requests.arrival[number]
-        if number < count and arrival <= machine.next_time:
+        arrival = arrivals.next_time
+        if not min(arrival, machine.next_time) < until:
+            break
+        if arrival <= machine.next_time:
+            number, request = arrivals.take()
             chosen = route(number, machines)
             if queue.admits(chosen, number, arrival):
-                machines[chosen].receive(number, requests.make(number))
+                machines[chosen].receive(number, request)
                 served_by[number] = chosen
-            number += 1
-            if progress is not None:
+            if progress is not None and number < arrivals.num_open:
                 progress(1)
-        elif machine.next_time < math.inf:
+        else:
             try:
-                machine.run(arrival)
+                machine.run(min(arrivals.horizon, until))
             except OutOfBlocks as error:
                 raise InvalidPlan(f"more blocks than are free ({error})") from error
-        else:
-            return served_by
+            arrivals.follow()
+    found = np.full(len(arrivals.outputs.lengths), REFUSED)
+    found[list(served_by.keys())] = list(served_by.values())
+    return found

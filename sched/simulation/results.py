@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.metrics import Times, attained, group_metrics, rate, split_metrics
+from jaxserve.sched.metrics import Times, attained, group_metrics, rate, span, split_metrics
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED
 from jaxserve.sched.simulation.replica import BatchRows
@@ -25,13 +26,17 @@ class RequestRecords:
 
     workload: what they asked for. token_times: float64 [sum of tokens], when each token reached
     the host; request i's are token_times[offsets[i] : offsets[i] + tokens[i]]. preemptions: int64
-    [n], how often its cache was taken away. replica: int64 [n], who served it, or REFUSED.
+    [n], how often its cache was taken away. replica: int64 [n], who served it, or REFUSED. tokens:
+    int64 [n], what each has written: output_len, less if it had not ended at `end`, when the run
+    was cut off, or nothing if it was refused.
     """
 
     workload: Workload
     preemptions: np.ndarray
     replica: np.ndarray
     token_times: np.ndarray
+    tokens: np.ndarray
+    end: float = math.inf
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -57,14 +62,15 @@ class RequestRecords:
         return np.asarray(self.replica == REFUSED)
 
     @property
-    def tokens(self) -> np.ndarray:
-        """What each has written, int64 [n]: output_len, or nothing if it was refused."""
-        return np.where(self.refused, 0, self.output_len)
+    def finished(self) -> np.ndarray:
+        """Who has written all it writes, bool [n]."""
+        return np.asarray(self.tokens == self.output_len)
 
     @property
     def times(self) -> Times:
         """As load tests have them."""
-        return Times(self.arrival, self.token_times, self.tokens, ~self.refused)
+        going = ~self.finished & ~self.refused
+        return Times(self.arrival, self.token_times, self.tokens, self.finished, going, self.end)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -73,30 +79,35 @@ class RequestRecords:
 
     @property
     def first_token(self) -> np.ndarray:
-        """float64 [n]; nan if it was refused."""
+        """float64 [n]; nan if there is none."""
         return self.times.first_token
 
     @property
     def finish(self) -> np.ndarray:
-        """When the last token came, float64 [n]; nan if it was refused."""
-        return self.times.last_token
+        """When the last token came, float64 [n]; nan if it has not."""
+        return np.where(self.finished, self.times.last_token, np.nan)
+
+    @property
+    def left(self) -> np.ndarray:
+        """When the last token came, or the run was cut off, float64 [n]; nan if it was refused."""
+        return np.where(self.finished | self.refused, self.finish, self.end)
 
     @property
     def ttft(self) -> np.ndarray:
-        """Arrival to first token, float64 [n]; nan if it was refused."""
+        """Arrival to first token, float64 [n]; nan if there is none."""
         return self.times.ttft
 
     @property
     def latency(self) -> np.ndarray:
-        """Arrival to last token, float64 [n]; nan if it was refused."""
-        return self.times.e2e
+        """Arrival to last token, float64 [n]; nan if it has not come."""
+        return self.finish - self.arrival
 
     @property
     def tpot(self) -> np.ndarray:
         """Mean time between tokens of each request that has more than one, preempted time
         included, float64."""
         several = self.tokens > 1
-        span = (self.finish - self.first_token)[several]
+        span = (self.times.last_token - self.first_token)[several]
         return np.asarray(span / (self.tokens[several] - 1))
 
     @property
@@ -110,7 +121,9 @@ class BatchRecords:
     """Arrays over the batches, replica by replica, each in the order in which they ran. start and
     duration in seconds; num_tokens computed; kv_used: tokens that the cache has room for, whole
     blocks; preemptions: requests that lost their cache since the one before; num_hidden:
-    requests of it with hidden caches."""
+    requests of it with hidden caches; num_recomputed: tokens that had been in the cache before it
+    was lost; saved_slots, loaded_slots: of one plane each, that went to host memory and came back
+    since the one before; num_shared: blocks that several hold."""
 
     start: np.ndarray
     duration: np.ndarray
@@ -120,6 +133,10 @@ class BatchRecords:
     kv_used: np.ndarray
     preemptions: np.ndarray
     num_hidden: np.ndarray
+    num_recomputed: np.ndarray
+    saved_slots: np.ndarray
+    loaded_slots: np.ndarray
+    num_shared: np.ndarray
     replica: np.ndarray
 
     @classmethod
@@ -159,41 +176,49 @@ class SimulationResult:
         or a rate, of nothing, as where every request was refused.
 
         latency_s: sum of the batch times (InferMax section 4.1), of the busiest replica.
-        makespan_s: first arrival to last token. tps: generated tokens over latency_s. mean_tpot_s:
-        over requests with more than one token, preempted time included. slo_attainment: share of
-        the requests within all of their own targets, ttft_, tbt_ and jct_attainment within one of
-        them; 1 if there are none (`sched/metrics.py`). num_refused: requests that found the queue
-        full; they attain nothing and count in no latency. tiers, classes: the same by name, as
-        `metrics.group_metrics` has it.
+        makespan_s: first arrival to last token, or to where the run was cut off. tps: generated
+        tokens over latency_s. mean_tpot_s: over requests with more than one token, preempted time
+        included. slo_attainment: share of the requests within all of their own targets, ttft_, tbt_
+        and jct_attainment within one of them; 1 if there are none (`sched/metrics.py`).
+        num_refused: requests that found the queue full; they attain nothing and count in no
+        latency. saved_slots, loaded_slots: of one plane each, to host memory and back;
+        mean_shared_blocks, peak_shared_blocks: that several hold, over the time of the batches.
+        tiers, classes: the same by name, as `metrics.group_metrics` has it.
         """
         requests, batches = self.requests, self.batches
         latency = float(np.bincount(batches.replica, weights=batches.duration).max(initial=0.0))
         times, terms = requests.times, requests.workload.terms
         met = attained(times, terms)
         total = group_metrics(times, terms, met)
-        begin, tokens = float(requests.arrival[0]), len(requests.token_times)
-        makespan = float(requests.token_times.max(initial=begin)) - begin
+        tokens, makespan = len(requests.token_times), span(times)
         size, kv_used = batches.num_decodes + batches.num_prefills, batches.kv_used
         return {
             "latency_s": latency,
             "makespan_s": makespan,
             "tps": rate(tokens, latency),
-            "mean_ttft_s": _mean(requests.ttft[~requests.refused]),
+            "mean_ttft_s": _mean(requests.ttft[requests.tokens > 0]),
             "mean_tpot_s": _mean(requests.tpot),
             "num_batches": len(batches),
             "num_preemptions": int(batches.preemptions.sum()),
+            "recomputed_tokens": int(batches.num_recomputed.sum()),
+            "saved_slots": int(batches.saved_slots.sum()),
+            "loaded_slots": int(batches.loaded_slots.sum()),
             "slo_attainment": float(met.slo.mean()),
             "ttft_attainment": float(met.ttft.mean()),
             "tbt_attainment": float(met.tbt.mean()),
             "jct_attainment": float(met.jct.mean()),
-            "goodput_per_s": rate(int(met.slo.sum()), makespan),
+            "goodput_per_s": rate(int((met.slo & times.finished).sum()), makespan),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
+            "num_finished": total["finished"],
+            "finished_per_s": total["finished_per_s"],
             "output_tokens": tokens,
-            **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms")},
+            **{n: total[n] for n in ("ttft_ms", "tbt_ms", "e2e_ms", "normalised_latency_ms")},
             "mean_batch_requests": _mean(size),
             "mean_kv_used": _share(_mean(kv_used, batches.duration), self.kv_tokens),
             "peak_kv_used": float(kv_used.max(initial=0)) / self.kv_tokens,
+            "mean_shared_blocks": _mean(batches.num_shared, batches.duration),
+            "peak_shared_blocks": int(batches.num_shared.max(initial=0)),
             **split_metrics(times, terms, met, total),
         }
 

@@ -18,11 +18,12 @@ from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
-from jaxserve.sched.simulation.compiled.setting import REFUSED, Setting
+from jaxserve.sched.simulation.compiled.setting import Setting
 from jaxserve.sched.simulation.fast import NotCompiled, run
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.replicas import ROUTERS, Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
 MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
@@ -86,6 +87,8 @@ def simulate(
     max_queue: int | None = None,
     rho: float | Literal["system"] | None = "system",
     seed: int = 0,
+    best_effort: ClosedLoop | None = None,
+    until: float = math.inf,
     checked: bool | None = None,
     compiled: bool | None = None,
     coast: bool = True,
@@ -94,7 +97,7 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
 ) -> SimulationResult:
-    """Serves the workload to its end.
+    """Serves the workload, to its end or `until`.
 
     policy: a name, or a policy, which serves one replica. system: M, C and padding come from it
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
@@ -102,32 +105,48 @@ def simulate(
     counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
     memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
     beside max_rows; who comes then is refused. rho: what a token read from a hidden cache costs a
-    step, see `View`; by default the system's, None for no hidden caches. checked: check plans as
-    the engine does; by default all but those of `registry.is_built_in` policies. compiled: with
-    numba (`fast.py`); by default if it can be. coast: in Python, take steps that are certain
-    several at once. Neither changes the outcome. online: policies see a model that begins as this
-    one and learns from the steps, as a server's do, not the true one. record_rows: keep who was in
-    each batch. progress(n): n more have come. compiling(): half a minute begins in which numba
-    compiles, the first time.
+    step, see `View`; by default the system's, None for no hidden caches. best_effort: what comes
+    beside the workload. until: when the run is cut off, seconds; who comes later is not in it, and
+    who goes on counts as far as it got. checked: check plans as the engine does; by default all but
+    those of `registry.is_built_in` policies. compiled: with numba (`fast.py`); by default if it can
+    be. coast: in Python, take steps that are certain several at once. Neither changes the outcome.
+    online: policies see a model that begins as this one and learns from the steps, as a server's
+    do, not the true one. record_rows: keep who was in each batch. progress(n): n more of the
+    workload's have come. compiling(): half a minute begins in which numba compiles, the first time.
     SimulationError if it cannot be simulated so, InvalidPlan for what cannot be booked, or gets
     nowhere (`sched/progress.py`).
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)
-    if not 0 <= seed < 1 << 63:
-        raise SimulationError(f"seed must be at least 0 and below 2**63, got {seed}")
     limits = limits or default_limits(policies[0], system)
     setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
-    routing, capacity = _routing(routing), _capacity(max_queue, limits)
-    setting = replace(setting, replicas=replicas, routing=routing, capacity=capacity, seed=seed)
+    setting = _several(setting, replicas, routing, max_queue, seed)
     longest, fixed = _check_fits(workload, policies[0], setting), _checked(checked, policy)
+    longest = max(longest, _check_end(until, best_effort, policies[0], setting))
     hidden = _hidden(rho, system, setting.cost_model)
-    slots = int(slots_for(host_tokens))
-    options = Options(slots, longest, fixed, coast, online, record_rows, **hidden)
-    compiled = _compiled(compiled, bool(checked or online or record_rows))
+    slots, cut = int(slots_for(host_tokens)), (best_effort, until)
+    options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **hidden)
+    compiled = _compiled(compiled, bool(checked or online or record_rows or until < math.inf))
     name = policy if isinstance(policy, str) else type(policy).__name__
     served = _run(name, policies, workload, setting, options, compiled, progress, compiling)
-    return _result(workload, setting, served)
+    return _result(setting, served, until)
+
+
+def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:
+    """The tokens that the loop's longest request may get to have; 0 without one. SimulationError
+    for an end that is none, or a loop that has none or does not fit."""
+    if not until > 0:
+        raise SimulationError(f"until must be a positive time, got {until}")
+    if loop is None:
+        return 0
+    if until == math.inf:
+        raise SimulationError("best_effort requests come again and again: until is needed")
+    if setting.capacity < math.inf:
+        raise SimulationError("best_effort requests would find the queue full: give no max_queue")
+    try:
+        return _check_fits(loop.longest(), policy, setting)
+    except SimulationError as error:
+        raise SimulationError(f"best_effort: {error}") from error
 
 
 def _setting(
@@ -150,9 +169,22 @@ def _setting(
     return Setting(limits, blocks, size, cost, overlap, system.padding, host)
 
 
+def _several(
+    setting: Setting, replicas: int, routing: str, max_queue: int | None, seed: int
+) -> Setting:
+    """The same with what is of all replicas."""
+    if not 0 <= seed < 1 << 63:
+        raise SimulationError(f"seed must be at least 0 and below 2**63, got {seed}")
+    capacity = _capacity(max_queue, setting.limits)
+    routing = _routing(routing)
+    return replace(setting, replicas=replicas, routing=routing, capacity=capacity, seed=seed)
+
+
 def _compiled(wanted: bool | None, in_python: bool) -> bool | None:
     if wanted and in_python:
-        raise SimulationError("compiled simulations check no plans, learn nothing, record no rows")
+        raise SimulationError(
+            "compiled simulations check no plans, learn nothing, record no rows and are not cut off"
+        )
     return False if in_python else wanted
 
 
@@ -172,12 +204,16 @@ def _routing(routing: str) -> str:
     return routing
 
 
-def _result(workload: Workload, setting: Setting, served: Served) -> SimulationResult:
-    """When all requests have ended."""
-    outcome = served.outcome
-    wrote = np.repeat(outcome.replica != REFUSED, workload.output_len)
+def _result(setting: Setting, served: Served, until: float) -> SimulationResult:
+    workload, outcome = served.workload, served.outcome
+    if not len(workload):
+        raise SimulationError(f"no request comes until {until:g} s")
+    wrote = np.isfinite(outcome.token_times)
+    before = np.concatenate([[0], np.cumsum(wrote)])
+    ends = np.cumsum(workload.output_len)
+    tokens = before[ends] - before[ends - workload.output_len]
     times = outcome.token_times[wrote]
-    requests = RequestRecords(workload, outcome.preemptions, outcome.replica, times)
+    requests = RequestRecords(workload, outcome.preemptions, outcome.replica, times, tokens, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
     return SimulationResult(
         requests, BatchRecords.of(outcome.batches), served.rows, tokens, served.seed_read

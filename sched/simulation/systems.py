@@ -39,8 +39,9 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     decode's K and V and a chunk's cached K and V at 94% of bandwidth, prefill attention 2 x heads x
     head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak, the kernels' biases and per-request terms
     as the Llama-2-7B preset has them. Several devices share that evenly. Moves of caches: see
-    `moved_slot`. hidden_read: see `hidden_read_of` and `_hidden_terms`. ValueError if the weights
-    do not fit, or for a read that the model does not have.
+    `moved_slot`; those to and from the host go on beside the steps. hidden_read: see
+    `hidden_read_of` and `_hidden_terms`. ValueError if the weights do not fit, or for a read that
+    the model does not have.
 
     How wrong it is beside attention, against the tables it is fitted to (1 to 4,096 tokens): 8,
     6, 4 and 3% mean relative error on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at
@@ -84,7 +85,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     if read:
         about["hidden_read"] = read
     rho = model.layers * (hidden - kv) if read else None
-    cost_model = LinearCostModel(coefficients, model.layers)
+    cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
     projects = read == "projected"
     return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from jaxserve.sched.request import SLO
 from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.columns import NO_LIMIT
 from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.traces import Trace, read_trace
@@ -41,12 +43,15 @@ class WorkloadSpec:
 
     arrivals: `all` at once; `replay` as the trace has them; `poisson`; `gamma` with cv; `on_off`
     with mean period lengths on_s, off_s; None for the trace's own, or all at once, or poisson where
-    there is a rate and no trace. rate: requests/s; stretches replayed ones.
+    there is a rate and no trace. rate: requests/s; stretches replayed ones. duration: seconds; who
+    comes later is left out. A sampler that is not told how many then has as many as come by then.
 
     classes: drawn by their shares, for a workload that brings no tiers, targets or classes of its
     own. slo: targets of the requests that have none of their own. max_tokens: limit of the requests
     that ask for none of their own: a number; `length`, as load tests do that ignore the end of
     sequence; None for `open_limit`.
+
+    best_effort: what comes beside them, for as long; it is no part of what `make` gives.
     """
 
     lengths: str
@@ -59,6 +64,8 @@ class WorkloadSpec:
     classes: tuple[SloClass, ...] = ()
     slo: SLO = NO_SLO
     max_tokens: MaxTokens = None
+    duration: float | None = None
+    best_effort: ClosedLoop | None = None
 
     def __post_init__(self) -> None:
         kind, needs = self.arrivals, {"gamma": ("cv",), "on_off": ("on_s", "off_s")}
@@ -75,15 +82,33 @@ class WorkloadSpec:
             raise WorkloadError("arrivals=all has no rate")
         if isinstance(self.max_tokens, int) and self.max_tokens < 1:
             raise WorkloadError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.duration is not None and not 0 < self.duration < math.inf:
+            raise WorkloadError(f"duration must be a positive time, got {self.duration}")
+        if self.best_effort is not None and self.duration is None:
+            raise WorkloadError("best_effort requests come again and again: duration is needed")
 
     def make(self, seed: int = 0) -> Workload:
         """The workload; the same for the same seed. Arrivals and lengths are the same with and
         without classes. WorkloadError says what is wrong with it."""
-        return self._make(*self._generators(seed))
+        if self.duration is None:
+            return self._make(*self._generators(seed))
+        whole = replace(self, duration=None, best_effort=None)
+        sampled = _is_sampled(self.lengths) and self.num_requests is None and self.rate is not None
+        count = int(self.rate * self.duration) + DEFAULT_COUNT if sampled and self.rate else None
+        made = replace(whole, num_requests=count).make(seed) if sampled else whole.make(seed)
+        while sampled and made.arrival[-1] < self.duration:
+            count = 2 * len(made)
+            made = replace(whole, num_requests=count).make(seed)
+        kept = made.arrival < self.duration
+        if not kept.any():
+            raise WorkloadError(f"no request comes within {self.duration:g} s")
+        return made.take(kept)
 
     def drawn(self) -> bool:
         """Whether the seed matters: whether making it takes a random number. WorkloadError as
         `make`."""
+        if self.best_effort is not None:
+            return True
         generators = self._generators(0)
         before = [rng.bit_generator.state for rng in generators]
         self._make(*generators)
@@ -119,11 +144,10 @@ class WorkloadSpec:
                 raise WorkloadError("fixed:IxOxB gives the number of requests already")
             check_memory(self.lengths, count, count * output)
             return _without_terms(fixed_lengths(prompt, output, count))
-        name = self.lengths.lower()
-        if name in lengths.DATA_SETS or set(name.split("+")) <= set(lengths.GROUPS):
+        if _is_sampled(self.lengths):
             count = self.num_requests or DEFAULT_COUNT
             check_memory(self.lengths, count, count)
-            return _without_terms(lengths.sampler(name)(count, rng))
+            return _without_terms(lengths.sampler(self.lengths)(count, rng))
         if not Path(self.lengths).exists():
             known = ", ".join(lengths.names())
             raise WorkloadError(
@@ -161,6 +185,11 @@ class WorkloadSpec:
             assert self.on_s is not None and self.off_s is not None
             return on_off_arrivals(self.rate, self.on_s, self.off_s, count, rng)
         return poisson_arrivals(self.rate, count, rng)
+
+
+def _is_sampled(name: str) -> bool:
+    lower = name.lower()
+    return lower in lengths.DATA_SETS or set(lower.split("+")) <= set(lengths.GROUPS)
 
 
 def _without_terms(found: Lengths) -> Trace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +107,17 @@ class Workload:
         terms = terms or Terms.none(len(lengths))
         columns = {field.name: getattr(terms, field.name) for field in dataclasses.fields(terms)}
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
+
+    @classmethod
+    def merged(cls, parts: Sequence[Workload]) -> tuple[Workload, np.ndarray]:
+        """All of their requests in order of arrival, and where each of them is in the parts one
+        after the other, int64 [n]."""
+        names = ("arrival", "prompt_len", "output_len", "limit")
+        columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
+        order = np.argsort(columns[0], kind="stable")
+        arrival, prompt, output, limit = (column[order] for column in columns)
+        terms = Terms.joined([part.terms for part in parts]).take(order)
+        return cls.of(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
 
     def __len__(self) -> int:
         return len(self.arrival)

@@ -186,7 +186,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 2: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 3: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,24 @@ def test_it_follows_a_device_that_slows_down() -> None:
     assert serve(model, times(1.8), 6000, seed=4) == pytest.approx(1.0, abs=0.06)
 
 
+def test_copies_beside_the_batch_teach_what_they_cost() -> None:
+    true = dataclasses.replace(times(1.5), overlapped=True)
+    prices = dataclasses.replace(true.coefficients, swapped_slot=2e-6)
+    true = dataclasses.replace(true, coefficients=prices)
+    prior = dataclasses.replace(PRIOR, overlapped=True)
+    known = dataclasses.replace(prior.coefficients, swapped_slot=1e-6)
+    model = OnlineCostModel(dataclasses.replace(prior, coefficients=known))
+    rng = np.random.default_rng(0)
+    for i in range(600):
+        slots = int(rng.integers(3000, 9000)) if i % 3 == 0 else int(rng.integers(0, 40))
+        features = dataclasses.replace(batch(rng), loaded_slots=slots, saved_slots=slots // 2)
+        model.observe(features, float(true.batch_time(features)))
+    assert model.model.overlapped
+    assert model.model.coefficients.swapped_slot == pytest.approx(2e-6, rel=0.02)
+    probe = batch(rng)
+    assert model.batch_time(probe) == pytest.approx(true.batch_time(probe), rel=0.02)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.floats(0, 3), steps=st.integers(1, 120))
 def test_no_prediction_is_negative_or_infinite(seed: int, spread: float, steps: int) -> None:

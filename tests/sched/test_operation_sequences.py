@@ -208,7 +208,7 @@ class Operations(RuleBasedStateMachine):
         assert free - made.pool.num_free == back.blocks
         assert made.table.computed[row] == back.computed
         features = step.features()
-        assert (features.copied_slots, features.swapped_slots) == (back.copied, back.loaded)
+        assert (features.copied_slots, features.loaded_slots) == (back.copied, back.loaded)
         self.book({row: tokens})
 
     @rule(row=rows)

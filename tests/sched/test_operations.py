@@ -106,9 +106,10 @@ def test_a_checkpoint_comes_back_where_it_is_wanted(kind: CacheKind, side: Direc
     assert isinstance(save, Save) and save.slots.tolist() == before.tolist()
     assert save.counts == (7 * planes,)
     assert made.host.num_used == 7 * planes and made.host.tokens[0] == 7
-    assert step.features().swapped_slots == 7 * planes
+    assert (step.features().saved_slots, step.features().loaded_slots) == (7 * planes, 0)
     step = run(made, {1: 3}, Preempt(array(0), array(3)))
     step = run(made, {0: 1}, Restore(array(0), array(3)))
+    assert (step.features().saved_slots, step.features().loaded_slots) == (0, 7 * planes)
     load, discard = step.moves
     assert isinstance(load, Load) and load.keys == save.keys
     assert load.slots.tolist() == made.pool.slots_of(0, 3, 10).tolist()

@@ -67,7 +67,8 @@ NOT_SEEN = (
     "hidden_tokens",
     "projected_tokens",
     "copied_slots",
-    "swapped_slots",
+    "saved_slots",
+    "loaded_slots",
     "hidden_prefill",
     "sampled_rows",
 )

@@ -79,7 +79,7 @@ def test_operations_without_a_batch_count_among_those_of_the_next_one() -> None:
     watch.moved(nothing)
     watch.moved(nothing)
     first = watch.launched(dataclasses.replace(step(1), moves=(Save((0, 1), (4, 3), slots),)), 0.0)
-    assert (first.features.copied_slots, first.features.swapped_slots) == (16, 7)
+    assert (first.features.copied_slots, first.features.saved_slots) == (16, 7)
     assert watch.launched(step(1), 0.0).features == step(1).features(PADDING)
 
 

@@ -142,7 +142,8 @@ def test_means_of_nothing_are_none(
 ) -> None:
     def refuse_all(policy: str, workload: Workload, place: System, **_: Any) -> SimulationResult:
         nobody = np.full(len(workload), REFUSED)
-        requests = RequestRecords(workload, np.zeros_like(nobody), nobody, np.zeros(0))
+        none = np.zeros_like(nobody)
+        requests = RequestRecords(workload, none, nobody, np.zeros(0), none)
         nothing = BatchRecords.of([np.zeros(0, BATCH)])
         return SimulationResult(requests, nothing, None, place.kv_tokens, False)
 
@@ -153,8 +154,9 @@ def test_means_of_nothing_are_none(
     (point,) = json.loads(line, parse_constant=pytest.fail)["points"]
     mean = point["mean"]
     assert [name for name, value in mean.items() if value is None] == [
-        "tps", "mean_ttft_s", "mean_tpot_s", "goodput_per_s", "ttft_ms", "tbt_ms", "e2e_ms",
-        "mean_batch_requests", "mean_kv_used",
+        "tps", "mean_ttft_s", "mean_tpot_s", "goodput_per_s", "finished_per_s", "ttft_ms",
+        "tbt_ms", "e2e_ms", "normalised_latency_ms", "mean_batch_requests", "mean_kv_used",
+        "mean_shared_blocks",
     ]  # fmt: skip
     assert (mean["num_refused"], mean["makespan_s"], mean["slo_attainment"]) == (10, 0.0, 0.0)
     header, row = found.err.strip().splitlines()[:2]

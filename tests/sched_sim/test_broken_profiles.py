@@ -79,7 +79,9 @@ def refused(tmp_path: Path, broken: Any) -> str:
         ("host_s.plan", "slow", "host_s.plan must be a number"),
         ("host_s.plan", -1.0, "host.plan must be 0 or more"),
         ("gap_s", 1.0, "'gap_s' is no field"),
-        ("format", 3, "format 3, this version reads 4"),
+        ("overlapped", "yes", "overlapped must be true or false, got 'yes'"),
+        ("projects", 1, "projects must be true or false, got 1"),
+        ("format", 4, "format 4, this version reads 5"),
     ],
 )
 def test_the_field_is_named(tmp_path: Path, path: str, value: Any, problem: str) -> None:

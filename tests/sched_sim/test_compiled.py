@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import HostTerms, Padding
+from jaxserve.sched.cost_model import HostTerms, LinearCostModel, Padding
 from jaxserve.sched.keys import where
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
@@ -94,6 +94,7 @@ def assert_same(a: SimulationResult, b: SimulationResult) -> None:
     overlap=st.booleans(),
     host=st.sampled_from([HostTerms(), HOST, SLOW_HOST]),
     padding=st.sampled_from([None, ENGINE]),
+    overlapped=st.booleans(),
     replicas=st.sampled_from([1, 1, 2, 3]),
     routing=st.sampled_from(["round_robin", "least_loaded"]),
 )
@@ -107,9 +108,10 @@ def test_compiled_or_in_stretches_or_step_by_step(
     rate: float,
     host: HostTerms,
     padding: Padding | None,
+    overlapped: bool,
     **options: Any,
 ) -> None:
-    cost = dataclasses.replace(SEVEN.cost_model, coefficients=PRICES)
+    cost = LinearCostModel(PRICES, SEVEN.cost_model.num_layers, overlapped)
     place = dataclasses.replace(SEVEN, cost_model=cost, host=host, padding=padding)
     workload = drawn(seed, 25, rate)
     options |= {"kv_tokens": kv_tokens, "limits": Limits(400, prefill, rows), "seed": seed}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from jaxserve.sched.cost_model import (
     LinearCostModel,
     Padding,
 )
-from jaxserve.sched.fit import FitError, Sample, fit
+from jaxserve.sched.fit import FitError, Sample, columns, fit
 
 UNIT = Coefficients(
     per_token=1.0,
@@ -74,9 +76,9 @@ def test_several_batches_of_decodes_at_once() -> None:
 
 def test_the_linear_model_is_the_formula() -> None:
     model = LinearCostModel(UNIT, num_layers=2)
-    moved = {"projected_tokens": 2, "copied_slots": 3, "swapped_slots": 1}
+    moved = {"projected_tokens": 2, "copied_slots": 3, "saved_slots": 1, "loaded_slots": 4}
     mixed = BatchFeatures(8, 16, 32, 2, 44, 2, 6, 3, **moved, hidden_prefill=5, sampled_rows=4)
-    layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 39 + 11
+    layer = 16 * 1 + 2 + (32 * 3 + 4 + 2 * 5) + (44 * 6 + 7 + 2 * 8 + 6 * 9) + 30 + 24 + 39 + 55
     layer += 5 * 14 + 4 * 15 + 16
     assert model.batch_time(mixed) == 2 * layer
     # The biases of a part that is absent are left out.
@@ -85,6 +87,37 @@ def test_the_linear_model_is_the_formula() -> None:
     # One token alone is no batch; what one is rounded up to is.
     assert model.batch_time(BatchFeatures(1, 1, 5, 1, 0, 0, 0)) == 2 * (3 + 15 + 4 + 5)
     assert model.batch_time(BatchFeatures(1, 4, 5, 1, 0, 0, 0)) == 2 * (6 + 15 + 4 + 5 + 16)
+
+
+def test_overlapped_copies_take_the_longer_way_of_the_link() -> None:
+    model = LinearCostModel(UNIT, num_layers=2, overlapped=True)
+    alone = BatchFeatures(2, 2, 10, 2, 0, 0, 0)
+    assert model.batch_time(alone) == 2 * 64  # 5 slots and a bit of the link, 11 each
+    for saved, loaded, seconds in ((5, 5, 128), (6, 5, 2 * 66), (0, 6, 2 * 66), (9, 7, 2 * 99)):
+        moved = replace(alone, saved_slots=saved, loaded_slots=loaded)
+        assert model.batch_time(moved) == seconds
+    several = replace(alone, saved_slots=np.array([0, 6, 9]), loaded_slots=np.array([5, 0, 7]))
+    assert model.batch_time(several).tolist() == [128, 132, 198]
+
+
+def test_a_step_tells_a_fit_what_it_was_as_long_as() -> None:
+    model = LinearCostModel(UNIT, num_layers=2, overlapped=True)
+    batch = BatchFeatures(2, 2, 10, 2, 0, 0, 0)
+    short, long = (replace(batch, saved_slots=n, loaded_slots=2) for n in (5, 6))
+    prices = np.array(list(UNIT.as_dict().values()))
+    for features in (batch, short, long):
+        assert 2 * (np.array(columns(features, model)) @ prices) == model.batch_time(features)
+    names = list(UNIT.as_dict())
+    seen = [names[i] for i in np.flatnonzero(columns(long, model))]
+    assert seen == ["swapped_slot"]
+    assert not columns(short, model)[names.index("swapped_slot")]
+    # Otherwise both add up, whichever way they go.
+    adds = replace(model, overlapped=False)
+    assert columns(long, adds) == columns(long)
+    assert columns(long)[names.index("swapped_slot")] == 8
+    both = replace(batch, saved_slots=np.array([5, 6]), loaded_slots=np.array([2, 2]))
+    stacked = np.stack([np.broadcast_to(c, 2) for c in columns(both, model)])
+    np.testing.assert_array_equal(stacked.T, [columns(short, model), columns(long, model)])
 
 
 def test_the_papers_model_floors_the_mean_and_adds_the_residual() -> None:

@@ -164,6 +164,12 @@ def same(served: Served, result: SimulationResult) -> None:
         np.testing.assert_allclose(ours, engines, rtol=1e-9)
     hidden = [int(np.count_nonzero(plan.kinds)) for plan in served.plans]
     assert hidden == batches.num_hidden.tolist()
+    counted = [
+        (s.num_recomputed_tokens, s.num_shared, s.features.saved_slots, s.features.loaded_slots)
+        for s in served.steps
+    ]
+    names = ("num_recomputed", "num_shared", "saved_slots", "loaded_slots")
+    assert counted == [*zip(*(getattr(batches, name).tolist() for name in names), strict=True)]
     longer = np.array([stats.lengthening for stats in served.steps])
     np.testing.assert_allclose(longer, result.lengthening, rtol=1e-9, atol=1e-15)
     tier = records.workload.terms.tier

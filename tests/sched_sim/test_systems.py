@@ -82,13 +82,16 @@ def test_attention_follows_flops_and_bytes() -> None:
 def test_swapping_takes_what_the_links_to_the_host_do(
     name: str, gigabytes: float, rules: str
 ) -> None:
-    """At four fifths of their peaks, all shards at a time."""
+    """At four fifths of their peaks, all shards at a time, both ways, beside the batch."""
     model = system(name).cost_under(rules)
     decode = BatchFeatures(10, 10, 5000, 10, 0, 0, 0)
-    swapped = replace(decode, swapped_slots=2 * 1000)  # K and V of 1000 tokens
-    size = 1000 * MODELS[name.partition("@")[0]].kv_bytes * system(name).cost_model.num_layers
-    took = model.batch_time(swapped) - model.batch_time(decode)
-    assert took == pytest.approx(size / (0.8 * gigabytes * 1e9))
+    slots = 2 * 1_000_000  # K and V of a million tokens
+    size = slots // 2 * MODELS[name.partition("@")[0]].kv_bytes * system(name).cost_model.num_layers
+    for moved in ({"saved_slots": slots}, {"loaded_slots": slots, "saved_slots": slots // 2}):
+        took = model.batch_time(replace(decode, **moved))
+        assert took == pytest.approx(size / (0.8 * gigabytes * 1e9))
+    few = replace(decode, saved_slots=2, loaded_slots=2)
+    assert model.batch_time(few) == model.batch_time(decode)
     copied = replace(decode, copied_slots=1)
     assert model.batch_time(copied) > model.batch_time(decode)
 
@@ -143,6 +146,9 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     measured().save(tmp_path / "tiny.json")
     assert load(tmp_path / "tiny.json") == measured()
     assert system(str(tmp_path / "tiny.json")) == measured()
+    beside = replace(measured(), cost_model=replace(measured().cost_model, overlapped=True))
+    beside.save(tmp_path / "tiny.json")
+    assert load(tmp_path / "tiny.json") == beside
 
 
 def test_a_projected_token_costs_its_products() -> None:

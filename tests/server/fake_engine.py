@@ -62,6 +62,7 @@ def step_stats(rows: int) -> StepStats:
         received=tuple(range(rows)),
         kv_used=32,
         num_hidden=0,
+        num_shared=0,
         end=1.0,
         step_time=0.01,
         device_time=0.008,

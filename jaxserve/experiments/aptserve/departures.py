@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.aptserve.robust import KV, MODEL, Ablations
-from jaxserve.experiments.aptserve.setting import (
-    ABSORBED,
-    LABELS,
-    PROJECTED,
-    Part,
-    percent,
-    table,
-)
-from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.experiments.aptserve.setting import ABSORBED, LABELS, PROJECTED, Part
+from jaxserve.experiments.common.claims import Row, Section, percent, table
 from jaxserve.experiments.common.online import OnlineCase, OnlineNumbers, OnlineResults
 
 PENALTIES = ("step", "redecide", "remaining")

@@ -14,9 +14,8 @@ from jaxserve.experiments.aptserve.setting import (
     MODELS,
     PROJECTED,
     Lines,
-    table,
 )
-from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.experiments.common.claims import Row, Section, table
 from jaxserve.experiments.common.figures import chart
 from jaxserve.experiments.common.online import OnlineResults, workload_of
 from jaxserve.sched.cost_model import BatchFeatures

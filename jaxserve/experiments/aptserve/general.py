@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.aptserve.robust import MODEL
-from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Lines, Part, percent, table
-from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Lines, Part
+from jaxserve.experiments.common.claims import Row, Section, percent, table
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import OnlineCase, OnlineResults, place_of, workload_of
 from jaxserve.sched.cost_model import BatchFeatures

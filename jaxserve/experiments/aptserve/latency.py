@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.aptserve.robust import FCFS, MODEL
-from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Part, percent, table
-from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Part
+from jaxserve.experiments.common.claims import Row, Section, percent, table
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import QUANTILES, OnlineCase, OnlineNumbers, OnlineResults
 

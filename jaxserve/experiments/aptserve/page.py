@@ -28,8 +28,8 @@ from jaxserve.experiments.aptserve.effective import Absorbed, Effective
 from jaxserve.experiments.aptserve.general import Chunked, LongContexts
 from jaxserve.experiments.aptserve.latency import Latencies
 from jaxserve.experiments.aptserve.robust import Ablations, Bursts
-from jaxserve.experiments.aptserve.setting import MODELS, QUICK, Part, Scale, table
-from jaxserve.experiments.common.claims import Section
+from jaxserve.experiments.aptserve.setting import MODELS, QUICK, Part, Scale
+from jaxserve.experiments.common.claims import Section, table
 from jaxserve.experiments.common.grid import Known, dump, run_all
 from jaxserve.experiments.common.online import OnlineResults, read_numbers, run
 from jaxserve.sched.simulation.systems import system

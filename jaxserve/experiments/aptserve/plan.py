@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.bench import plan
-from jaxserve.experiments.aptserve.setting import Scale, table
-from jaxserve.experiments.common.claims import Row, Section
+from jaxserve.experiments.aptserve.setting import Scale
+from jaxserve.experiments.common.claims import Row, Section, table
 
 PAPER = {50: 0.3, 100: 0.5, 200: 1.0, 400: 2.1, 800: 4.8, 1600: 10.8}  # candidates: ms
 POLICY = "aptserve"

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxserve.experiments.aptserve.setting import (
-    ABSORBED,
-    LABELS,
-    PROJECTED,
-    Part,
-    percent,
-    table,
-)
-from jaxserve.experiments.common.claims import Extreme, Row, Section
+from jaxserve.experiments.aptserve.setting import ABSORBED, LABELS, PROJECTED, Part
+from jaxserve.experiments.common.claims import Extreme, Row, Section, percent, table
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import (
     OnlineCase,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,14 +139,3 @@ class Lines(Part):
             points = self.attainments(results, system, model, data)
             lines[label] = (list(points), list(points.values()))
         return Panel(f"{LABELS[data]}, {model}", "SLO attainment", lines, log_y=False)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of the page."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def percent(share: float) -> str:
-    """Of a share, one digit behind the point, without the sign."""
-    return f"{100 * share:.1f}"

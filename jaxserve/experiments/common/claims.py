@@ -1,9 +1,9 @@
-"""What the pages of `infermax` and `aptserve` have in common."""
+"""What the pages of experiments have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,17 @@ class Extreme:
     def percent(self) -> str:
         """A value that is a factor, as what it adds: `+13.5% (I = 128)`."""
         return f"{self.value - 1:+.1%} ({self.where})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of the page."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def percent(share: float) -> str:
+    """Of a share, one digit behind the point, without the sign."""
+    return f"{100 * share:.1f}"
 
 
 def latency_of(n: Numbers) -> float:

@@ -26,6 +26,10 @@ COLOURS = {
     "aptserve_fcfs": "#7f7f7f",
     "aptserve_s": "#8c564b",
     "aptserve, decay 0.4": "#e377c2",
+    "bros": "#d62728",
+    "round_robin": "#7f7f7f",
+    "priority": "#2ca02c",
+    "edf": "#9467bd",
 }
 DASHED = "+ef"
 DPI = 110
@@ -44,7 +48,12 @@ class Panel:
 
 
 def chart(
-    path: Path, panels: Sequence[Sequence[Panel | None]], x_label: str, dpi: int = DPI
+    path: Path,
+    panels: Sequence[Sequence[Panel | None]],
+    x_label: str,
+    dpi: int = DPI,
+    *,
+    log_x: bool = True,
 ) -> None:
     """A grid of charts with one legend; None leaves a place empty. Eviction-free variants are
     dashed. Lines that coincide stay visible: the later, the thinner."""
@@ -59,14 +68,14 @@ def chart(
             if panel is None:
                 place.set_axis_off()
                 continue
-            known |= _draw(place, panel)
+            known |= _draw(place, panel, log_x)
             if i == rows - 1:
                 place.set_xlabel(x_label, fontsize=8)
     figure.legend(known.values(), known.keys(), ncols=6, loc="outside lower center", fontsize=8)
     save(figure, path, dpi)
 
 
-def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
+def _draw(axes: Axes, panel: Panel, log_x: bool) -> dict[str, Any]:
     """The lines by name."""
     from matplotlib.ticker import FuncFormatter
 
@@ -81,7 +90,8 @@ def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
             linewidth=max(0.9, 2.4 - 0.35 * number),
             linestyle="--" if name.endswith(DASHED) else "-",
         )[0]
-    axes.set_xscale("log", base=2)
+    if log_x:
+        axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     if panel.log_y:
         axes.set_yscale("log")
@@ -92,24 +102,34 @@ def _draw(axes: Axes, panel: Panel) -> dict[str, Any]:
     return drawn
 
 
-def bars(path: Path, names: Sequence[str], values: Sequence[float], y_label: str) -> None:
-    """One bar a name, labelled with its value."""
+def bars(
+    path: Path,
+    names: Sequence[str],
+    values: Sequence[float],
+    y_label: str,
+    form: str = "{:,.0f}",
+) -> None:
+    """One bar a name, labelled with its value in that form."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1.0 + 0.95 * len(names), 3.0), layout="constrained")
     axes = figure.subplots()
     drawn = axes.bar(range(len(names)), values, color="#4c72b0")
-    axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8)
+    axes.bar_label(drawn, fmt=form, fontsize=8)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel(y_label, fontsize=8)
-    axes.set_ylim(0, 1.1 * max(values))
+    axes.set_ylim(0, 1.1 * max(*values, 1e-9))
     axes.tick_params(axis="y", labelsize=7)
     save(figure, path)
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
-    """In the format of the path's suffix, dpi pixels an inch; makes the folder where there is
-    none."""
+    """In the format of the path's suffix, PNG or SVG, dpi pixels an inch; makes the folder where
+    there is none."""
+    import matplotlib
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the library's version in it, the same numbers give the same file.
-    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+    # Without version, date and drawn names in it, the same numbers give the same file.
+    unsaid = ("Creator", "Date") if path.suffix == ".svg" else ("Software",)
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=dpi, metadata=dict.fromkeys(unsaid))

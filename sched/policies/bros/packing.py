@@ -152,5 +152,6 @@ def _features(sums: np.ndarray) -> BatchFeatures:
         prefills,
         before,
         copied_slots=copied,
-        swapped_slots=loaded + saved,
+        saved_slots=saved,
+        loaded_slots=loaded,
     )

@@ -25,10 +25,11 @@ def book(m: Machine, settings: np.record, key: Key) -> int:
     if me.victims:
         leave_running(m, RUNNING)
     _note_progress(m)
-    started = 0
+    started = me.again = 0
     for i in range(me.chosen):
         r = m.requests[m.chosen[i]]
         r.decided = False
+        me.again += max(min(r.computed + r.tokens, r.lost_from) - r.computed, 0)
         r.held = max(r.held, a_plane(r.reserve, settings.block_size))
         r.computed += r.tokens
         if r.waiting:

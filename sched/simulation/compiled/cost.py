@@ -26,6 +26,7 @@ class Linear(NamedTuple):
 
     coefficients: Prices
     num_layers: int
+    overlapped: bool
 
 
 class Paper(NamedTuple):
@@ -61,7 +62,8 @@ class Features(NamedTuple):
     hidden_tokens: int
     projected_tokens: int
     copied_slots: int
-    swapped_slots: int
+    saved_slots: int
+    loaded_slots: int
     hidden_prefill: int
     sampled_rows: int
 
@@ -92,7 +94,8 @@ def features(m: Machine, costs: Costs) -> Features:
             kv = _read_in_groups(m.scratch[:decodes], group, costs.decode_chunk)
     sampled = rows if sampling else 0
     prefills = me.chosen - decodes
-    return Features(tokens, padded, kv, decodes, quad, prefills, cached, 0, 0, 0, 0, 0, sampled)
+    none = (0, 0, 0, 0, 0, 0)  # hidden caches and what is moved
+    return Features(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled)
 
 
 @kernel

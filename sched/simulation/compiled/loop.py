@@ -146,6 +146,8 @@ def _launch(
     record.num_decodes, record.num_prefills = batch.num_decodes, batch.num_prefills
     record.kv_used = (settings.num_blocks - me.free) * settings.block_size // 2
     record.preemptions, record.num_hidden = me.gone, 0
+    record.num_recomputed = me.again
+    record.saved_slots = record.loaded_slots = record.num_shared = 0  # the family moves no caches
     me.gone = 0
     me.side = 1 - me.side
     sample(m)

@@ -133,7 +133,7 @@ def _costs(setting: Setting) -> Costs:
     if isinstance(model, InferMaxCostModel):
         a, b, c = model.residual
         residual, factor = (float(a), float(b), float(c)), float(model.attention_factor)
-    plain = Linear(prices, linear.num_layers)
+    plain = Linear(prices, linear.num_layers, linear.overlapped)
     padding = setting.padding
     return Costs(
         Paper(plain, residual, factor),

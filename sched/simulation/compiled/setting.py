@@ -19,6 +19,7 @@ BATCH = np.dtype(
         (name, np.int64)
         for name in (
             *("num_tokens", "num_decodes", "num_prefills", "kv_used", "preemptions", "num_hidden"),
+            *("num_recomputed", "saved_slots", "loaded_slots", "num_shared"),
         )
     ],
     align=True,

@@ -36,7 +36,8 @@ REQUEST = np.dtype(
 
 # Of a replica. next_time: when its loop comes round. live: requests that are not over. first, end:
 # where in its list those that wait are. free: blocks. arrivals, batch_order, preempted: how many
-# there have been. gone: preempted since the last batch. flying: rows of the launched step that
+# there have been. gone: preempted since the last batch. again: tokens of the batch that were in the
+# cache already before it was lost. flying: rows of the launched step that
 # sample, -1 where none is in flight; flying_end: when it ends; side: which list has them.
 # got_on: steps that computed something new; most_losses: of any one request since the last of them.
 # outputs: how many have ended; ended: with the last tokens that reached the host, at `landed`.
@@ -54,7 +55,7 @@ REPLICA = np.dtype(
         (name, np.int64)
         for name in (
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
-            *("gone", "flying", "side", "batches", "outputs", "ended", "came"),
+            *("gone", "again", "flying", "side", "batches", "outputs", "ended", "came"),
             *("got_on", "most_losses"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
             *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),

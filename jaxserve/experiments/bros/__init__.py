@@ -1,0 +1,1 @@
+"""Makes docs/bros.md: what BROS claims, and what the simulator says."""

@@ -1,0 +1,43 @@
+"""What the requests of a simulation write, and when."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Outputs:
+    """By the requests' numbers, n of them so far; replicas fill it in.
+
+    lengths: int64 [n], tokens that each writes: it ends when the host has them all, which its
+    policy does not foresee. times: float64 [sum of lengths], when the host had each of them, nan
+    until it has; request i's begin at offsets[i]. over: bool [n], who has ended. preemptions:
+    int64 [n].
+    """
+
+    def __init__(self) -> None:
+        self.lengths = self.offsets = self.preemptions = np.zeros(0, np.int64)
+        self.times, self.over = np.zeros(0), np.zeros(0, bool)
+
+    def add(self, lengths: np.ndarray) -> None:
+        """More requests, which write so many tokens, int64 [m]."""
+        before, count = len(self.times), len(lengths)
+        offsets = before + np.cumsum(lengths) - lengths
+        self.lengths = np.concatenate([self.lengths, lengths])
+        self.offsets = np.concatenate([self.offsets, offsets])
+        self.times = np.concatenate([self.times, np.full(int(lengths.sum()), np.nan)])
+        self.over = np.concatenate([self.over, np.zeros(count, bool)])
+        self.preemptions = np.concatenate([self.preemptions, np.zeros(count, np.int64)])
+
+    def cut(self, end: float) -> None:
+        """Forgets tokens that came later than that."""
+        self.times[self.times > end] = np.nan
+
+    def last_times(self, numbers: np.ndarray) -> np.ndarray:
+        """When the last token of each of these requests came, float64 [k]; nan if it has not."""
+        return np.asarray(self.times[self.offsets[numbers] + self.lengths[numbers] - 1])
+
+    def in_order(self, order: np.ndarray) -> np.ndarray:
+        """The times of the requests in that order of their numbers."""
+        counts = self.lengths[order]
+        each = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.asarray(self.times[np.repeat(self.offsets[order], counts) + each])
