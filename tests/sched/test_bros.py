@@ -253,6 +253,25 @@ def test_the_floor_is_what_best_effort_work_gets() -> None:
     assert 60 <= done <= 60 + 4
 
 
+def test_work_that_is_done_again_does_not_count_for_the_floor() -> None:
+    run = drive(floor=1.0, m=20)
+    low = run.add(8, 9, tier=BEST)
+    assert run.step(0.0) == {low: 8}
+    high = run.add(15, 1, **LATER)
+    assert run.step(1.0) == {high: 15} and run.preempted == [low]
+    assert run.step(2.0) == {low: 9}, "eight of them once more"
+    high = run.add(10, 1, arrival=3.0, ttft=1.05)
+    assert run.step(3.0) == {low: 1, high: 10}, "the floor is behind again, by one"
+
+
+def test_nobody_is_old_while_a_token_is_on_its_way() -> None:
+    run = drive(max_age=1.0)
+    low = run.add(4, 9, tier=BEST)
+    assert run.scheduler.schedule(5.0).rows.tolist() == [low]
+    high = run.add(10, 1, arrival=5.5, ttft=1.05)
+    assert run.scheduler.schedule(5.1).rows.tolist() == [high], "it ends at 5.5"
+
+
 def test_an_aged_request_takes_even_real_time_memory() -> None:
     run = drive(m=12, max_age=1.0)
     low = run.add(3, 2, tier=BEST)

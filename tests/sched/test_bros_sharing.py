@@ -150,6 +150,15 @@ def test_a_cache_that_is_dropped_comes_back_from_the_host() -> None:
     assert run.ended == [first, last]
 
 
+def test_those_with_most_time_lose_their_caches_first() -> None:
+    run = Watched(3)
+    rows = [run.add(4, 3, ttft=90.0, tbt=tbt) for tbt in (20.0, 30.0, 10.0)]
+    run.step()
+    assert run.step() == {rows[2]: 1} and run.preempted == [rows[1]]
+    assert run.kinds() == [Checkpoint, Preempt]
+    run.to_the_end()
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_best_effort_requests_take_places_of_those_with_more_to_bring_back(on: bool) -> None:
     run = Watched(6, max_model_len=24)
