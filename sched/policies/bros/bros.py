@@ -80,6 +80,7 @@ class Bros(Policy):
     floor: float | None = None
     _memory: _Memory = field(init=False, repr=False, compare=False)
     moves_cache: bool = field(default=True, init=False)
+    counts_blocks: bool = field(default=False, init=False)
     chunked = False
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ class Bros(Policy):
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
         object.__setattr__(self, "moves_cache", self.sharing)
+        object.__setattr__(self, "counts_blocks", not self.sharing)
         object.__setattr__(self, "_memory", _Memory(self.initial))
 
     @property
