@@ -212,6 +212,14 @@ def test_starts_leave_the_watermark_while_others_run() -> None:
     assert run.step() == {second: 7}
 
 
+def test_best_effort_requests_do_not_hold_the_watermark_against_a_real_time_one() -> None:
+    run = drive(m=20, watermark=0.3)
+    run.add(8, 3, tier=BEST)
+    run.step()
+    high = run.add(18, 3, **LATER)
+    assert run.step() == {high: 18}
+
+
 def flood(run: Drive, steps: int) -> None:
     """A real-time request that takes all of the time there is comes with each step."""
     for number in range(steps):

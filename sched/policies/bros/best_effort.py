@@ -15,7 +15,7 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
     while len(work):
         count = batch.fits(work)
         timely = prefix(batch.times(work[:count]) <= limit)
-        found = _memory(room, work[:timely])
+        found = _memory(batch, room, work[:timely])
         taken = work[:found]
         room.take(taken)
         batch.add(taken)
@@ -54,13 +54,14 @@ def fill_first(batch: Batch, room: Room, rows: np.ndarray, urgent: np.ndarray) -
         room.drop(victims.pop(0))
 
 
-def _memory(room: Room, work: Work) -> int:
+def _memory(batch: Batch, room: Room, work: Work) -> int:
     """How many of them, in order, find their blocks and a place."""
     ok = np.cumsum(work.new) <= room.free
     ok &= ~work.starts | (np.cumsum(work.starts) <= room.slots)
     starts = np.flatnonzero(work.starts)
     grown = np.cumsum(np.where(work.starts, 0, work.new))[starts]
-    ok[starts] &= room.starting(work.new[starts], room.free - grown)
+    alone = not len(room.running) and not batch.parts
+    ok[starts] &= room.starting(work.new[starts], room.free - grown, alone=alone)
     return prefix(ok)
 
 

@@ -24,12 +24,12 @@ class Room:
         self._watermark = int(watermark * view.pool.num_blocks)
         self._dropped: list[int] = []
 
-    def starting(self, new: np.ndarray, left: Any) -> np.ndarray:
+    def starting(self, new: np.ndarray, left: Any, *, alone: bool) -> np.ndarray:
         """Which of those who start, in order, find their new blocks among so many, a number or
-        one for each, and leave the watermark, bool [n]. The only one to hold blocks need not."""
+        one for each, and leave the watermark, bool [n]; alone: which the first need not."""
         over = left - np.cumsum(new)
         ok = over >= self._watermark
-        if len(new) and not len(self.running) and not self._batch.parts:
+        if len(new) and alone:
             ok[0] = over[0] >= 0
         return ok
 
@@ -69,7 +69,7 @@ class Room:
             mask[runs] = stays & ((np.arange(len(runs)) < count) | (work.new[runs] == 0))
             return mask
         mask[runs] = True
-        ok = self.starting(work.new[starts], blocks - used)
+        ok = self.starting(work.new[starts], blocks - used, alone=not len(runs))
         count = prefix(ok[: max(self.slots + len(theirs), 0)])
         mask[starts[:count]] = True
         return mask

@@ -147,7 +147,7 @@ class Bros(Policy):
         return self._memory.seconds if flying else 0.0
 
     def _first(self, view: View, rows: np.ndarray, now: float, clock: float) -> np.ndarray:
-        """Best-effort rows, in order of arrival, that come before real-time ones."""
+        """Those of these best-effort rows that come before real-time ones, in their order."""
         table, must = view.table, np.zeros(len(rows), bool)
         if self.max_age is not None:
             last = table.last_token[rows]
