@@ -79,8 +79,9 @@ class SharedRoom(Room):
     def take(self, work: Work) -> None:
         """They have their blocks and places, and what is to be copied is."""
         super().take(work)
-        for row in work.rows[work.copied > 0].tolist():
-            self._let_go(row, self._mending.copies(row))
+        rows, index = self._mending.all_copies(work.rows)
+        for row, number in zip(rows.tolist(), index, strict=True):
+            self._let_go(row, np.array([number]))
 
     def offers_first(self, rows: np.ndarray) -> Work:
         """As `offers`, of best-effort rows that come before real-time ones, and leave the blocks in
@@ -98,11 +99,12 @@ class SharedRoom(Room):
         low = self.best_effort().tolist()
         while int(work.starts.sum()) > self.slots and (low or victims):
             self.drop(low.pop(0) if low else victims.pop(0))
-        need = int(work.new.sum())
-        while need > self.free + self.lendable() and victims:
+        need, have = int(work.new.sum()), self.free + self.lendable()
+        while need > have and victims:
             self.drop(victims.pop(0))
-        if need > self.free + self.lendable():
-            work = work[np.cumsum(work.new) <= self.free + self.lendable()]
+            have = self.free + self.lendable()
+        if need > have:
+            work = work[np.cumsum(work.new) <= have]
         ids, filled = self._fill(work.rows[~work.starts], (work.start + work.tokens)[~work.starts])
         while True:
             loan = self._borrow(work)

@@ -53,13 +53,11 @@ class Mending:
             work.copied[i] = slots.sum()
         return work
 
-    def copies(self, row: int) -> np.ndarray:
-        """Numbers of the row's blocks that go elsewhere, int64 [k]."""
-        return np.array(sorted(self._copy.get(row, ())), np.int64)
-
     def all_copies(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of all of these: rows and numbers of blocks, int64 [k]."""
-        return _listed([(row, self.copies(row)) for row in rows.tolist() if row in self._copy])
+        if not self._copy:
+            return _listed([])
+        return _listed([(row, self._copies(row)) for row in rows.tolist() if row in self._copy])
 
     def all_restores(self, work: Work) -> tuple[np.ndarray, np.ndarray]:
         """Of all of these: rows and first tokens, int64 [k]."""
@@ -92,9 +90,13 @@ class Mending:
         if len(index):
             self._copy.setdefault(row, set()).update(index.tolist())
 
+    def _copies(self, row: int) -> np.ndarray:
+        """Numbers of the row's blocks that go elsewhere, int64 [k]."""
+        return np.array(sorted(self._copy.get(row, ())), np.int64)
+
     def _slots(self, row: int) -> np.ndarray:
         """Slots that the row still has in each of the blocks that it leaves, int64 [k]."""
-        pool, index = self.view.pool, self.copies(row)
+        pool, index = self.view.pool, self._copies(row)
         cached = self.view.table.computed[row] - index * pool.block_size
         return np.asarray(slots_for(np.clip(cached, 0, pool.cap[row, index])))
 
