@@ -19,8 +19,12 @@ _COLUMNS = {
     "num_batches": ("batches", "{:.0f}"),
     "num_preemptions": ("preemptions", "{:.0f}"),
     "num_refused": ("refused", "{:.0f}"),
+    "saved_slots": ("slots saved", "{:.0f}"),
+    "loaded_slots": ("slots loaded", "{:.0f}"),
+    "mean_shared_blocks": ("shared blocks", "{:.1f}"),
     "slo_attainment": ("SLO", "{:.1%}"),
 }
+_IF_ANY = ("num_refused", "saved_slots", "loaded_slots", "mean_shared_blocks")
 _RATIO = "{:.3f}"
 
 
@@ -76,7 +80,7 @@ def _table(lines: list[list[str]]) -> str:
 
 
 def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
-    shown = {**means, "num_refused": means["num_refused"] or None}
+    shown = {**means, **{name: means[name] or None for name in _IF_ANY}}
     return [_cell(form, *_of(name, shown, widths)) for name, (_, form) in _COLUMNS.items()]
 
 

@@ -199,6 +199,17 @@ def check(result: SimulationResult, workload: Workload, until: float) -> None:
             assert r.arrival[loop[behind]] == r.finish[batch].max()
 
 
+def test_no_step_is_taken_across_the_end_of_a_batch() -> None:
+    workload = of([0.0], [20], [300], SLO())
+    one, other = (
+        simulate("sarathi", workload, SEVEN, best_effort=VARIED, until=4.0, coast=coast).requests
+        for coast in (True, False)
+    )
+    assert (one.workload.tier == Tier.BEST_EFFORT).sum() >= 18
+    np.testing.assert_array_equal(one.arrival, other.arrival)
+    np.testing.assert_allclose(one.token_times, other.token_times, rtol=1e-12)
+
+
 def test_every_policy_gets_the_same_requests() -> None:
     workload = of([0.1, 0.9], [50, 50], [20, 20], SLO())
     found = [

@@ -296,3 +296,13 @@ def test_classes_change_neither_arrivals_nor_lengths(
         assert drawn["limit"] == drawn["output_len"]
     longest = max(row["prompt_len"] + row["output_len"] for row in tables[0])
     assert {row["prompt_len"] + row["limit"] for row in tables[0]} == {longest}
+
+
+def test_moves_are_in_the_table_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--workload=fixed:90x40x12", "--kv_tokens=600", "--jobs=1", "--max_batch_tokens=256"]
+    assert main([*run, "--policy=fastserve", "--host_tokens=2000"]) == 0
+    header, row = capsys.readouterr().out.splitlines()[:2]
+    assert "slots saved  slots loaded" in header and "shared blocks" not in header
+    assert "0" not in row.split()[-3:-1]
+    assert main([*run, "--policy=vllm"]) == 0
+    assert "slots" not in capsys.readouterr().out
