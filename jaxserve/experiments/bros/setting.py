@@ -27,12 +27,13 @@ POLICIES = (BROS, RR, VLLM, *STATIC)
 @dataclass(frozen=True)
 class Scale:
     """How much is run. seeds: traces of each point, by data set; duration: seconds of a trace;
-    batch: of best-effort requests. steps: rates as shares of the HIGHEST; ages, floors: parameters
-    of BROS."""
+    batch: of best-effort requests; batches: other sizes of them. steps: rates as shares of the
+    HIGHEST; ages, floors: parameters of BROS."""
 
     seeds: tuple[int, ...] = (3, 1)
     duration: float = 600.0
-    batch: int = 64
+    batch: int = 256
+    batches: tuple[int, ...] = (64, 1024)
     models: tuple[str, ...] = tuple(MODELS)
     data_sets: tuple[str, ...] = tuple(LABELS)
     steps: tuple[float, ...] = (0.4, 0.7, 1.0)
@@ -44,7 +45,7 @@ class Scale:
         return tuple(round(step * HIGHEST[model], 2) for step in self.steps)
 
 
-QUICK = Scale((2,), 4.0, 4, ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
+QUICK = Scale((2,), 4.0, 4, (8,), ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
 
 
 class Number(NamedTuple):
