@@ -152,9 +152,9 @@ class SharedRoom(Room):
         if self._keep:
             found.append(Preempt(np.array(list(self._keep)), np.array(list(self._keep.values()))))
         found += self._joins
-        copies, restores = self._mending.all_copies(work.rows), self._mending.all_restores(work)
-        if len(copies[0]):
-            found.append(Copy(*copies))
+        restores = self._mending.all_restores(work)
+        # One a row, in the order in which they were put in: what one leaves, the next may take.
+        found += [Copy(*self._mending.all_copies(row)) for row in self._mending.movers(work.rows)]
         if len(restores[0]):
             found.append(Restore(*restores))
         return tuple(found)

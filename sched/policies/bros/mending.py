@@ -53,6 +53,10 @@ class Mending:
             work.copied[i] = slots.sum()
         return work
 
+    def movers(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Those of these rows that leave blocks, each by itself, int64 [1]."""
+        return [rows[i : i + 1] for i in np.flatnonzero(np.isin(rows, list(self._copy))).tolist()]
+
     def all_copies(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of all of these: rows and numbers of blocks, int64 [k]."""
         if not self._copy:
