@@ -123,6 +123,9 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
         for times, shape in zip(taken, wanted, strict=True)
     ]
     found = fit(samples, info.num_layers)
+    # Copies were timed one way after the other, with nothing beside them.
+    model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
+    found = dataclasses.replace(found, model=model)
     return _system(info, limits, timer.padding, found), found, samples
 
 

@@ -55,6 +55,11 @@ class Executor(Protocol):
         """The layouts that it has steps for."""
         ...
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether copies to and from the host go on beside the steps, on a link of their own."""
+        ...
+
     def admit(self, slot: int, params: SlotParams) -> None:
         """Gives a device slot its request's sampling parameters, before the first step in it."""
         ...
@@ -126,6 +131,11 @@ class JaxExecutor:
         self._step = make_model_step(model, pool_format)
         self._widen = make_widen(model, pool_format)
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
+
+    @property
+    def copies_beside(self) -> bool:
+        """See `Executor`."""
+        return self._mover is not None and self._mover.pinned
 
     def admit(self, slot: int, params: SlotParams) -> None:
         """See `Executor`."""

@@ -54,6 +54,11 @@ class Mover:
         self._host = HostCopies(ROOM)
         self._arriving: deque[tuple[Any, int]] = deque()  # is ready when in the pool; slots
 
+    @property
+    def pinned(self) -> bool:
+        """Whether what leaves goes through pinned memory, to which the device copies by itself."""
+        return self._pinned is not None
+
     def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
         """The pool with what is in the first (block, slot) of places int32 [m, 4] in the second
         too, in all layers."""

@@ -41,8 +41,9 @@ def find_prior(
     directory, key = config.engine.compilation_cache_dir, _key(config, chosen)
     num_layers = chosen.model.config.num_layers
     known = kept.find(directory, key)
+    beside = executor.copies_beside
     if known is not None:
-        model = LinearCostModel(known, num_layers)
+        model = LinearCostModel(known, num_layers, beside)
         return _with_rho(model, chosen, "kept from an earlier start")
     timer = StepTimer(executor, chosen.num_blocks)
     limits = chosen.limits
@@ -55,6 +56,7 @@ def find_prior(
         swaps=chosen.policy.moves_cache,
     )
     model = timed_model(timer.seconds, wanted, timer.padding, num_layers, progress=progress)
+    model = dataclasses.replace(model, overlapped=beside)  # timed one way after the other
     kept.keep(directory, key, model.coefficients)
     return _with_rho(model, chosen, "timed at the start")
 

@@ -29,12 +29,22 @@ from tests.engine.harness import (
     ("fields", "done"),
     [
         ({"cache__host_gib": 1e-3}, {"Join", "Checkpoint", "Restore"}),
+        ({"cache__host_gib": 1e-3, "engine__overlap": False}, {"Join", "Checkpoint", "Restore"}),
+        ({"cache__host_gib": 1e-5}, {"Join", "Checkpoint", "Restore", "cut"}),
         ({"cache__host_gib": 0.0}, {"Join", "cut"}),
         ({"cache__host_gib": 1e-3, "scheduler__max_rows": 6}, {"Checkpoint", "Preempt", "Restore"}),
         ({"scheduler__params": {"sharing": False}}, {"Preempt"}),
         ({"scheduler__params": {"floor": 200.0}, "cache__host_gib": 1e-3}, {"Join"}),
     ],
-    ids=["shared", "no host memory", "few places", "not shared", "floor"],
+    ids=[
+        "shared",
+        "no overlap",
+        "little host memory",
+        "no host memory",
+        "few places",
+        "not shared",
+        "floor",
+    ],
 )
 def test_both_tiers_write_what_they_write_alone(
     shapes: dict[str, Path],
@@ -66,8 +76,12 @@ def test_both_tiers_write_what_they_write_alone(
                 assert writing.wait(TIMEOUT)
         texts = [streams[number].wait().tokens() for number in range(32)]
         wait_until_idle(running)
-        scheduler = running._scheduler
+        scheduler, stats = running._scheduler, running.stats()
         assert scheduler.host.num_used == 0
         assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert (stats.slots_checkpointed > 0) == ("Checkpoint" in did)
+    assert (stats.slots_restored > 0) == ("Restore" in did)
+    little = fields.get("cache__host_gib", 0.0) < 1e-3
+    assert (stats.host_full > 0) == (little and scheduler.policy.moves_cache)
     assert texts == alone("opt")
     assert done <= did.keys(), did

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine import build, choices, kept
+from jaxserve.engine import build, choices, kept, moves
 from jaxserve.engine.step_timer import Shape
 from jaxserve.engine.timing import shapes, timed_model
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
@@ -171,6 +171,18 @@ def test_an_engine_times_steps_once(
     assert min(k.token_bias, k.per_token + k.per_decode + k.decode_bias) >= 0
     one = BatchFeatures.of(np.array([1]), np.array([9]), np.array([True]))
     assert 1e-6 < float(models[0].batch_time(one)) < 10.0
+
+
+def test_where_copies_go_on_beside_the_steps_the_model_knows(
+    shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "use_compilation_cache", lambda directory: None)
+    options = {"engine__compilation_cache_dir": str(tmp_path), "scheduler__policy": "fastserve"}
+    for beside in (False, True, True):
+        monkeypatch.setattr(moves, "has_pinned", lambda device, beside=beside: beside)
+        with engine(shapes["opt"], **options, **SCARCE) as running:
+            assert running._cost_model.model.overlapped is beside
+    assert running.info().cost_model == "kept from an earlier start"
 
 
 def test_an_engine_takes_a_profile(shapes: dict[str, Path], tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class Device:
         self, clock: Clock, cost_model: CostModel, buckets: Buckets, lengths: np.ndarray
     ) -> None:
         self.buckets, self.lengths = buckets, lengths
+        self.copies_beside = False
         self.numbers: dict[int, int] = {}
         self.step: Step  # the last that was planned
         self._clock, self._cost_model = clock, cost_model
