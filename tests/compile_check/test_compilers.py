@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BOX = ROOT / "jaxserve" / "assets" / "tiny-stories"
 TARGETS = ("v5e", "a100")
 
 
@@ -34,12 +35,25 @@ def compilers() -> Path:
         pytest.skip(f"not checked: the compilers cannot be installed: {said[-1]}")
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model in the box with half its layers: each is compiled anew, the third as the second."""
+    hf = json.loads((BOX / "config.json").read_text())
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps({**hf, "num_hidden_layers": 2}))
+    return f"--model={folder}"
+
+
 def check(python: Path, *flags: str) -> list[dict[str, Any]]:
     """What the command says of every target; it must exit with 0."""
     ran = subprocess.run(
         [python, "-m", "jaxserve.compile_check", *flags, "--json"],
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -68,11 +82,11 @@ def assert_in_place(found: dict[str, Any]) -> None:
             assert memory["temporaries"] < found["pool_bytes"], program
 
 
-def test_the_tiny_model_compiles(compilers: Path) -> None:
+def test_a_small_model_compiles(compilers: Path, tiny: str) -> None:
     """Steps and every kernel, for a GPU after a TPU in one process: jax starts its plugins with the
     first of them."""
     targets = f"--target={','.join(TARGETS)}"
-    both = check(compilers, targets, "--model=tiny", "--max_batch_tokens=256")
+    both = check(compilers, targets, tiny, "--max_batch_tokens=256")
     assert tuple(found["target"] for found in both) == TARGETS
     for found in both:
         assert_compiled(found)
@@ -93,8 +107,8 @@ def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
         assert found["weights_bytes"] * devices > 25e9
 
 
-def test_two_gpus_share_a_model(compilers: Path) -> None:
-    flags = ("--model=tiny", "--programs=steps", "--max_batch_tokens=256")
+def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:
+    flags = (tiny, "--programs=steps", "--max_batch_tokens=256")
     (found,) = check(compilers, "--target=a100:2", *flags)
     assert_compiled(found)
     assert found["topology"] == "1x1x2"
