@@ -182,15 +182,9 @@ class Filling:
 
     def _would_fit(self, each: OneByOne, i: int) -> bool:
         """Whether number i, who waits, could start if all the victims went."""
-        budget, pool = self.budget, self.budget.view.pool
-        need = each.new[i] + (0 if budget.alone else self._watermark)
-        free, slots = budget.free, budget.slots_left
-        refs = pool.refs.copy() if pool.shares else None
-        for victim, _ in self._victims.of(each.rows[i]):
-            if slots > 0 and need <= free:
-                return True
-            free, slots = free + pool.returned(victim, refs), slots + 1
-        return bool(slots > 0 and need <= free)
+        budget, more = self.budget, 0 if self.budget.alone else self._watermark
+        need = each.new[i] + more - budget.free
+        return self._victims.would_give(each.rows[i], need, slot=budget.slots_left <= 0)
 
 
 class _Victims:
@@ -200,20 +194,43 @@ class _Victims:
         self._budget, self._ranking = budget, ranking
         self._rows: list[int] | None = None  # but those at the end that are decided
         self._places: list[int] = []
+        self._gives: list[int] = []  # blocks of each, where nobody shares any
 
     def of(self, row: int) -> Iterator[tuple[int, int]]:
         """Running requests, the row itself or behind it, that may be preempted for it, the lowest
         first, and the place of each."""
-        decided, place = self._budget.decided, self._ranking.place
-        if self._rows is None:
-            self._rows = self._ranking.running.tolist()
-            self._places = place[self._ranking.running].tolist()
-        while self._rows and decided[self._rows[-1]]:
-            self._rows.pop()
-            self._places.pop()
-        mine = int(place[row])
-        for victim, its in zip(reversed(self._rows), reversed(self._places), strict=True):
+        decided, rows = self._budget.decided, self._undecided()
+        mine = int(self._ranking.place[row])
+        for victim, its in zip(reversed(rows), reversed(self._places), strict=True):
             if its < mine:
                 return
             if not decided[victim]:
                 yield victim, its
+
+    def would_give(self, row: int, blocks: int, *, slot: bool) -> bool:
+        """Whether those who may be preempted for the row would free so many blocks, and a slot if
+        it wants one."""
+        pool = self._budget.view.pool
+        if pool.shares:
+            victims = [victim for victim, _ in self.of(row)]
+            returned = int(pool.returned_by(np.array(victims, np.int64)).sum())
+            return returned >= blocks and not (slot and not victims)
+        decided, rows, at = self._budget.decided, self._undecided(), len(self._places) - 1
+        mine = int(self._ranking.place[row])
+        while (slot or blocks > 0) and at >= 0 and self._places[at] >= mine:
+            if not decided[rows[at]]:
+                blocks, slot = blocks - self._gives[at], False
+            at -= 1
+        return blocks <= 0 and not slot
+
+    def _undecided(self) -> list[int]:
+        """Rows, but those at the end that are decided."""
+        running, decided = self._ranking.running, self._budget.decided
+        if self._rows is None:
+            self._rows = running.tolist()
+            self._places = self._ranking.place[running].tolist()
+            self._gives = self._budget.view.pool.blocks_held(running).tolist()
+        while self._rows and decided[self._rows[-1]]:
+            for column in (self._rows, self._places, self._gives):
+                column.pop()
+        return self._rows

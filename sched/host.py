@@ -125,6 +125,8 @@ class HostMemory:
     def keep_chains(self, rows: np.ndarray, first: np.ndarray) -> None:
         """Of each row's, those that begin at token first[i] or later are no longer needed but for
         those that go on there without a gap. The rows are different."""
+        if not self.num_used:
+            return
         among = self._is_among_several(rows)
         gone = ~among & (self.tokens[rows] > 0) & (self._one["first"][rows] > first)
         self._remove(rows[gone], self._one[rows[gone]])
