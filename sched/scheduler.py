@@ -242,11 +242,10 @@ class Scheduler:
         pool, rows = self.pool, op.rows
         kinds, sides = pool.kind[rows], pool.direction[rows]
         keys = self.host.add(rows, op.first, op.end, kinds, sides)
-        slots = []
+        counts, slots = pool.slots_of_all(rows, op.first, op.end)
         for row, first, end in zip(rows.tolist(), op.first.tolist(), op.end.tolist(), strict=True):
-            slots.append(pool.slots_of(row, first, end))
             pool.lose(row, first, end)
-        return [Save(tuple(keys.tolist()), tuple(map(len, slots)), np.concatenate(slots))]
+        return [Save(tuple(keys.tolist()), counts, slots)]
 
     def _restore(self, plan: BatchPlan, op: Restore) -> list[Move]:
         rows, first = op.rows, op.first
@@ -271,10 +270,8 @@ class Scheduler:
             table.computed[longer] = end[further]
             longer = longer[_firsts(longer)]
             pool.grow_all(longer, table.computed[longer])
-        places = zip(rows.tolist(), first.tolist(), end.tolist(), strict=True)
-        slots = [pool.slots_of(row, start, until) for row, start, until in places]
-        keys = tuple(found["key"].tolist())
-        return [Load(keys, tuple(map(len, slots)), np.concatenate(slots))]
+        counts, slots = pool.slots_of_all(rows, first, end)
+        return [Load(tuple(found["key"].tolist()), counts, slots)]
 
     def _join(self, plan: BatchPlan, op: Join) -> list[Move]:
         if self.table.state[op.row] == WAITING:
