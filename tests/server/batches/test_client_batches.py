@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -271,6 +272,25 @@ def test_patience_has_an_end(prompts: Path, tmp_path: Path) -> None:
         with ResultsFile(prompts.with_name("results.jsonl"), read) as results, closing(client):
             with pytest.raises(Fault):
                 BatchRun(client, read, results, patience_s=0.0).run()
+            assert results.batch is not None, "the same command goes on"
+
+
+def test_patience_with_a_server_that_answers_and_serves_nothing_has_an_end(
+    prompts: Path, tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    with batch_server(engine, tmp_path / "journal") as door:
+        read = read_prompts(prompts, {})
+        with (
+            ThreadPoolExecutor() as pool,
+            ResultsFile(prompts.with_name("results.jsonl"), read) as results,
+            Client(door.server.address) as client,
+        ):
+            run = pool.submit(BatchRun(client, read, results, patience_s=0.3).run)
+            engine.wait(lambda: engine.live)
+            engine.fail(RuntimeError("no more memory"))
+            with pytest.raises(ServerError, match="the engine failed: no more memory"):
+                run.result(PATIENCE)
             assert results.batch is not None, "the same command goes on"
 
 
