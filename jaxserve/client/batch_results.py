@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from jaxserve.client.batch_prompts import Prompts
 
@@ -52,9 +52,8 @@ class ResultsFile:
         self._state = state_path(path)
         self._digest = prompts.digest()
         self.done = self.failed = 0
-        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        self._file = _locked(path)
         try:
-            self._lock()
             self.batch = self._read_state()
             self._read_results()
         except BaseException:
@@ -120,12 +119,6 @@ class ResultsFile:
     ) -> None:
         self.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResultsError(f"--out: another client is writing {self.path}") from None
-
     def _read_state(self) -> BatchOnServer | None:
         try:
             text = self._state.read_text(encoding="utf-8")
@@ -181,3 +174,23 @@ class ResultsFile:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, made if it is not there, which nobody else has until it is closed. Raises
+    ResultsError, OSError."""
+    while True:
+        file = open(path, "a+b")  # noqa: SIM115  (closed by whoever gets it)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise ResultsError(f"--out: another client is writing {path}") from None
+        except FileNotFoundError:
+            pass  # who had it for nothing has removed it: what is written to this one is lost
+        except OSError:
+            file.close()
+            raise
+        file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -84,6 +85,23 @@ def test_only_one_client_writes_it(path: Path) -> None:
     ):
         ResultsFile(path, PROMPTS)
     assert results.done == 0
+
+
+def test_one_that_its_last_writer_removes_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def removed(file, how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with ResultsFile(path, PROMPTS) as results:
+        results.begin()
+        results.append([{}])
+        assert path.read_bytes().count(b"\n") == 1
 
 
 def test_what_is_not_ours_is_left_alone(path: Path) -> None:
