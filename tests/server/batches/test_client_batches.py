@@ -143,11 +143,9 @@ class FlakyClient(Client):
     def info(self, *, timeout=None):
         return super()._answer(lambda *a, **k: None, None, timeout)
 
-    def get_batch(self, batch_id, *, first_line=0, follow=True):
+    def get_batch(self, batch_id, **options):
         fault = next(self._faults, 0)
-        for number, message in enumerate(
-            super().get_batch(batch_id, first_line=first_line, follow=follow), start=1
-        ):
+        for number, message in enumerate(super().get_batch(batch_id, **options), start=1):
             if number == fault:
                 raise Fault
             yield message
@@ -292,6 +290,20 @@ def test_patience_with_a_server_that_answers_and_serves_nothing_has_an_end(
             with pytest.raises(ServerError, match="the engine failed: no more memory"):
                 run.result(PATIENCE)
             assert results.batch is not None, "the same command goes on"
+
+
+def test_a_server_that_does_not_answer_is_given_up(
+    door: BatchDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.client.client._BATCH_CALL_S", 0.01)
+    answer, status = threading.Event(), door.journal.status
+    monkeypatch.setattr(door.journal, "status", lambda name: answer.wait() and status(name))
+    with Client(door.server.address) as client:
+        for call in (client.batch_status, client.cancel_batch):
+            with pytest.raises(ServerError) as error:
+                call("b")
+            assert error.value.code == "DEADLINE_EXCEEDED"
+    answer.set()
 
 
 @pytest.mark.parametrize(
