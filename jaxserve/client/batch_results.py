@@ -81,7 +81,7 @@ class ResultsFile:
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Results of the next prompts, in their order: on the disk when it returns. Each gets the
-        number of its line, and its id if it has one."""
+        number of its line, and its id if it has one. Raises ResultsError where there is no room."""
         lines = []
         for number, record in enumerate(records, self.done):
             line = self._prompts.lines[number]
@@ -90,9 +90,12 @@ class ResultsFile:
         if not lines:
             return
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        self._file.write(text.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ResultsError(f"--out: {self.path}: {error.strerror}") from None
         self.done += len(lines)
         self.failed += sum("error" in line for line in lines)
 
@@ -106,7 +109,8 @@ class ResultsFile:
         """Lets others write it. An empty file without a batch was made for nothing."""
         if not self.done and self.batch is None:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what a full disk has not taken: it does not count
+            self._file.close()
 
     def __enter__(self) -> ResultsFile:
         return self

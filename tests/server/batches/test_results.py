@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,27 @@ def test_a_second_batch_is_of_what_is_missing(path: Path) -> None:
         assert second.batch_id != first.batch_id and second.first == 1
     with ResultsFile(path, PROMPTS) as results:
         assert results.batch == second
+
+
+def test_a_full_disk_is_one_line_and_what_was_there_before_counts(path: Path) -> None:
+    size, way = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultsFile(path, PROMPTS) as results:
+        results.begin()
+        results.append([{"text": "a"}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, way))
+    try:
+        with (
+            pytest.raises(ResultsError, match=r"^--out: .*results\.jsonl: File too large$"),
+            ResultsFile(path, PROMPTS) as results,
+        ):
+            results.append([{"text": "b"}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, way))
+    assert path.read_bytes().count(b"\n") == 1 and not path.read_bytes().endswith(b"\n")
+    with ResultsFile(path, PROMPTS) as results:
+        assert results.done == 1
+        results.append([{"text": "b"}, {"text": "c"}])
+    assert [record["text"] for record in written(path)] == ["a", "b", "c"]
 
 
 def test_only_one_client_writes_it(path: Path) -> None:
