@@ -321,6 +321,9 @@ def test_a_server_that_does_not_answer_is_given_up(
         (["--batch=prompts.jsonl", "--out=x", "hi"], "give one prompt, --file or --batch"),
         (["--batch=prompts.jsonl", "--out=x", "--concurrency=2"], "--concurrency goes with --file"),
         (["hi", "--cancel"], "--cancel goes with --batch"),
+        (["hi", "--timeout=0"], "--timeout must be more than 0 and at most 1e+09 seconds, got 0"),
+        (["hi", "--timeout=nan"], "seconds, got nan"),
+        (["hi", "--timeout=inf"], "seconds, got inf"),
     ],
 )
 def test_flags_that_do_not_go_together(

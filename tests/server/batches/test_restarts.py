@@ -149,3 +149,10 @@ def test_who_follows_a_batch_hears_that_it_is_forgotten(
         due.set()
         with pytest.raises(grpc.RpcError, match="no batch 'open'"):
             next(pages)
+        due.clear()
+        door.submit("gone", [line()], commit=False)
+        pages = door.pages("gone", follow=True)
+        next(pages)
+        door.delete("gone")
+        with pytest.raises(grpc.RpcError, match="no batch 'gone'"):
+            next(pages)
