@@ -160,8 +160,6 @@ class Scheduler:
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
             self.pool.release_all(done)
-            for row in done.tolist():
-                self.host.release(row)
             table.move(done, DRAINING)
         return done
 
