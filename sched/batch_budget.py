@@ -244,6 +244,32 @@ class OneByOne:
         budget.decided[self.rows[i]] = True
         self._taken.append(i)
 
+    def take_run(self, which: list[int]) -> int:
+        """Puts as many of these as run already and fit into the batch, one after the other, up to
+        one who does not, or has been preempted: how many."""
+        budget, promises = self._budget, self._budget._promises
+        rows, tokens, prefill, new, starts = (
+            self.rows, self.tokens, self.prefill, self.new, self.starts
+        )  # fmt: skip
+        batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
+        gone = budget.decided if budget.preempted else None
+        count = 0
+        for i in which[: budget.rows_left]:
+            if starts[i] or new[i] > free or tokens[i] > batch:
+                break
+            if (prefill[i] and tokens[i] > prefills) or (gone is not None and gone[rows[i]]):
+                break
+            batch, prefills, free = batch - tokens[i], prefills - tokens[i], free - new[i]
+            if promises:
+                budget._promised -= min(new[i], int(budget._growth[rows[i]]))
+            count += 1
+        if count:
+            self._taken += which[:count]
+            budget.decided[[rows[i] for i in which[:count]]] = True
+            budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
+            budget.rows_left -= count
+        return count
+
     def close(self) -> None:
         """Lists those that were taken in the plan; it may go on."""
         if self._taken:

@@ -103,13 +103,17 @@ class BlockPool(BlockEnds):
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
         first), 2]: (block, slot)."""
-        token = np.arange(first, end)
-        index, offset = token // self.block_size, token % self.block_size
+        index, offset = np.divmod(np.arange(first, end), self.block_size)
         if self.direction[row] == RIGHT:
             offset = self.block_size - 1 - offset
         blocks = self.blocks_of(row)[:, index]
         slots = np.broadcast_to(offset, blocks.shape)
         return np.stack([blocks, slots], axis=-1).reshape(-1, 2).astype(np.int32)
+
+    def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """`slots_of` rows, first and end, int64 [n] each: how many each has, and all of them."""
+        each = [self.slots_of(*one) for one in zip(*(c.tolist() for c in ranges), strict=True)]
+        return tuple(map(len, each)), np.concatenate(each)
 
     def holders(self) -> tuple[np.ndarray, np.ndarray]:
         """Every used block once, and a row that holds it: ids and rows [num_used], by id."""
@@ -206,8 +210,7 @@ class BlockPool(BlockEnds):
         """Extends the row by blocks int [k, planes], in each of which the other end belongs to
         somebody else (BROS section 5). ValueError as `check_join`."""
         kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
-        blocks = self.check_join(row, blocks, kind, side, int(self.held[row]))
-        first = int(self.held[row])
+        blocks = self.check_join(row, blocks, kind, side, first := int(self.held[row]))
         self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
         self._hold(blocks, row, side, np.arange(first, first + len(blocks))[:, None])
         self.held[row] += len(blocks)
@@ -248,8 +251,7 @@ class BlockPool(BlockEnds):
         if (self.cap[source, :blocks] < self.block_size).any():
             raise ValueError(f"some of what row {source} has in these blocks is on the host")
         ids = self.blocks_of(source)[:, :blocks]
-        other_end = self.owners[ids, 1 - self.direction[source]]
-        if (other_end != NOBODY).any():
+        if (self.owners[ids, 1 - self.direction[source]] != NOBODY).any():
             raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
         self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
         self.tables[row, : len(ids), :blocks] = ids

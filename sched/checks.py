@@ -187,6 +187,9 @@ class _After:
                 self._extend(row, segment)
             self.changed[row] = True
             self.host_free += segment.slots
+        # Those who leave the slots later in this plan would take along what has come back.
+        clear = self.apart(op.rows[:0], op.rows[:0])
+        _demand(clear, "a checkpoint is restored over what the other owner of a block still has")
 
     def _fill(self, row: int, segment: Segment) -> None:
         """A hole in the row's cache is no more."""

@@ -56,7 +56,7 @@ class Filling:
         # Whoever is preempted waits again, at its place in the queue: those behind it start later.
         self._last_start = NEVER
         self._prefills = True  # C and P leave something
-        self._running: list[int] | None = None  # but those at the end that are decided
+        self._victims = _Victims(budget, ranking)
 
     @property
     def takes_prefills(self) -> bool:
@@ -96,7 +96,9 @@ class Filling:
         rest, at = list(range(len(each))), 0
         while at < len(rest) and budget.rows_left:
             i = rest[at]
-            if budget.preempted and self._is_out(each, i):
+            if not each.starts[i] and (taken := each.take_run(rest[at:])):
+                at += taken
+            elif budget.preempted and self._is_out(each, i):
                 at += 1
             elif each.fits_budget(i):
                 if each.fits_memory(i):
@@ -157,7 +159,7 @@ class Filling:
             return [j for j in rest if each.starts[j] or each.new[j] <= budget.free]
         free, slots = budget.free, budget.slots_left
         if preempts:
-            victims = list(self._victims(each.rows[head]))
+            victims = [victim for victim, _ in self._victims.of(each.rows[head])]
             free += int(budget.view.pool.returned_by(np.array(victims, np.int64)).sum())
             slots += len(victims)
         free -= 0 if budget.alone else self._watermark
@@ -170,36 +172,65 @@ class Filling:
         if each.starts[i] and not self._would_fit(each, i):
             return False
         before = len(budget.preempted)
-        for victim in self._victims(row):
+        for victim, place in self._victims.of(row):
             budget.preempt(victim)
             if not self.policy.probing:
-                self._last_start = min(self._last_start, int(self.ranking.place[victim]))
+                self._last_start = min(self._last_start, place)
             if victim == row or each.fits_memory(i):
                 break
         return len(budget.preempted) > before
 
-    def _victims(self, row: int) -> Iterator[int]:
-        """Running requests, the row itself or behind it, that may be preempted for it, the lowest
-        first."""
-        place, decided = self.ranking.place, self.budget.decided
-        if self._running is None:
-            self._running = self.ranking.running.tolist()
-        while self._running and decided[self._running[-1]]:
-            self._running.pop()
-        for victim in reversed(self._running):
-            if place[victim] < place[row]:
-                return
-            if not decided[victim]:
-                yield victim
-
     def _would_fit(self, each: OneByOne, i: int) -> bool:
         """Whether number i, who waits, could start if all the victims went."""
-        budget, pool = self.budget, self.budget.view.pool
-        need = each.new[i] + (0 if budget.alone else self._watermark)
-        free, slots = budget.free, budget.slots_left
-        refs = pool.refs.copy() if pool.shares else None
-        for victim in self._victims(each.rows[i]):
-            if slots > 0 and need <= free:
-                return True
-            free, slots = free + pool.returned(victim, refs), slots + 1
-        return bool(slots > 0 and need <= free)
+        budget, more = self.budget, 0 if self.budget.alone else self._watermark
+        need = each.new[i] + more - budget.free
+        return self._victims.would_give(each.rows[i], need, slot=budget.slots_left <= 0)
+
+
+class _Victims:
+    """Those that run and may be preempted, as plain numbers."""
+
+    def __init__(self, budget: BatchBudget, ranking: Ranking) -> None:
+        self._budget, self._ranking = budget, ranking
+        self._rows: list[int] | None = None  # but those at the end that are decided
+        self._places: list[int] = []
+        self._gives: list[int] = []  # blocks of each, where nobody shares any
+
+    def of(self, row: int) -> Iterator[tuple[int, int]]:
+        """Running requests, the row itself or behind it, that may be preempted for it, the lowest
+        first, and the place of each."""
+        decided, rows = self._budget.decided, self._undecided()
+        mine = int(self._ranking.place[row])
+        for victim, its in zip(reversed(rows), reversed(self._places), strict=True):
+            if its < mine:
+                return
+            if not decided[victim]:
+                yield victim, its
+
+    def would_give(self, row: int, blocks: int, *, slot: bool) -> bool:
+        """Whether those who may be preempted for the row would free so many blocks, and a slot if
+        it wants one."""
+        pool = self._budget.view.pool
+        if pool.shares:
+            victims = [victim for victim, _ in self.of(row)]
+            returned = int(pool.returned_by(np.array(victims, np.int64)).sum())
+            return returned >= blocks and not (slot and not victims)
+        decided, rows, at = self._budget.decided, self._undecided(), len(self._places) - 1
+        mine = int(self._ranking.place[row])
+        while (slot or blocks > 0) and at >= 0 and self._places[at] >= mine:
+            if not decided[rows[at]]:
+                blocks, slot = blocks - self._gives[at], False
+            at -= 1
+        return blocks <= 0 and not slot
+
+    def _undecided(self) -> list[int]:
+        """Rows, but those at the end that are decided."""
+        running, decided = self._ranking.running, self._budget.decided
+        if self._rows is None:
+            self._rows = running.tolist()
+            self._places = self._ranking.place[running].tolist()
+            self._gives = self._budget.view.pool.blocks_held(running).tolist()
+        while self._rows and decided[self._rows[-1]]:
+            for column in (self._rows, self._places, self._gives):
+                column.pop()
+        return self._rows

@@ -26,18 +26,28 @@ class Ranking:
         self._table, self._order = table, order
 
     @cached_property
+    def order(self) -> np.ndarray:
+        """Rows of all of them."""
+        if self._order is not None:
+            return self._order
+        return np.concatenate([self.running, self.waiting])
+
+    @cached_property
     def place(self) -> np.ndarray:
         """int64 by row, smaller is more urgent."""
-        rows = self._order
-        if rows is None:
-            rows = np.concatenate([self.running, self.waiting])
         place = np.empty(self._table.capacity, np.int64)
-        place[rows] = np.arange(len(rows))
+        place[self.order] = np.arange(len(self.order))
         return place
 
 
 class ByArrival(Ranking):
     """All in order of arrival."""
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Rows of all of them."""
+        rows = np.concatenate([self.running, self.waiting])
+        return rows[np.argsort(self.place[rows], kind="stable")]
 
     @cached_property
     def place(self) -> np.ndarray:
@@ -65,7 +75,10 @@ def rank(
         if keys is None:
             return ByArrival(table, waiting, running)
     rows = np.concatenate([running, waiting])
-    order = np.arange(len(rows)) if requeue else np.argsort(table.seq[rows], kind="stable")
-    order = order[np.argsort(keys(rows)[order], kind="stable")]
+    if requeue:
+        order = np.argsort(keys(rows), kind="stable")
+    else:
+        order = np.argsort(table.seq[rows], kind="stable")
+        order = order[np.argsort(keys(rows)[order], kind="stable")]
     ranked, runs = rows[order], order < len(running)
     return Ranking(table, ranked[~runs], ranked[runs], ranked)

@@ -16,8 +16,8 @@ from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost_model import CostModel, Padding
-from jaxserve.sched.host import HostMemory, Segment
-from jaxserve.sched.kinds import HIDDEN, LEFT, CacheKind, Direction
+from jaxserve.sched.host import HostMemory
+from jaxserve.sched.kinds import HIDDEN, LEFT
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
@@ -160,8 +160,6 @@ class Scheduler:
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
             self.pool.release_all(done)
-            for row in done.tolist():
-                self.host.release(row)
             table.move(done, DRAINING)
         return done
 
@@ -213,14 +211,9 @@ class Scheduler:
         self.pool.release_all(rows[whole])
         for row, keep in zip(rows[~whole].tolist(), op.keep[~whole].tolist(), strict=True):
             self.pool.truncate(row, keep)
-        for i in np.flatnonzero(self.host.tokens[rows]).tolist():
-            self.host.keep_chain(int(rows[i]), int(op.keep[i]))
         if self.policy.moves_cache:
-            for row, keep, end, kind in zip(
-                *(column.tolist() for column in (rows, op.keep, table.computed[rows], kinds)),
-                strict=True,
-            ):
-                self.host.note_loss(row, keep, end, CacheKind(kind))
+            self.host.keep_chains(rows, op.keep)
+            self.host.note_losses(rows, op.keep, table.computed[rows], kinds)
         table.computed[rows] = op.keep
         table.preemptions[rows] += 1
         order = self.preemptions + 1
@@ -244,47 +237,39 @@ class Scheduler:
     def _checkpoint(self, plan: BatchPlan, op: Checkpoint) -> list[Move]:
         if not len(op.rows):
             return []
-        pool, rows, keys, slots = self.pool, op.rows, [], []
-        columns = (rows, op.first, op.end, pool.kind[rows], pool.direction[rows])
-        for row, first, end, kind, side in zip(*(c.tolist() for c in columns), strict=True):
-            keys.append(self.host.add(row, first, end, CacheKind(kind), Direction(side)).key)
-            slots.append(pool.slots_of(row, first, end))
+        pool, rows = self.pool, op.rows
+        kinds, sides = pool.kind[rows], pool.direction[rows]
+        keys = self.host.add(rows, op.first, op.end, kinds, sides)
+        counts, slots = pool.slots_of_all(rows, op.first, op.end)
+        for row, first, end in zip(rows.tolist(), op.first.tolist(), op.end.tolist(), strict=True):
             pool.lose(row, first, end)
-        return [Save(tuple(keys), tuple(map(len, slots)), np.concatenate(slots))]
+        return [Save(tuple(keys.tolist()), counts, slots)]
 
     def _restore(self, plan: BatchPlan, op: Restore) -> list[Move]:
-        if not len(op.rows):
+        rows, first = op.rows, op.first
+        if not len(rows):
             return []
         table, pool = self.table, self.pool
+        found = self.host.restore(rows, first)
+        end = found["end"]
+        further = end > table.computed[rows]
+        for i in np.flatnonzero(~further).tolist():
+            row = int(rows[i])
+            pool.regain(row, int(first[i]), int(end[i]), int(table.computed[row]))
         # Of the segments of a row the first says what cache it opens, the last how far that goes.
-        opening: dict[int, Segment] = {}
-        ends: dict[int, int] = {}
-        found = []
-        for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
-            segment = self.host.find(row, first)
-            assert segment is not None, f"row {row} has nothing on the host from token {first} on"
-            found.append((row, segment))
-            opening.setdefault(row, segment)
-            if segment.end > table.computed[row]:
-                ends[row] = segment.end
-            else:
-                pool.regain(row, first, segment.end, int(table.computed[row]))
-        rows = np.array(list(opening), np.int64)
-        waiting = table.state[rows] == WAITING
-        if np.count_nonzero(waiting):
-            first_of = [opening[row] for row in rows[waiting].tolist()]
-            kinds, sides = [s.kind for s in first_of], [s.direction for s in first_of]
-            pool.open_all(rows[waiting], kinds, sides)
-            table.move(rows[waiting], RUNNING)
-        if ends:
-            rows, tokens = np.array(list(ends), np.int64), np.array(list(ends.values()), np.int64)
-            pool.grow_all(rows, tokens)
-            table.computed[rows] = tokens
-        slots = [pool.slots_of(row, segment.first, segment.end) for row, segment in found]
-        for row, segment in found:
-            self.host.restore(row, segment)
-        keys = tuple(segment.key for _, segment in found)
-        return [Load(keys, tuple(map(len, slots)), np.concatenate(slots))]
+        opening = _firsts(rows)
+        opening = opening[table.state[rows[opening]] == WAITING]
+        if len(opening):
+            opened = rows[opening]
+            pool.open_all(opened, found["kind"][opening], found["side"][opening])
+            table.move(opened, RUNNING)
+        if np.count_nonzero(further):
+            longer = rows[further]
+            table.computed[longer] = end[further]
+            longer = longer[_firsts(longer)]
+            pool.grow_all(longer, table.computed[longer])
+        counts, slots = pool.slots_of_all(rows, first, end)
+        return [Load(tuple(found["key"].tolist()), counts, slots)]
 
     def _join(self, plan: BatchPlan, op: Join) -> list[Move]:
         if self.table.state[op.row] == WAITING:
@@ -293,6 +278,11 @@ class Scheduler:
             self._start(BatchPlan(plan.rows[mine], kinds=plan.kinds[mine], directions=directions))
         self.pool.join(op.row, op.blocks)
         return []
+
+
+def _firsts(rows: np.ndarray) -> np.ndarray:
+    """Where each of them is for the first time, in order."""
+    return np.sort(np.unique(rows, return_index=True)[1])
 
 
 def _losers(plan: BatchPlan) -> np.ndarray:

@@ -190,6 +190,8 @@ def _members(phases: Phase, ranking: Ranking, decoding: np.ndarray) -> np.ndarra
         running = running[decoding if decode else ~decoding]
     if not waiting:
         return running
+    if decode and prefill:
+        return ranking.order
     rows = np.concatenate([running, ranking.waiting])
     return rows[np.argsort(ranking.place[rows], kind="stable")]
 

@@ -100,8 +100,11 @@ def _step_seconds(
     dtype = jnp.dtype(size.dtype)
     pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
     rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
-    step = _engine_step(family, config, rows, backend, row_major(pool.sharding))
-    tokens = jnp.ones(size.rows, jnp.int32)
+    placed = row_major(pool.sharding)
+    step = _engine_step(family, config, rows, backend, placed)
+    # Where the step puts its results, lest it be compiled once for these and once for those.
+    pool = jax.device_put(pool, placed)
+    tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), placed.sharding)
 
     def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
         begin = time.perf_counter()

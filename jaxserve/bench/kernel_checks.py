@@ -110,7 +110,7 @@ def _hidden(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     for rows, decode_only in ((decodes, True), ([*decodes, chunk], False)):
         batch, pool = _inputs(heads, dtype, rows)
         q = _vectors(batch, heads.num_heads, heads.head_dim, dtype, 3)
-        projection = inputs.make_projection(heads, 512, jnp.dtype(dtype))
+        projection = inputs.make_projection(heads, 512, jnp.dtype(dtype), inputs.host_vectors)
         run = _jit(attend.projected_attention, backend, scale=scale, decode_only=decode_only)
         want = reference.projected_attention(q, pool, LAYER, batch, projection, scale=scale)
         name = "projected decode" if decode_only else "projected prefill"
@@ -135,7 +135,7 @@ def _copies(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     yield "move", moved, reference.move(pool, moves, count)
     staged = _jit(moving.stage_out, backend)(pool, places, count)
     yield "stage out", staged, reference.stage_out(pool, places, count)
-    fresh = inputs.vectors(staged.shape, staged.dtype, 8)
+    fresh = inputs.host_vectors(staged.shape, staged.dtype, 8)
     back = _jit(moving.stage_in, backend)(pool, fresh, places, count)
     yield "stage in", back, reference.stage_in(pool, fresh, places, count)
 
@@ -149,7 +149,7 @@ def _inputs(heads: Heads, dtype: str, rows: list[Row]) -> tuple[AttentionBatch, 
 
 
 def _vectors(batch: AttentionBatch, heads: int, width: int, dtype: str, seed: int) -> jax.Array:
-    return inputs.vectors((batch.max_tokens, heads, width), jnp.dtype(dtype), seed)
+    return inputs.host_vectors((batch.max_tokens, heads, width), jnp.dtype(dtype), seed)
 
 
 def _jit(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:

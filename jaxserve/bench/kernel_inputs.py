@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,9 +141,21 @@ def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), tuple(shape), dtype)
 
 
-def make_projection(heads: Heads, longest: int, dtype: jnp.dtype) -> HiddenProjection:
+def host_vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
+    """Such values made on the host, for small arrays: nothing is compiled for their shape."""
+    drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return jnp.asarray(drawn.astype(dtype))
+
+
+Draw = Callable[[Sequence[int], jnp.dtype, int], jax.Array]
+
+
+def make_projection(
+    heads: Heads, longest: int, dtype: jnp.dtype, vectors: Draw = vectors
+) -> HiddenProjection:
     """Weights that keep K and V near 1; a bias, or where keys have one a rotation by position
-    (RoPE, Su et al. 2021, section 3.2) for contexts of up to `longest` tokens."""
+    (RoPE, Su et al. 2021, section 3.2) for contexts of up to `longest` tokens. vectors: what draws
+    them."""
     width = heads.width
     scale = jnp.asarray(width**-0.5, dtype)
     frequency = 10000.0 ** -(np.arange(heads.head_dim // 2) / (heads.head_dim // 2))

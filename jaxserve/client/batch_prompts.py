@@ -118,13 +118,23 @@ def _sampling(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("sampling: must be an object")
     found = dict(value)
-    for name, given in found.items():
-        if isinstance(given, bool) and name != "ignore_eos":
-            raise ValueError(f"{name}: must not be true or false")
-    bias = found.get("logit_bias")
-    if bias is not None:
-        try:
-            found["logit_bias"] = {int(token): number for token, number in bias.items()}
-        except (AttributeError, ValueError):
-            raise ValueError('logit_bias: must be an object, as {"17": -1.5}') from None
+    for name, given in found.items():  # what protobuf would take for a number, or for a list
+        if given is None:
+            continue
+        if isinstance(given, bool) is not (name == "ignore_eos"):
+            may = "must" if name == "ignore_eos" else "must not"
+            raise ValueError(f"{name}: {may} be true or false")
+        if isinstance(given, dict) and name != "logit_bias":
+            raise ValueError(f"{name}: must not be an object")
+    if found.get("logit_bias") is not None:
+        found["logit_bias"] = _bias(found["logit_bias"])
     return found
+
+
+def _bias(value: Any) -> dict[int, float]:
+    try:
+        if not any(isinstance(number, bool) for number in value.values()):
+            return {int(token): number for token, number in value.items()}
+    except (AttributeError, ValueError):
+        pass
+    raise ValueError('logit_bias: must be an object, as {"17": -1.5}')

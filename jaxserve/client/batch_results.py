@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from jaxserve.client.batch_prompts import Prompts
 
@@ -52,9 +52,8 @@ class ResultsFile:
         self._state = state_path(path)
         self._digest = prompts.digest()
         self.done = self.failed = 0
-        self._file = open(path, "a+b")  # noqa: SIM115  (closed by close)
+        self._file = _locked(path)
         try:
-            self._lock()
             self.batch = self._read_state()
             self._read_results()
         except BaseException:
@@ -82,7 +81,7 @@ class ResultsFile:
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Results of the next prompts, in their order: on the disk when it returns. Each gets the
-        number of its line, and its id if it has one."""
+        number of its line, and its id if it has one. Raises ResultsError where there is no room."""
         lines = []
         for number, record in enumerate(records, self.done):
             line = self._prompts.lines[number]
@@ -91,9 +90,12 @@ class ResultsFile:
         if not lines:
             return
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        self._file.write(text.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ResultsError(f"--out: {self.path}: {error.strerror}") from None
         self.done += len(lines)
         self.failed += sum("error" in line for line in lines)
 
@@ -107,7 +109,8 @@ class ResultsFile:
         """Lets others write it. An empty file without a batch was made for nothing."""
         if not self.done and self.batch is None:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what a full disk has not taken: it does not count
+            self._file.close()
 
     def __enter__(self) -> ResultsFile:
         return self
@@ -119,12 +122,6 @@ class ResultsFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResultsError(f"--out: another client is writing {self.path}") from None
 
     def _read_state(self) -> BatchOnServer | None:
         try:
@@ -181,3 +178,23 @@ class ResultsFile:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, made if it is not there, which nobody else has until it is closed. Raises
+    ResultsError, OSError."""
+    while True:
+        file = open(path, "a+b")  # noqa: SIM115  (closed by whoever gets it)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise ResultsError(f"--out: another client is writing {path}") from None
+        except FileNotFoundError:
+            pass  # who had it for nothing has removed it: what is written to this one is lost
+        except OSError:
+            file.close()
+            raise
+        file.close()

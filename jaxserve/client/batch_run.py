@@ -36,7 +36,8 @@ class BatchCancelled(RuntimeError):
 class BatchRun:
     """One call of `run` takes the results file from where it is to its end.
 
-    patience_s: seconds without news from the server until it gives up; there must be one at first.
+    patience_s: seconds without a server that does its part until it gives up; there must be one at
+    first.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class BatchRun:
         self._patience_s = patience_s
         self._began = False  # this run has found its batch at the server, or put it there
         self._sent = results.batch is not None  # the server may have it
-        self._heard = time.monotonic()  # when the server last answered
+        self._heard = time.monotonic()  # when the server last took or gave lines, or waited
         self._bar: Any = None
 
     def run(self) -> None:
@@ -93,8 +94,8 @@ class BatchRun:
         self._sent = True
         if status is None:
             status = self._client.submit_batch(batch.batch_id, [], commit=False)
+            self._heard = time.monotonic()
         self._began = True
-        self._heard = time.monotonic()
         lines = self._prompts.lines[batch.first : batch.first + MAX_LINES]
         while status.state == pb.BATCH_STATE_OPEN:
             first = status.num_lines
@@ -122,22 +123,31 @@ class BatchRun:
 
     def _follow(self, batch: BatchOnServer) -> None:
         """Takes in results until the server has no more."""
-        results, status = self._results, pb.BatchStatus()
-        for message in self._client.get_batch(
-            batch.batch_id, first_line=results.done - batch.first
-        ):
-            self._heard = time.monotonic()
-            expected = range(results.done - batch.first, 2**31)
-            for result, line in zip(message.results, expected, strict=False):
-                if result.line != line:
-                    raise ServerError("DATA_LOSS", f"result {result.line} came, not {line}")
-            results.append(map(_record, message.results))
-            status = message.status
-            self._bar.update(results.done - self._bar.n)
-            failed = {"failed": results.failed} if results.failed else {}
-            self._bar.set_postfix(running=status.running, **failed)
+        first, status, began = self._results.done - batch.first, pb.BatchStatus(), time.monotonic()
+        try:
+            for message in self._client.get_batch(batch.batch_id, first_line=first):
+                self._take(batch, message)
+                status = message.status
+        finally:
+            # Whoever is asked says at once where the batch is, be it that no more is to come.
+            if time.monotonic() - began > _LONGEST_WAIT_S:
+                self._heard = time.monotonic()
         if status.state == pb.BATCH_STATE_CANCELLED:
             raise BatchCancelled(f"batch {batch.batch_id} was cancelled")
+
+    def _take(self, batch: BatchOnServer, message: pb.GetBatchResponse) -> None:
+        """Keeps what the server says next."""
+        results = self._results
+        expected = range(results.done - batch.first, 2**31)
+        for result, line in zip(message.results, expected, strict=False):
+            if result.line != line:
+                raise ServerError("DATA_LOSS", f"result {result.line} came, not {line}")
+        results.append(map(_record, message.results))
+        if message.results:
+            self._heard = time.monotonic()
+        self._bar.update(results.done - self._bar.n)
+        failed = {"failed": results.failed} if results.failed else {}
+        self._bar.set_postfix(running=message.status.running, **failed)
 
 
 def _one_call(lines: Iterator[pb.BatchLine]) -> Iterator[pb.BatchLine]:

@@ -23,6 +23,7 @@ from jaxserve.client.records import completion_records, error_record
 from jaxserve.writable import check_file
 
 CONCURRENCY = 16
+MAX_TIMEOUT_S = 1e9  # gRPC takes deadlines that are further away as past ones
 _NUMBERS = (
     ("max_tokens", int, "at most that many tokens (128)"),
     ("min_tokens", int, "no end before that many tokens (0)"),
@@ -77,6 +78,9 @@ def _check(args: argparse.Namespace) -> None:
     given = (args.prompt is not None, args.file is not None, args.batch is not None, args.info)
     if given.count(True) != 1:
         raise ValueError("give one prompt, --file or --batch with many, or --info")
+    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
+        limits = f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
+        raise ValueError(f"--timeout {limits}, got {args.timeout:g}")
     if args.file is None and args.concurrency is not None:
         raise ValueError("--concurrency goes with --file")
     if args.concurrency is not None and args.concurrency < 1:

@@ -144,18 +144,26 @@ class Client:
         return self._answer(self._batches.SubmitBatch, message, _BATCH_CALL_S).status
 
     def get_batch(
-        self, batch_id: str, *, first_line: int = 0, follow: bool = True
+        self,
+        batch_id: str,
+        *,
+        first_line: int = 0,
+        follow: bool = True,
+        timeout: float | None = None,
     ) -> Call[batches_pb2.GetBatchResponse]:
         """Where a batch is, and results from a line on, in the order of lines. follow: waits for
-        them until the batch is over; else what there is."""
+        them until the batch is over; else what there is. timeout: seconds until the call is given
+        up."""
         message = batches_pb2.GetBatchRequest(
             batch_id=batch_id, first_line=first_line, follow=follow
         )
-        return Call(self._batches.GetBatch(message), self.address)
+        return Call(self._batches.GetBatch(message, timeout=timeout), self.address)
 
     def batch_status(self, batch_id: str) -> batches_pb2.BatchStatus:
         """Where a batch is."""
-        return next(self.get_batch(batch_id, first_line=2**31 - 1, follow=False)).status
+        end = 2**31 - 1
+        call = self.get_batch(batch_id, first_line=end, follow=False, timeout=_BATCH_CALL_S)
+        return next(call).status
 
     def cancel_batch(self, batch_id: str) -> batches_pb2.BatchStatus:
         """Ends a batch; lines that wait or run get no result."""

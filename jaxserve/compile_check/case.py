@@ -7,7 +7,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,18 +98,23 @@ class Case:
 
 
 def model_shape(name: str) -> tuple[Family, ModelConfig]:
-    """Of a preset, or of "tiny", the model in the box; ValueError lists the names."""
-    if name == TINY:
-        path = Path(jaxserve.__file__).parent / "assets" / "tiny-stories" / "config.json"
-        hf: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    elif name in preset_names():
-        hf = preset(name)
-    else:
+    """Of a preset, of "tiny", the model in the box, or of a folder with a config.json; ValueError
+    lists the names, or says what is wrong with the file."""
+    box = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
+    path = (box if name == TINY else Path(name)) / "config.json"
+    if name not in preset_names() and not path.is_file():
+        known = ", ".join([TINY, *preset_names()])
         raise ValueError(
-            f"--model: {name!r} is not known (known: {TINY}, {', '.join(preset_names())})"
+            f"--model: {name!r} is not known (known: {known}, folders with a config.json)"
         )
-    family = family_for(hf)
-    return family, family.config_from_hf(hf)
+    try:
+        hf = preset(name) if name in preset_names() else json.loads(path.read_text("utf-8"))
+        if not isinstance(hf, dict):
+            raise ValueError("config.json: must be an object")
+        family = family_for(hf)
+        return family, family.config_from_hf(hf)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--model: {name}: {error}") from error
 
 
 def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str) -> Case:

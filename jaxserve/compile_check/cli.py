@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
 
     flag("target", TARGETS, "devices to compile for")
-    flag("model", MODELS, "presets, or tiny for the model in the box")
+    flag("model", MODELS, "presets, tiny for the model in the box, or folders with a config.json")
     flag("programs", "all", "all, steps, kernels, or names as printed")
     flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
     flag("backend", "auto", "attention backend; auto: the platform's own")

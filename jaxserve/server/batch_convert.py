@@ -18,17 +18,22 @@ STATES = {
 MAX_ID = 128
 
 
-def check_call(message: pb.SubmitBatchRequest | pb.GetBatchRequest) -> None:
+Call = pb.SubmitBatchRequest | pb.GetBatchRequest | pb.CancelBatchRequest | pb.DeleteBatchRequest
+
+
+def check_call(message: Call) -> None:
     """Raises InvalidRequest for what protobuf itself lets through: unknown fields, an overlong
     batch_id, a first_line below 0."""
     convert.no_unknown_fields("request", message)
     convert.at_most("batch_id", message.batch_id, MAX_ID)
-    if message.first_line < 0:
+    counts = isinstance(message, pb.SubmitBatchRequest | pb.GetBatchRequest)
+    if counts and message.first_line < 0:
         raise InvalidRequest("first_line", f"must be at least 0, got {message.first_line}")
 
 
 def line(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
-    """A line, and what is wrong with it that its message shows."""
+    """A line, and what is wrong with it that its message shows. Of an overlong id, which its result
+    would have too, the beginning."""
     prompt: str | tuple[int, ...] = ""
     problem = None
     try:
@@ -37,7 +42,8 @@ def line(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
         prompt = convert.prompt(message)
     except InvalidRequest as error:
         problem = error
-    return Line(prompt, convert.sampling_fields(message.sampling), message.id), problem
+    name = message.id[:MAX_ID]
+    return Line(prompt, convert.sampling_fields(message.sampling), name), problem
 
 
 def status(progress: Progress) -> pb.BatchStatus:

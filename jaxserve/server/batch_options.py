@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.directory import OTHER_DIRECTORIES
 from jaxserve.server.batches.journal import Journal
 
 AUTO = "auto"
@@ -29,12 +30,15 @@ def check_batches(config: Any) -> None:
 
 def batch_directory(config: Any) -> Path | None:
     """Where batches are kept; None: there are none. A server on any free port has no folder that
-    its next run would find."""
-    given = config.server.batch_dir
-    if given != AUTO:
+    its next run would find. Raises ConfigError where nobody is at home."""
+    given, port = config.server.batch_dir, config.server.port
+    if given == AUTO:
+        given = f"~/.local/state/jaxserve/batches-{port}" if port else ""
+    try:
         return Path(given).expanduser() if given else None
-    port = config.server.port
-    return Path(f"~/.local/state/jaxserve/batches-{port}").expanduser() if port else None
+    except RuntimeError:
+        problem = f"there is no home directory for {given}; {OTHER_DIRECTORIES}"
+        raise ConfigError(f"server.batch_dir: {problem}") from None
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ class BatchesService(batches_pb2_grpc.BatchesServicer):
     ) -> pb.CancelBatchResponse:
         """The RPC: ends what waits and runs."""
         async with self._open(context) as batches:
+            convert.check_call(request)
             progress = await batches.cancel(request.batch_id)
             return pb.CancelBatchResponse(status=convert.status(progress))
 
@@ -82,6 +83,7 @@ class BatchesService(batches_pb2_grpc.BatchesServicer):
     ) -> pb.DeleteBatchResponse:
         """The RPC: forgets a batch."""
         async with self._open(context) as batches:
+            convert.check_call(request)
             await batches.delete(request.batch_id)
             return pb.DeleteBatchResponse()
 

@@ -13,7 +13,6 @@ The unit of service is one decode; what a prompt costs in that unit comes from t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from dataclasses import dataclass, field
@@ -33,24 +32,27 @@ NOBODY = -1
 MOST_QUEUES = 1000
 
 
-@dataclass
 class _Memory:
     """By row: whose it is (order of arrival), the cost of its prompt, the queue where it last
-    joined, and the service it had had then."""
+    joined, and the service it had had then. The queue where it is, which stays until it has
+    generated more or has starved; and whether it had, with so many tokens."""
 
-    seq: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    joined: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    before: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    def __init__(self) -> None:
+        self.seq = np.zeros(0, np.int64)
+        self.prompt = np.zeros(0)
+        self.joined = np.zeros(0, np.int64)
+        self.before = np.zeros(0)
+        self.queue = np.zeros(0, np.int16)
+        self.generated = np.zeros(0, np.int64)
+        self.starved = np.zeros(0, bool)
 
     def grow(self, rows: int) -> None:
         """Makes the arrays as long as the table."""
         more = rows - len(self.seq)
         if more > 0:
-            self.seq = np.append(self.seq, np.full(more, NOBODY))
-            self.prompt = np.append(self.prompt, np.zeros(more))
-            self.joined = np.append(self.joined, np.zeros(more, np.int64))
-            self.before = np.append(self.before, np.zeros(more))
+            for name, column in vars(self).items():
+                setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
+            self.seq[-more:] = NOBODY
 
 
 @register(
@@ -91,40 +93,55 @@ class FastServe(UnifiedPolicy):
         """Fills one batch; who is preempted for it is swapped out, who comes back swapped in."""
         plan = super().plan(view, now)
         moved = (*_out(view, plan.preempted), *plan.operations, *_back(view, plan.rows))
-        return dataclasses.replace(plan, operations=moved)
+        return BatchPlan(plan.rows, plan.num_tokens, plan.reserve, plan.kinds, moved)
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
         """As in the unified scheduler, but for the tokens whose cache is on the host."""
         found = super().candidates(view, rows)
-        tokens = found.tokens - _on_host(view, rows)
-        prefill = (tokens != 1) | (view.table.generated[rows] == 0)
-        return dataclasses.replace(found, tokens=tokens, prefill=prefill)
+        if view.host.num_used:
+            found.tokens = found.tokens - _on_host(view, rows)
+            found.prefill = (found.tokens != 1) | (view.table.generated[rows] == 0)
+        return found
 
     def ranking(self, view: View, now: float) -> Ranking:
         """By queue, the top one first, then by arrival."""
         return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
-        """The queue that each request is in, 0 the top, int64 [n]. Takes note of new ones, and of
+        """The queue that each request is in, 0 the top, int16 [n]. Takes note of new ones, and of
         those that have had nothing for `patience` seconds: they are at the top again."""
         table, memory = view.table, self._memory
         memory.grow(table.capacity)
-        new = rows[memory.seq[rows] != table.seq[rows]]
+        # Over all of the table that is quicker than to look these rows up in it.
+        changed = memory.seq != table.seq
+        starved = now - table.last_token > self.patience
+        asked = np.zeros(table.capacity, bool)
+        asked[rows] = True
+        new = np.flatnonzero(changed & asked)
         if len(new):
             memory.seq[new] = table.seq[new]
             memory.prompt[new] = self._prompt_cost(view, table.prompt_len[new])
             memory.joined[new] = self._first_covering(memory.prompt[new])
             memory.before[new] = 0.0
+        changed |= (memory.generated != table.generated) | (starved & ~memory.starved)
+        found = np.flatnonzero(changed & asked)
+        if len(found):
+            self._requeue(view, found, starved[found])
+        return memory.queue[rows]
+
+    def _requeue(self, view: View, rows: np.ndarray, starved: np.ndarray) -> None:
+        """Notes in which queue these are now."""
+        table, memory = view.table, self._memory
         generated = table.generated[rows]
         had = np.where(generated > 0, memory.prompt[rows] + generated - 1, 0.0)
-        starved = now - table.last_token[rows] > self.patience
         memory.joined[rows[starved]] = 0
         memory.before[rows[starved]] = had[starved]
         # Quanta from the queue joined on add up to q (r^k - 1) / (r - 1) after k of them.
         first = self.quantum * self.ratio ** memory.joined[rows]
         used = (had - memory.before[rows]) * (self.ratio - 1) / first
         fallen = np.floor(np.log1p(used) / np.log(self.ratio) + 1e-9).astype(np.int64)
-        return np.minimum(memory.joined[rows] + fallen, self.queues - 1)
+        memory.queue[rows] = np.minimum(memory.joined[rows] + fallen, self.queues - 1)
+        memory.generated[rows], memory.starved[rows] = generated, starved
 
     def _prompt_cost(self, view: View, length: np.ndarray) -> np.ndarray:
         prompt = BatchFeatures(length, length, 0, 0, length**2, 1, 0)

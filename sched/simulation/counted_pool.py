@@ -32,7 +32,15 @@ class CountedPool(BlockPool):
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
         """As many as they are, all NOBODY's, int32 [planes * (end - first), 2]."""
-        count = int(PLANES[self.kind[row]]) * (end - first)
+        return self._some(int(PLANES[self.kind[row]]) * (end - first))
+
+    def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """See `BlockPool`; NOBODY's."""
+        rows, first, end = ranges
+        counts = PLANES[self.kind[rows]] * (end - first)
+        return tuple(counts.tolist()), self._some(int(np.add.reduce(counts)))
+
+    def _some(self, count: int) -> np.ndarray:
         if count > len(self._nowhere):
             self._nowhere = np.full((2 * count, 2), NOBODY, np.int32)
         return self._nowhere[:count]

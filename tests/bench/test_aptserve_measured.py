@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
-from jaxserve.configs import tiny_cpu
+from jaxserve.configs import base
 from jaxserve.experiments.aptserve import load as apt_load
 from jaxserve.experiments.aptserve import steps as apt_steps
+from tests.engine.harness import write_shape
 
 STEPS = [
     apt_steps.StepTimes("absorbed", 1, 512, 0.010, 0.012),
@@ -20,16 +22,26 @@ STEPS = [
 ]
 
 
-def few_shapes() -> ConfigDict:
-    """The model in the box, with little to compile."""
-    config = tiny_cpu.get_config()
-    config.engine.row_buckets = (32,)
-    config.engine.token_buckets = (256,)
-    config.engine.compilation_cache_dir = ""
+@pytest.fixture
+def few_shapes(tmp_path: Path) -> Callable[[], ConfigDict]:
+    """A small model with random weights, with little to compile."""
+
+    def config() -> ConfigDict:
+        config = base.get_config()
+        config.model.path = str(write_shape(tmp_path, "opt"))
+        config.model.load_format = "random"
+        config.scheduler.max_rows = 8
+        config.engine.row_buckets = (8,)
+        config.engine.token_buckets = (64,)
+        config.engine.compilation_cache_dir = ""
+        return config
+
     return config
 
 
-def test_steps_are_measured_and_rendered(tmp_path: Path) -> None:
+def test_steps_are_measured_and_rendered(
+    tmp_path: Path, few_shapes: Callable[[], ConfigDict]
+) -> None:
     found = apt_steps.measure((2,), (8, 30), ("absorbed",), few_shapes)
     assert [(one.read, one.rows, one.tokens) for one in found] == [
         ("absorbed", 2, 8),
@@ -50,7 +62,10 @@ def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
     assert "5.0 to 6.0 times the KV step" in text
 
 
-def test_loads_are_served_and_rendered(tmp_path: Path) -> None:
+def test_loads_are_served_and_rendered(
+    tmp_path: Path, few_shapes: Callable[[], ConfigDict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apt_load, "LONGEST", 63)  # what the small model takes
     found = apt_load.measure((200.0,), 40, 1, ("aptserve",), few_shapes)
     (one,) = found
     assert one.policy == "aptserve" and one.ttft > 0

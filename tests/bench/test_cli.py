@@ -25,13 +25,15 @@ from jaxserve.server.launch import UsageError
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine, write_shape
 
+# The shapes of tests.engine.harness.engine: somebody has compiled them.
 SMALL = (
     "--load_format=random",
-    "--config.cache.num_blocks=128",
+    "--config.cache.block_size=4",
+    "--config.cache.num_blocks=1024",
     "--config.scheduler.max_batch_tokens=64",
     "--config.scheduler.max_prefill_tokens=64",
-    "--config.scheduler.max_rows=8",
-    "--config.engine.row_buckets=(8,)",
+    "--config.scheduler.max_rows=32",
+    "--config.engine.row_buckets=(8,32)",
     "--config.engine.token_buckets=(64,)",
     "--config.engine.compilation_cache_dir=",
 )

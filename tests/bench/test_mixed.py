@@ -23,7 +23,7 @@ FEW = (
     "--batch=9",
     "--scale=20",
     "--rate=50",
-    "--config.engine.max_model_len=60",
+    "--config.engine.max_model_len=64",
 )
 
 

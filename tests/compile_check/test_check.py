@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import jaxserve
 from jaxserve.compile_check import cli, report, toolchain
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
 from jaxserve.compile_check.check import AUTO, Wish, check
@@ -30,6 +31,7 @@ from jaxserve.compile_check.ptx import launches, parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine import step_model
 
+BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
 NAMES = ["a100", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x"]
 
@@ -93,6 +95,18 @@ def test_a_wrong_flag_is_explained(
         cli.parse([flag])
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
+    _, tiny = model_shape("tiny")
+    hf = json.loads((Path(jaxserve.__file__).parent / BOX / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**hf, "num_hidden_layers": 2}))
+    assert model_shape(str(tmp_path))[1] == dataclasses.replace(tiny, num_layers=2)
+    for text in ("{", "[]", "{}", '{"model_type": "opt"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"--model: {re.escape(str(tmp_path))}: "):
+            model_shape(str(tmp_path))
 
 
 def test_everything_is_checked_by_default() -> None:

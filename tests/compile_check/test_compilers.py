@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("a100", "v5e")
+BOX = ROOT / "jaxserve" / "assets" / "tiny-stories"
+TARGETS = ("v5e", "a100")
 
 
 @pytest.fixture(scope="session")
@@ -34,19 +35,25 @@ def compilers() -> Path:
         pytest.skip(f"not checked: the compilers cannot be installed: {said[-1]}")
 
 
-def check(python: Path, *flags: str) -> dict[str, Any]:
-    """The one target's part of what the command says; it must exit with 0."""
-    found = check_all(python, *flags)
-    assert len(found) == 1
-    return found[0]
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model in the box with half its layers: each is compiled anew, the third as the second."""
+    hf = json.loads((BOX / "config.json").read_text())
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps({**hf, "num_hidden_layers": 2}))
+    return f"--model={folder}"
 
 
-def check_all(python: Path, *flags: str) -> list[dict[str, Any]]:
-    """Every target's."""
+def check(python: Path, *flags: str) -> list[dict[str, Any]]:
+    """What the command says of every target; it must exit with 0."""
     ran = subprocess.run(
         [python, "-m", "jaxserve.compile_check", *flags, "--json"],
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))},
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -75,35 +82,33 @@ def assert_in_place(found: dict[str, Any]) -> None:
             assert memory["temporaries"] < found["pool_bytes"], program
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_tiny_model_compiles(compilers: Path, target: str) -> None:
-    """Steps and every kernel."""
-    found = check(compilers, f"--target={target}", "--model=tiny", "--max_batch_tokens=256")
-    assert_compiled(found)
-    assert_in_place(found)
-    assert {"decode step", "prefill and mixed step", "absorbed", "to the host and back"} <= {
-        program["program"] for program in found["programs"]
-    }
+def test_a_small_model_compiles(compilers: Path, tiny: str) -> None:
+    """Steps and every kernel, for a GPU after a TPU in one process: jax starts its plugins with the
+    first of them."""
+    targets = f"--target={','.join(TARGETS)}"
+    both = check(compilers, targets, tiny, "--max_batch_tokens=256")
+    assert tuple(found["target"] for found in both) == TARGETS
+    for found in both:
+        assert_compiled(found)
+        assert_in_place(found)
+        assert {"decode step", "prefill and mixed step", "absorbed", "to the host and back"} <= {
+            program["program"] for program in found["programs"]
+        }
 
 
-@pytest.mark.parametrize(("target", "devices"), [("a100", 1), ("v5e", 2)])
-def test_the_decode_step_of_opt_13b_compiles(compilers: Path, target: str, devices: int) -> None:
+def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
     """On a TPU v5e it needs several devices: collectives are compiled too."""
-    found = check(compilers, f"--target={target}", "--model=opt-13b", "--programs=decode step")
-    assert_compiled(found)
-    assert found["programs"][0]["fits"] is True
-    assert found["devices"] == devices
-    assert found["weights_bytes"] * devices > 25e9
+    targets = f"--target={','.join(TARGETS)}"
+    both = check(compilers, targets, "--model=opt-13b", "--programs=decode step")
+    for found, devices in zip(both, (2, 1), strict=True):
+        assert_compiled(found)
+        assert found["programs"][0]["fits"] is True
+        assert found["devices"] == devices
+        assert found["weights_bytes"] * devices > 25e9
 
 
-def test_two_gpus_share_a_model(compilers: Path) -> None:
-    flags = ("--model=tiny", "--programs=steps", "--max_batch_tokens=256")
-    found = check(compilers, "--target=a100:2", *flags)
+def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:
+    flags = (tiny, "--programs=steps", "--max_batch_tokens=256")
+    (found,) = check(compilers, "--target=a100:2", *flags)
     assert_compiled(found)
     assert found["topology"] == "1x1x2"
-
-
-def test_a_gpu_may_come_after_a_tpu(compilers: Path) -> None:
-    """In one process: jax starts its plugins with the first of them."""
-    for found in check_all(compilers, "--target=v5e,a100", "--model=tiny", "--programs=stage out"):
-        assert_compiled(found)

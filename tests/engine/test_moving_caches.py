@@ -19,6 +19,7 @@ from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts
 from tests.moving_caches import MovingCaches
 
 HOST = {"cache__host_gib": 0.001}
+ROOMY = {**HOST, "engine__row_buckets": (32,)}  # one bucket: there is less to compile
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_text_survives_every_move(
     monkeypatch.setattr(moves, "SIZES", (4, 16))  # most of what moves goes in several
     monkeypatch.setattr(choices, "make_policy", lambda name: policy)
     fields = {"cache__rho": "0", **fields}
-    with engine(shapes["opt"], **HOST, **fields) as running:
+    with engine(shapes["opt"], **ROOMY, **fields) as running:
         assert generate(running, prompts(), **SAMPLING) == expected
         host = running._scheduler.host
         assert host.num_used == 0
@@ -52,7 +53,7 @@ def test_seeded_text_survives_every_move(
     sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
     expected = generate(roomy, prompts(), **sampling)
     monkeypatch.setattr(choices, "make_policy", lambda name: MovingCaches(1))
-    with engine(shapes["opt"], **HOST, cache__rho="0") as running:
+    with engine(shapes["opt"], **ROOMY, cache__rho="0") as running:
         assert generate(running, prompts(), **sampling) == expected
 
 

@@ -141,6 +141,24 @@ def test_who_must_not_wait_leaves_a_block_before_the_other_writes_there() -> Non
     run.to_the_end()
 
 
+def test_what_one_leaves_is_what_the_next_one_takes() -> None:
+    """One block a plane is free for the first of those who must not wait. The next one gets what
+    that leaves, once the real-time request there is dropped."""
+    run = Watched(5, max_age=1.0)
+    first, second = (run.add(5, 8, tier=BEST) for _ in range(2))
+    brief = run.add(3, 2, **LATER)
+    run.step()
+    urgent, patient = (run.add(2, 9, ttft=100.0, tbt=tbt) for tbt in (50.0, 90.0))
+    run.step()
+    assert run.ended == [brief] and run.pool.num_free == 2
+    left = run.pool.blocks_of(first)[:, 1].tolist()
+    assert run.pool.owners[left, LEFT].tolist() == [patient] * 2
+    assert run.step(9.0) == {first: 1, second: 1, urgent: 1} and run.preempted == [patient]
+    assert run.kinds() == [Checkpoint, Preempt, Copy, Copy]
+    assert sorted(run.pool.blocks_of(second)[:, 1].tolist()) == sorted(left)
+    run.to_the_end()
+
+
 def test_a_cache_that_is_dropped_comes_back_from_the_host() -> None:
     run = Watched(6, max_model_len=24)
     first, last = (run.add(11, 12, tbt=tbt, ttft=90.0) for tbt in (50.0, 90.0))

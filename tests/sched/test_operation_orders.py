@@ -50,6 +50,19 @@ def test_a_joined_block_is_not_returned_by_whom_it_belonged_to() -> None:
     assert made.pool.num_free == 1
 
 
+@pytest.mark.parametrize(
+    "leave",
+    [Checkpoint(array(1), array(0), array(1)), Copy(array(1), array(0)), Preempt.whole(array(1))],
+)
+def test_who_is_in_the_way_of_a_checkpoint_leaves_before_it_comes_back(leave: Operation) -> None:
+    made = scheduler()
+    run(made, {0: 8}, directions={0: RIGHT})
+    save, back = Checkpoint(array(0), array(7), array(8)), Restore(array(0), array(7))
+    run(made, {1: 1}, Join(1, last_pair(made, 0)), save)
+    refused(made, {}, back, leave, match="restored over what the other owner of a block still has")
+    run(made, {0: 1}, leave, back)
+
+
 def test_a_joined_block_is_not_returned_by_a_copy() -> None:
     made = scheduler(blocks=10)
     run(made, {0: 9}, directions={0: RIGHT})

@@ -80,12 +80,22 @@ class Operations(RuleBasedStateMachine):
         ):
             self.write(row, first, end)
         for row in made.release_finished(step).tolist():
-            self.readers.discard(int(made.table.seq[row]))
-            made.finish(row)
-            number = max(self.numbers) + 1
-            fresh = made.add(Request(str(number), (1,) * 10, SamplingParams(max_tokens=9)))
-            self.numbers.append(number)
-            assert fresh == row
+            self.end(row)
+
+    def end(self, row: int) -> None:
+        """The row is another request's from now on."""
+        self.readers.discard(int(self.made.table.seq[row]))
+        self.made.finish(row)
+        number = max(self.numbers) + 1
+        fresh = self.made.add(Request(str(number), (1,) * 10, SamplingParams(max_tokens=9)))
+        self.numbers.append(number)
+        assert fresh == row
+        assert not self.made.host.tokens[row] and not self.made.pool.held[row]
+
+    @rule(row=rows)
+    def cancel(self, row: int) -> None:
+        """Whatever it shares, and wherever its tokens are."""
+        self.end(row)
 
     def widen(self, move: Widen) -> None:
         for row, cached, table, side in zip(

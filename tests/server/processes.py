@@ -1,4 +1,4 @@
-"""serve.py in a process of its own, with few steps to compile."""
+"""serve.py in a process of its own, with few steps to compile, and always the same ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ROWS, TOKENS = 16, 64  # of a batch
 
 
 @dataclass
@@ -23,14 +24,14 @@ class ServedProcess:
 
 
 @contextmanager
-def serve(*flags: str, rows: int = 2, tokens: int = 16) -> Iterator[ServedProcess]:
-    """The model in the box, ready, in batches of so many rows and tokens. Killed at the end."""
+def serve(*flags: str) -> Iterator[ServedProcess]:
+    """The model in the box, ready. Killed at the end."""
     fields = (
-        f"scheduler.max_rows={rows}",
-        f"scheduler.max_batch_tokens={tokens}",
-        f"scheduler.max_prefill_tokens={tokens}",
-        f"engine.row_buckets=({rows},)",
-        f"engine.token_buckets=({tokens},)",
+        f"scheduler.max_rows={ROWS}",
+        f"scheduler.max_batch_tokens={TOKENS}",
+        f"scheduler.max_prefill_tokens={TOKENS}",
+        f"engine.row_buckets=({ROWS},)",
+        f"engine.token_buckets=({TOKENS},)",
         "engine.compilation_cache_dir=",
     )
     command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0"]

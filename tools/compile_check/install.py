@@ -31,7 +31,8 @@ def install() -> Path:
             ready.unlink(missing_ok=True)
             _run(sys.executable, "-m", "venv", str(FOLDER))
             pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-            _run(str(python), *pip, "-r", str(REQUIREMENTS))
+            # Most of it is never imported: Python compiles what is.
+            _run(str(python), *pip, "--no-compile", "-r", str(REQUIREMENTS))
             ready.write_text(wanted)
     return python
 

@@ -161,7 +161,8 @@ class Batches:
     async def _clean(self) -> None:
         while True:
             try:
-                await self._disk.do(self._journal.clean, self._keep_s)
+                if await self._disk.do(self._journal.clean, self._keep_s):
+                    self._runner.tell()
             except sqlite3.Error as error:
                 logging.warning("%s: %s", self._journal.path, error)
             await asyncio.sleep(_CLEAN_S)

@@ -21,7 +21,9 @@ class LockedDirectory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ConfigError(f"server.batch_dir: {path}: {error.strerror}; {_OTHERS}") from None
+            raise ConfigError(
+                f"server.batch_dir: {path}: {error.strerror}; {OTHER_DIRECTORIES}"
+            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._file, 0)
@@ -31,7 +33,7 @@ class LockedDirectory:
             holder = os.read(self._file, 32).decode(errors="replace")
             os.close(self._file)
             why = f"in use by another server (process {holder})" if busy else error.strerror
-            raise ConfigError(f"server.batch_dir: {path}: {why}; {_OTHERS}") from None
+            raise ConfigError(f"server.batch_dir: {path}: {why}; {OTHER_DIRECTORIES}") from None
 
     def release(self) -> None:
         """Unlocks it. Idempotent."""
@@ -40,4 +42,6 @@ class LockedDirectory:
             self._file = -1
 
 
-_OTHERS = "--config.server.batch_dir=DIR names another, none takes no batches"
+OTHER_DIRECTORIES = (
+    "--config.server.batch_dir=DIR names another, --config.server.batch_dir= takes no batches"
+)

@@ -40,11 +40,13 @@ CREATE TABLE results (
 
 
 def open_tables(path: Path) -> sqlite3.Connection:
-    """The database, made if it is not there, for any thread, each statement its own transaction
-    unless it begins one. Raises ConfigError for a file that is something else."""
+    """The database, made if it is not there, for its owner's eyes only, for any thread, each
+    statement its own transaction unless it begins one. Raises ConfigError for a file that is
+    something else."""
     try:
+        path.touch(0o600)  # SQLite gives its log the same mode
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise ConfigError(f"server.batch_dir: {path}: {error}") from None
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]

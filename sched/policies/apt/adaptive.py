@@ -10,35 +10,33 @@ import numpy as np
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
-from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value, steps_ahead
+from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value, Weighed, steps_ahead
 from jaxserve.sched.policy import View
 
 PROJECTED = 1000  # tokens, for which the cost model is asked
 _HIDDEN = int(CacheKind.HIDDEN)
 
 
-def go_on(
-    view: View, rows: np.ndarray, values: Value, in_turn: bool
-) -> tuple[np.ndarray, np.ndarray, int]:
+def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """Who of the running keeps its cache and grows it: a mask [n], the rows to preempt, and the
     blocks left. Everybody, as long as the blocks last; else the greedy over the whole pool decides,
     and of the others as few as possible are preempted and the rest pauses. in_turn: the last to
     arrive is the first to go."""
-    pool = view.pool
+    pool, rows = view.pool, ran.rows
     kinds = pool.kind[rows]
-    need = pool.needed(rows, values.tokens, kinds)
+    need = pool.needed(rows, ran.tokens, kinds)
     free, wanted = pool.num_free, int(need.sum())
     everybody = np.ones(len(rows), bool)
     if wanted <= free:
         return everybody, rows[:0], free - wanted
     held = pool.blocks_held(rows)
     total = free + int(pool.returned_by(rows).sum())
-    value = values.value
     if in_turn:
         gain = -np.arange(len(rows), dtype=np.float64)
         until = np.searchsorted(np.cumsum(held + need), total, side="right")
         kept = np.arange(int(until))
     else:
+        values, value = ran.values, ran.values.value
         if values.penalty is not None:
             hidden = kinds == _HIDDEN
             value = np.where(hidden, np.maximum(value - values.penalty, value * NEAR_ZERO), value)
@@ -73,11 +71,11 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
     return goes, rows[~goes], total - int(used[goes].sum())
 
 
-def to_kv(view: View, rows: np.ndarray, ran: Value, waiting: Value, left: int) -> np.ndarray:
+def to_kv(view: View, ran: Weighed, waiting: Weighed, left: int) -> np.ndarray:
     """Which of these running rows turn their hidden caches into K and V, a mask [n]: the first to
     arrive first, as far as memory lasts for them, for one more block a plane of all that run, and
     for the K and V of all that wait. left: blocks, once the rows have grown."""
-    pool = view.pool
+    pool, rows = view.pool, ran.rows
     chosen = np.zeros(len(rows), bool)
     hidden = np.flatnonzero(pool.kind[rows] == _HIDDEN)
     if not len(hidden) or view.rho is None or view.rho <= 0:

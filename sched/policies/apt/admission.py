@@ -5,13 +5,14 @@ Rows are rows of the table, in order of arrival.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxserve.sched.block_sizes import tokens_in
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Choice, Offers, choose, fit
-from jaxserve.sched.policies.apt.value import Value
+from jaxserve.sched.policies.apt.value import Value, Weighed
 from jaxserve.sched.policy import View
 
 _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
@@ -20,13 +21,22 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 @dataclass(frozen=True)
 class StartBudget:
     """What there is for those who start: free blocks, tokens of the batch, and slots, requests.
-    spare: blocks that those who are late leave free. chunked: the last prompt may be cut."""
+    spare: blocks that those who are late leave free. chunked: the last prompt may be cut. hidden:
+    whether hidden caches can be had."""
 
     blocks: int
     tokens: int
     slots: int
     spare: int = 0
     chunked: bool = False
+    hidden: bool = False
+
+    def most(self, block_size: int) -> int:
+        """Tokens of the longest request that could start alone; 0 if none could."""
+        if min(self.blocks, self.tokens, self.slots) <= 0:
+            return 0
+        most = tokens_in(self.blocks, block_size, CacheKind.HIDDEN if self.hidden else CacheKind.KV)
+        return most if self.chunked else min(most, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -48,35 +58,38 @@ class Starts:
         )
 
 
-def start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
-    """Who of the waiting rows starts within the budget, by value. Who has missed its target already
+def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
+    """Who of those that wait starts within the budget, by value. Who has missed its target already
     comes after all others and leaves `budget.spare` blocks to those who will arrive next, or the
     fallback would come too late for them (section 6.6)."""
+    fits = queue.tokens <= budget.most(view.pool.block_size)
+    if np.count_nonzero(fits) < len(queue):
+        queue = queue.of(fits)  # of a long queue that may be few, or nobody
+    if not len(queue):
+        return Starts(queue.rows, queue.rows, queue.rows)
+    rows, values = queue.rows, queue.values
     if not budget.spare or not np.count_nonzero(values.late):
         return _start(view, rows, values, budget)
     fresh = np.flatnonzero(~values.late)
     first = _start(view, rows[fresh], values.of(fresh), budget)
     known = view.table.prompt_len[first.rows] + view.table.generated[first.rows]
     used = view.pool.blocks_for(known, first.kinds)
-    left = StartBudget(
-        budget.blocks - int(used.sum()) - budget.spare,
-        budget.tokens - int(first.tokens.sum()),
-        budget.slots - len(first),
-        chunked=budget.chunked,
+    left = replace(
+        budget,
+        blocks=budget.blocks - int(used.sum()) - budget.spare,
+        tokens=budget.tokens - int(first.tokens.sum()),
+        slots=budget.slots - len(first),
+        spare=0,
     )
     late = np.flatnonzero(values.late)
+    late = late[values.tokens[late] <= left.most(view.pool.block_size)]
     return first + _start(view, rows[late], values.of(late), left)
 
 
 def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
-    if min(budget.blocks, budget.tokens, budget.slots) <= 0 or not len(rows):
-        return Starts(rows[:0], rows[:0], rows[:0])
-    kind = _KV if values.penalty is None else _HIDDEN
-    fits = view.pool.blocks_for(values.tokens, kind) <= budget.blocks
-    if not budget.chunked:
-        fits &= values.tokens <= budget.tokens
-    if np.count_nonzero(fits) < len(rows):  # of a long queue that may be few
-        rows, values = rows[fits], values.of(fits)
+    """Of those who could start alone."""
+    if not len(rows):
+        return Starts(rows, rows, rows)
     choice = _choose(view, values, budget.blocks)
     order = choice.served
     tokens = values.tokens[order]
@@ -107,21 +120,22 @@ def _choose(view: View, values: Value, free: int) -> Choice:
     return choose(Offers(values.value, kv, hidden, values.penalty), free)
 
 
-def start_in_turn(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
+def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     """First come, first served: nobody overtakes who does not fit. Hidden caches let more start;
     what memory they leave makes K and V of the first."""
-    tokens = values.tokens
-    most, least = view.pool.blocks_for(tokens), view.pool.blocks_for(tokens, _HIDDEN)
-    if values.penalty is None:
-        least = most
+    rows, tokens = queue.rows, queue.tokens
+    most = least = view.pool.blocks_for(tokens)
+    if budget.hidden:
+        least = view.pool.blocks_for(tokens, _HIDDEN)
     before = np.cumsum(tokens) - tokens
     fits = (np.cumsum(least) <= budget.blocks) & (np.arange(len(rows)) < budget.slots)
     fits &= (before < budget.tokens) if budget.chunked else (before + tokens <= budget.tokens)
     count = len(rows) if fits.all() else int(np.argmin(fits))
     kinds = np.full(count, _KV)
-    if values.penalty is not None:
+    penalty = queue.of(slice(count)).values.penalty if budget.hidden and count else None
+    if penalty is not None:
         left = budget.blocks - int(least[:count].sum())
         more = most[:count] - least[:count]
-        kv = (np.cumsum(more) <= left) & (values.penalty[:count] > 0)
+        kv = (np.cumsum(more) <= left) & (penalty > 0)
         kinds = np.where(kv, _KV, _HIDDEN)
     return Starts(rows[:count], np.minimum(tokens, budget.tokens - before)[:count], kinds)

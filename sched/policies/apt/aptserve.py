@@ -12,7 +12,6 @@ Sarathi's batches (section 6.7). docs/aptserve.md lists all that is otherwise th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -20,12 +19,26 @@ from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ToKV
 from jaxserve.sched.policies.apt.adaptive import go_on, redecide, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
-from jaxserve.sched.policies.apt.value import Penalty, Value, decode_time, in_flight, weigh
+from jaxserve.sched.policies.apt.value import Moment, Penalty, Weighed, known
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.table import RUNNING, WAITING
 
 NOBODY = np.zeros(0, np.int64)
+
+
+@dataclass
+class _Queue:
+    """Those that wait, and the tokens of each. Both stay while nobody comes or goes."""
+
+    rows: np.ndarray = field(default_factory=lambda: NOBODY)
+    tokens: np.ndarray = field(default_factory=lambda: NOBODY)
+
+    def tokens_of(self, view: View, waiting: np.ndarray) -> np.ndarray:
+        """See `Value.tokens`. waiting: as the table gives them."""
+        if waiting is not self.rows:
+            self.rows, self.tokens = waiting, known(view, waiting)
+        return self.tokens
 
 
 @register(
@@ -55,6 +68,7 @@ class AptServe(Policy):
     hypothetical: bool = False
     counts_blocks = True
     steady: bool = field(default=True, init=False)
+    _queue: _Queue = field(default_factory=_Queue, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.penalty is not Penalty.AUTO and not (self.hybrid_cache and self.adaptive):
@@ -76,89 +90,98 @@ class AptServe(Policy):
         """A step of prefills where those that wait have been without a token for longer in all than
         those that run (section 5), and of decodes otherwise; chunked, one batch of both."""
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
-        hidden = self.hybrid_cache and view.rho is not None
-        delay = (len(waiting) + len(running)) * (view.rho or 0.0) if hidden else None
-        clock = now
-        if len(waiting) and not self.chunked:
-            clock += in_flight(view, running)
-        weighed = partial(
-            weigh,
+        moment = self._moment(view, now, waiting, running)
+        queue = Weighed(waiting, self._queue.tokens_of(view, waiting), moment.weigh)
+        ran = Weighed(running, known(view, running), moment.weigh)
+        if len(queue) and not self.chunked:
+            budget = self._budget(view, view.pool.num_free)
+            some = queue.of(queue.tokens <= budget.most(view.pool.block_size))
+            if len(some) and self._prefills(moment, queue, some, running):
+                starts = self._start(view, some if self.adaptive else queue, budget)
+                if len(starts):
+                    return _plan(view, starts)
+        return self._go_on(view, ran, queue)
+
+    def _moment(self, view: View, now: float, waiting: np.ndarray, running: np.ndarray) -> Moment:
+        requests = len(waiting) + len(running)
+        return Moment(
             view,
-            clock=clock,
-            step=decode_time(view, running),
-            delay=delay,
+            now,
+            running,
+            looks_ahead=len(waiting) > 0 and not self.chunked,
+            delay=requests * (view.rho or 0.0) if self._hidden(view) else None,
             decay=self.slo_decay,
             lasting=self.penalty.lasts(view),
         )
-        ran, values = weighed(running), weighed(waiting)
-        if self.chunked or not len(waiting):
-            return self._go_on(view, running, ran, waiting, values)
-        # The times themselves, of late requests too: the fallback changes values, not waiting.
-        if not self.adaptive or values.pending.sum() >= ran.pending.sum():
-            starts = self._start(view, waiting, values, view.pool.num_free)
-            if len(starts):
-                return _plan(view, starts)
-        return self._go_on(view, running, ran, waiting, values)
 
-    def _start(
-        self,
-        view: View,
-        waiting: np.ndarray,
-        values: Value,
-        left: int,
-        rows: int = 0,
-        used: int = 0,
-    ) -> Starts:
-        """Who starts. left: free blocks. rows, used: rows and tokens in the batch already."""
+    def _hidden(self, view: View) -> bool:
+        return self.hybrid_cache and view.rho is not None
+
+    def _prefills(self, moment: Moment, queue: Weighed, some: Weighed, running: np.ndarray) -> bool:
+        """Whether it is the turn of those that wait, of whom some could start. It is their times
+        that count, of late requests too: the fallback changes values, not waiting."""
+        if not self.adaptive:
+            return True
+        ran = moment.pending(running).sum()
+        if some.values.pending.sum() > 2 * ran:
+            return True  # all the others add to it
+        return bool(moment.pending(queue.rows).sum() >= ran)
+
+    def _budget(self, view: View, left: int, rows: int = 0, used: int = 0) -> StartBudget:
+        """What there is for those who start. left: free blocks. rows, used: rows and tokens in the
+        batch already."""
         limits, blocks = view.limits, view.pool.num_blocks
         holders = len(view.table.in_state(RUNNING))
         c = limits.max_prefill_tokens if self.chunked else limits.max_batch_tokens
-        budget = StartBudget(
+        return StartBudget(
             left - (int(self.watermark * blocks) if holders else 0),
             c - used,
             limits.max_rows - max(holders, rows),
             # With a decay, those who are late compete with the others by value alone.
             spare=int(self.headroom * blocks) if holders and not self.slo_decay else 0,
             chunked=self.chunked,
+            hidden=self._hidden(view),
         )
-        return (start if self.adaptive else start_in_turn)(view, waiting, values, budget)
 
-    def _go_on(
-        self, view: View, rows: np.ndarray, ran: Value, waiting: np.ndarray, values: Value
-    ) -> BatchPlan:
+    def _start(self, view: View, queue: Weighed, budget: StartBudget) -> Starts:
+        return (start if self.adaptive else start_in_turn)(view, queue, budget)
+
+    def _go_on(self, view: View, ran: Weighed, queue: Weighed) -> BatchPlan:
         """A step of those that run, and of those that start in a mixed batch."""
-        anew = self.penalty is Penalty.REDECIDE and ran.penalty is not None
+        anew = self.penalty is Penalty.REDECIDE and self._hidden(view)
         if anew:
-            goes, preempt, left = redecide(view, rows, ran)
+            goes, preempt, left = redecide(view, ran.rows, ran.values)
         else:
-            goes, preempt, left = go_on(view, rows, ran, in_turn=not self.adaptive)
-        ran, rows = ran.of(goes), rows[goes]
-        tokens = self._share(view, rows, ran)
+            goes, preempt, left = go_on(view, ran, in_turn=not self.adaptive)
+        if np.count_nonzero(goes) < len(ran):
+            ran = ran.of(goes)
+        rows = ran.rows
+        tokens = self._share(view, ran)
         kinds = view.pool.kind[rows].astype(np.int64)
         spare = int(self.headroom * view.pool.num_blocks)
-        wider = (tokens > 0) & (not anew) & to_kv(view, rows, ran, values, left - spare)
+        wider = (tokens > 0) & (not anew) & to_kv(view, ran, queue, left - spare)
         kinds[wider] = CacheKind.KV
         here = tokens > 0
         batch = Starts(rows[here], tokens[here], kinds[here])
         project = rows[wider]
-        if self.chunked and len(waiting) and not len(preempt):
+        if self.chunked and len(queue) and not len(preempt):
             pool = view.pool
             left -= int(pool.blocks_for(pool.room(project), CacheKind.HIDDEN).sum())
             left -= int(pool.blocks_for(1)) * len(project)
-            total = int(tokens.sum())
-            batch += self._start(view, waiting, values, left, len(batch), total)
+            budget = self._budget(view, left, len(batch), int(tokens.sum()))
+            batch += self._start(view, queue, budget)
         return _plan(view, batch, preempt, project)
 
-    def _share(self, view: View, rows: np.ndarray, ran: Value) -> np.ndarray:
+    def _share(self, view: View, ran: Weighed) -> np.ndarray:
         """Tokens that each of those who go on computes: decodes first, then prompts by value."""
-        table, limits = view.table, view.limits
+        table, limits, rows = view.table, view.limits, ran.rows
         tokens = table.pending(rows)
         decodes = table.decoding(rows)
         if int(tokens.sum()) <= limits.max_prefill_tokens or (
             decodes.all() and len(rows) <= limits.max_batch_tokens
         ):
             return tokens
-        by = -ran.value / ran.tokens if self.adaptive else np.arange(len(rows))
+        by = -ran.values.value / ran.tokens if self.adaptive else np.arange(len(rows))
         order = np.lexsort((by, ~decodes))
         ordered = tokens[order]
         before = np.cumsum(ordered) - ordered

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -51,6 +53,28 @@ class Value:
         )
 
 
+class Weighed:
+    """Rows of the table [n], and what they are worth once that is asked: most steps have room for
+    all that run, or for nobody who waits, and then nobody asks. tokens: as in `Value`."""
+
+    def __init__(
+        self, rows: np.ndarray, tokens: np.ndarray, weigh: Callable[[np.ndarray], Value]
+    ) -> None:
+        self.rows, self.tokens, self._weigh = rows, tokens, weigh
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def values(self) -> Value:
+        """See `weigh`."""
+        return self._weigh(self.rows)
+
+    def of(self, chosen: np.ndarray | slice) -> Weighed:
+        """The rows that a mask, indices or a slice choose."""
+        return Weighed(self.rows[chosen], self.tokens[chosen], self._weigh)
+
+
 def steps_ahead(view: View, rows: np.ndarray) -> np.ndarray:
     """Steps that each is expected to take yet, float64 [n]: as those took that got as far, or
     STEPS_AHEAD if nobody did, or too few have ended."""
@@ -83,14 +107,12 @@ def weigh(
     late is not in the table, so a request that has caught up counts as in time again.
     """
     table = view.table
-    generated, received = table.generated[rows], table.received[rows]
-    # Before the first token, last_token is the arrival. A token that is on its way counts as there.
-    pending = np.maximum(clock - table.last_token[rows], 0.0)
-    pending[generated > received] = 0.0
+    pending = pending_time(view, rows, clock)
     late = np.zeros(len(rows), bool)
     if table.num_timed:
-        late = pending > np.where(received == 0, table.ttft[rows], table.tbt[rows])
-    tokens = table.prompt_len[rows] + generated
+        first = table.received[rows] == 0
+        late = pending > np.where(first, table.ttft[rows], table.tbt[rows])
+    tokens = known(view, rows)
     value, penalty = np.maximum(pending, step), None
     if delay is not None:
         penalty = delay * tokens
@@ -104,6 +126,20 @@ def weigh(
             shrinks = late if decay else late & (penalty < 0)
             penalty = np.where(shrinks, penalty * (decay or NEAR_ZERO), penalty)
     return Value(pending, value, penalty, late, tokens)
+
+
+def known(view: View, rows: np.ndarray) -> np.ndarray:
+    """Tokens of each, which are all in its cache after its next step, int64 [n]."""
+    return np.asarray(view.table.prompt_len[rows] + view.table.generated[rows])
+
+
+def pending_time(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
+    """Seconds that each will have been without a token by then, float64 [n]. Before the first
+    token, last_token is the arrival. A token that is on its way counts as there."""
+    table = view.table
+    pending = np.maximum(clock - table.last_token[rows], 0.0)
+    pending[table.generated[rows] > table.received[rows]] = 0.0
+    return pending
 
 
 def decode_time(view: View, running: np.ndarray) -> float:
@@ -129,3 +165,50 @@ def in_flight(view: View, running: np.ndarray) -> float:
     nothing = np.zeros_like(counts)
     features = BatchFeatures.of(counts, nothing, nothing > 0)
     return float(view.step_time(features))
+
+
+class Moment:
+    """What the requests are measured by in one plan, found out once anybody asks. now: seconds.
+    looks_ahead: the step on the device counts, see `in_flight`. The others: see `weigh`."""
+
+    def __init__(
+        self,
+        view: View,
+        now: float,
+        running: np.ndarray,
+        *,
+        looks_ahead: bool,
+        delay: float | None,
+        decay: float,
+        lasting: bool,
+    ) -> None:
+        self._view, self._now, self._running = view, now, running
+        self._looks_ahead = looks_ahead
+        self._delay, self._decay, self._lasting = delay, decay, lasting
+
+    @cached_property
+    def clock(self) -> float:
+        """When the planned step starts, seconds."""
+        ahead = in_flight(self._view, self._running) if self._looks_ahead else 0.0
+        return self._now + ahead
+
+    @cached_property
+    def step(self) -> float:
+        """See `decode_time`."""
+        return decode_time(self._view, self._running)
+
+    def pending(self, rows: np.ndarray) -> np.ndarray:
+        """See `pending_time`."""
+        return pending_time(self._view, rows, self.clock)
+
+    def weigh(self, rows: np.ndarray) -> Value:
+        """See `weigh`."""
+        return weigh(
+            self._view,
+            rows,
+            clock=self.clock,
+            step=self.step,
+            delay=self._delay,
+            decay=self._decay,
+            lasting=self._lasting,
+        )

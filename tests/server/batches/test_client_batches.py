@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -142,11 +143,9 @@ class FlakyClient(Client):
     def info(self, *, timeout=None):
         return super()._answer(lambda *a, **k: None, None, timeout)
 
-    def get_batch(self, batch_id, *, first_line=0, follow=True):
+    def get_batch(self, batch_id, **options):
         fault = next(self._faults, 0)
-        for number, message in enumerate(
-            super().get_batch(batch_id, first_line=first_line, follow=follow), start=1
-        ):
+        for number, message in enumerate(super().get_batch(batch_id, **options), start=1):
             if number == fault:
                 raise Fault
             yield message
@@ -274,6 +273,39 @@ def test_patience_has_an_end(prompts: Path, tmp_path: Path) -> None:
             assert results.batch is not None, "the same command goes on"
 
 
+def test_patience_with_a_server_that_answers_and_serves_nothing_has_an_end(
+    prompts: Path, tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    with batch_server(engine, tmp_path / "journal") as door:
+        read = read_prompts(prompts, {})
+        with (
+            ThreadPoolExecutor() as pool,
+            ResultsFile(prompts.with_name("results.jsonl"), read) as results,
+            Client(door.server.address) as client,
+        ):
+            run = pool.submit(BatchRun(client, read, results, patience_s=0.3).run)
+            engine.wait(lambda: engine.live)
+            engine.fail(RuntimeError("no more memory"))
+            with pytest.raises(ServerError, match="the engine failed: no more memory"):
+                run.result(PATIENCE)
+            assert results.batch is not None, "the same command goes on"
+
+
+def test_a_server_that_does_not_answer_is_given_up(
+    door: BatchDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.client.client._BATCH_CALL_S", 0.01)
+    answer, status = threading.Event(), door.journal.status
+    monkeypatch.setattr(door.journal, "status", lambda name: answer.wait() and status(name))
+    with Client(door.server.address) as client:
+        for call in (client.batch_status, client.cancel_batch):
+            with pytest.raises(ServerError) as error:
+                call("b")
+            assert error.value.code == "DEADLINE_EXCEEDED"
+    answer.set()
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -289,6 +321,9 @@ def test_patience_has_an_end(prompts: Path, tmp_path: Path) -> None:
         (["--batch=prompts.jsonl", "--out=x", "hi"], "give one prompt, --file or --batch"),
         (["--batch=prompts.jsonl", "--out=x", "--concurrency=2"], "--concurrency goes with --file"),
         (["hi", "--cancel"], "--cancel goes with --batch"),
+        (["hi", "--timeout=0"], "--timeout must be more than 0 and at most 1e+09 seconds, got 0"),
+        (["hi", "--timeout=nan"], "seconds, got nan"),
+        (["hi", "--timeout=inf"], "seconds, got inf"),
     ],
 )
 def test_flags_that_do_not_go_together(

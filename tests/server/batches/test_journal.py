@@ -247,3 +247,9 @@ def test_a_directory_that_does_not_serve(tmp_path: Path) -> None:
 def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
     with opened(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
+    ours = tmp_path / "somebody made it"
+    ours.mkdir(mode=0o755)
+    with opened(ours) as journal:
+        journal.append("b", "model", 0, lines(1), commit=True)
+        assert len([*ours.iterdir()]) == 4, "the database, its log, the log's index and the lock"
+        assert not any(file.stat().st_mode & 0o077 for file in ours.iterdir())

@@ -52,7 +52,7 @@ def test_a_killed_server_loses_no_line_of_500(
         arguments += [f"--out={out}"]
         client = threading.Thread(target=lambda: codes.append(main(arguments)), daemon=True)
         flags = (f"--config.server.batch_dir={journal}", "--config.server.batch_in_flight=24")
-        with serve(*flags, rows=16, tokens=64) as server:
+        with serve(*flags) as server:
             network.target = server.address
             client.start()
             assert midway.wait(PATIENCE)
@@ -62,7 +62,7 @@ def test_a_killed_server_loses_no_line_of_500(
         with opened(journal) as left:
             status = left.status(batch)
             assert status.state is BatchState.COMMITTED and COUNT // 4 <= status.done < COUNT
-        with serve(*flags, rows=16, tokens=64) as server:
+        with serve(*flags) as server:
             network.target = server.address
             client.join(PATIENCE)
             alone = _alone(server.address)

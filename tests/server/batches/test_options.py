@@ -30,6 +30,8 @@ def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert batch_directory(config(batch_dir="~/x", port=0)) == Path("/home/me/x")
     assert batch_directory(config(port=0)) is None, "its next run would not find it"
     assert batch_directory(config(batch_dir="")) is None
+    with pytest.raises(ConfigError, match=r"batch_dir: there is no home directory for ~nobody-at-"):
+        batch_directory(config(batch_dir="~nobody-at-home/x"))
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,25 @@ def test_what_is_old_is_forgotten_at_the_start(
         for name in ("over", "open"):
             with pytest.raises(grpc.RpcError, match=f"no batch '{name}'"):
                 door.status(name)
+
+
+def test_who_follows_a_batch_hears_that_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean, due = Journal.clean, Event()
+    monkeypatch.setattr(Journal, "clean", lambda *a: clean(*a) if due.is_set() else 0)
+    monkeypatch.setattr("jaxserve.server.batches.batches._CLEAN_S", 0.01)
+    with batch_server(FakeEngine(), tmp_path, keep_s=0.0) as door:
+        door.submit("open", [line()], commit=False)
+        pages = door.pages("open", follow=True)
+        next(pages)
+        due.set()
+        with pytest.raises(grpc.RpcError, match="no batch 'open'"):
+            next(pages)
+        due.clear()
+        door.submit("gone", [line()], commit=False)
+        pages = door.pages("gone", follow=True)
+        next(pages)
+        door.delete("gone")
+        with pytest.raises(grpc.RpcError, match="no batch 'gone'"):
+            next(pages)

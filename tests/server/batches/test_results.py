@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,27 @@ def test_a_second_batch_is_of_what_is_missing(path: Path) -> None:
         assert results.batch == second
 
 
+def test_a_full_disk_is_one_line_and_what_was_there_before_counts(path: Path) -> None:
+    size, way = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultsFile(path, PROMPTS) as results:
+        results.begin()
+        results.append([{"text": "a"}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, way))
+    try:
+        with (
+            pytest.raises(ResultsError, match=r"^--out: .*results\.jsonl: File too large$"),
+            ResultsFile(path, PROMPTS) as results,
+        ):
+            results.append([{"text": "b"}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, way))
+    assert path.read_bytes().count(b"\n") == 1 and not path.read_bytes().endswith(b"\n")
+    with ResultsFile(path, PROMPTS) as results:
+        assert results.done == 1
+        results.append([{"text": "b"}, {"text": "c"}])
+    assert [record["text"] for record in written(path)] == ["a", "b", "c"]
+
+
 def test_only_one_client_writes_it(path: Path) -> None:
     with (
         ResultsFile(path, PROMPTS) as results,
@@ -84,6 +107,23 @@ def test_only_one_client_writes_it(path: Path) -> None:
     ):
         ResultsFile(path, PROMPTS)
     assert results.done == 0
+
+
+def test_one_that_its_last_writer_removes_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def removed(file, how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with ResultsFile(path, PROMPTS) as results:
+        results.begin()
+        results.append([{}])
+        assert path.read_bytes().count(b"\n") == 1
 
 
 def test_what_is_not_ours_is_left_alone(path: Path) -> None:

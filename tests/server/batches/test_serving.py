@@ -86,7 +86,7 @@ def test_lines_in_error_fail_by_themselves(
     ):
         assert words in result.error.message
         assert result.error.code == "INVALID_ARGUMENT" and not result.completions
-    assert failed[0].id == "none"
+    assert failed[0].id == "none" and failed[6].id == "x" * 128
     assert len(engine.requests) == 1
 
 
@@ -156,10 +156,20 @@ def test_without_an_id_the_server_makes_one_up(door: BatchDoor, engine: FakeEngi
         assert len(door.results(name)) == 1
 
 
+def unknown(batch_id: str) -> pb.CancelBatchRequest:
+    """With a field that only a newer client knows."""
+    message = pb.CancelBatchRequest(batch_id=batch_id)
+    return pb.CancelBatchRequest.FromString(message.SerializeToString() + b"\xc8\x01\x05")
+
+
 @pytest.mark.parametrize(
     ("call", "code", "words"),
     [
         (lambda door: door.submit("x" * 129, ["hi"]), "INVALID_ARGUMENT", "batch_id: has 129"),
+        (lambda door: door.status("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
+        (lambda door: door.cancel("x" * 20_000), "INVALID_ARGUMENT", "batch_id: has 20000"),
+        (lambda door: door.delete("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
+        (lambda door: door.stub.CancelBatch(unknown("b")), "INVALID_ARGUMENT", "number 25 is unkn"),
         (lambda door: door.submit("b", first=-1), "INVALID_ARGUMENT", "first_line: must be at lea"),
         (lambda door: door.status("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
         (lambda door: door.cancel("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
