@@ -140,6 +140,33 @@ class Starvation(Varied):
         )
 
 
+class Overload(Varied):
+    """No part of the paper: whom to serve when not all can be in time."""
+
+    def variants(self) -> dict[str, Switches]:
+        """Those that are late in their place, as in the paper, and behind all others."""
+        return {"`bros`": (), "`bros:late_last=true`": (("late_last", True),)}
+
+    def settings(self) -> Iterator[tuple[str, str, float]]:
+        """Near what a system can do, and beyond."""
+        for model in self.scale.models:
+            yield model, self.scale.data_sets[0], self.scale.rates(model)[-1]
+            if len(self.scale.steps) > 1:
+                yield model, self.scale.data_sets[0], self.scale.rates(model)[-2]
+
+    def section(self, results: MixedResults, figures: Path) -> Section:
+        """Section 6 of the page."""
+        return Section(
+            "6. Overload",
+            "In the paper's order whoever is late comes first, and makes others late: once there "
+            "are more real-time requests than can be served in time, nearly all are late. With "
+            "`late_last` those who can still be in time come before those who cannot:",
+            [],
+            [],
+            [self.lines(results, ())],
+        )
+
+
 WHY_SHARING = (
     "What a real-time request gains is memory in blocks that best-effort ones have begun; without, "
     "they lose their caches and compute them again."

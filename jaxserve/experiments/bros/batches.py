@@ -22,7 +22,7 @@ class Batches(Part):
                 yield from self._of(policy, size)
 
     def section(self, results: MixedResults, figures: Path) -> Section:
-        """Section 6 of the page."""
+        """Section 7 of the page."""
         rows = []
         for size in self._sizes():
             for policy in POLICIES:
@@ -34,7 +34,7 @@ class Batches(Part):
                 rows.append([f"{size:,}", f"`{policy}`", *cells])
         model, data, rate = self._point()
         return Section(
-            "6. Larger and smaller batches",
+            "7. Larger and smaller batches",
             f"{LABELS[data]}, {model}, {rate:g} requests/s. How long `vllm` and `round_robin` let "
             "real-time requests wait depends on how much best-effort work is queued:",
             [],
