@@ -60,31 +60,26 @@ def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
     the block along to another one. left: as `left_filled`, what is planned included."""
     pool, size, computed = view.pool, view.pool.block_size, int(view.table.computed[row])
     waits, kind = not pool.held[row], int(pool.kind[row])
-    found, until = list[int](), computed
-    missing = set[int]()
-    for segment in view.host.segments(row):
+    until, missing = computed, set[int]()
+    segments = view.host.segments(row)
+    for segment in segments:
         if waits:
             kind = int(segment.kind)
         if segment.end <= computed:
             missing.update(range(segment.first // size, blocks_a_plane(segment.end, size)))
-        elif segment.first == until:
-            until = segment.end
         else:
-            break  # a gap: what is behind it is computed again
-        found.append(segment.first)
+            until = segment.end  # without a gap: `Preempt` has left no others
     copy = np.array([i for i in sorted(missing) if _taken(view, row, i, left)], np.int64)
     there = np.minimum(computed - copy * size, pool.cap[row, copy])
     one, tokens, kinds = np.array([row]), np.array([until]), np.array([kind])
     more = int(pool.needed(one, tokens, kinds)[0]) if until > computed else 0
-    first = np.array(found, np.int64)
-    tokens_back = sum(s.end - s.first for s in view.host.segments(row)[: len(found)])
     return Comeback(
         copy,
-        first,
+        np.array([segment.first for segment in segments], np.int64),
         until,
         int(pool.blocks_for(1, kind)) * len(copy) + more,
         int(slots_for(int(there.sum()), kind)),
-        int(slots_for(tokens_back, kind)),
+        int(slots_for(int(view.host.tokens[row]), kind)),
     )
 
 

@@ -20,6 +20,7 @@ from jaxserve.client.client import DEFAULT_ADDRESS, Client
 from jaxserve.client.errors import ServerError
 from jaxserve.client.messages import TIERS
 from jaxserve.client.records import completion_records, error_record
+from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
 
 CONCURRENCY = 16
@@ -113,8 +114,9 @@ def _batch(client: Client, args: argparse.Namespace) -> int:
         if args.cancel:
             if results.batch is None:
                 raise ResultsError(f"--cancel: there is no batch that {args.out} waits for")
-            client.cancel_batch(results.batch.batch_id)
-            print(f"cancelled; {args.out} has {results.done} of {len(prompts.lines)} results")
+            status = client.cancel_batch(results.batch.batch_id)
+            over = "done already" if status.state == pb.BATCH_STATE_ENDED else "cancelled"
+            print(f"{over}; {args.out} has {results.done} of {len(prompts.lines)} results")
             return 0
         patience_s = PATIENCE_S if args.timeout is None else args.timeout
         BatchRun(client, prompts, results, patience_s).run()

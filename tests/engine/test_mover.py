@@ -157,6 +157,35 @@ def test_many_small_saves_take_no_more_than_what_was_saved(mover: Mover) -> None
     assert staged() == 0
 
 
+class Late:
+    """Is in the pool once somebody waits for it."""
+
+    def __init__(self, slots: int, under_way: list[int]) -> None:
+        self._slots, self._under_way = slots, under_way
+        under_way.append(slots)
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        self._under_way.remove(self._slots)
+
+
+def test_loads_wait_where_too_many_are_on_their_way(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, under_way, come_in = filled(), list[int](), mover._in
+
+    def late(pool: jax.Array, staged: Any, *places: Any) -> tuple[jax.Array, Late]:
+        return come_in(pool, staged, *places)[0], Late(len(staged), under_way)
+
+    monkeypatch.setattr(mover, "_in", late)
+    for key in range(2 * ROOM // LARGEST):
+        mover.save(pool, [key], [LARGEST], places(0, LARGEST))
+        pool = mover.load(pool, [key], [LARGEST], places(1600, LARGEST))
+        assert sum(under_way) == min((key + 1) * LARGEST, ROOM), "none waits before it has to"
+
+
 def test_what_is_saved_is_what_was_there_then(mover: Mover, held: Callable[[], None]) -> None:
     """However late it is copied: the slots have been written to since, and the pool is another."""
     pool, slots = filled(), places(0, 10)
