@@ -96,22 +96,32 @@ def test_best_effort_requests_get_nothing_after_an_early_return() -> None:
 
 
 def test_a_deadline_that_cannot_be_met_limits_nobody() -> None:
-    run = drive()
+    run = drive(late_last=False)
     lost, early = (run.add(6, 2, ttft=ttft, tbt=9.0) for ttft in (0.5, 2.0))
     late = run.add(9, 2, ttft=2.1)
     assert run.step() == {lost: 6, early: 6}, "1.2 s, and 2.1 with the third"
     assert run.step() == {lost: 1, late: 9, early: 1}
 
 
-def test_the_late_may_come_last() -> None:
-    run = drive(late_last=True)
+def test_late_prompts_come_last() -> None:
+    run = drive()
     lost, early = run.add(15, 2, ttft=0.5), run.add(6, 2, ttft=2.0, tbt=5.0)
     assert run.step() == {early: 6}, "2.1 s with the other"
     assert lost in run.step()
 
 
+def test_late_decodes_keep_their_place() -> None:
+    run = drive(initial=1, growth=0)
+    first = run.add(2, 3, ttft=9.0, tbt=0.01)
+    run.step()
+    second = run.add(3, 2, ttft=2.0)
+    assert run.step() == {first: 1}, "its token is late already"
+    assert run.step() == {first: 1}
+    assert run.step() == {second: 3}
+
+
 def test_one_request_is_served_however_long_it_takes() -> None:
-    run = drive()
+    run = drive(late_last=False)
     first = run.add(3, 2, ttft=1.0, tbt=0.4)
     run.step()
     long = run.add(20, 2, ttft=0.3)
@@ -321,7 +331,7 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
 
 @pytest.mark.parametrize(
     "policy",
-    ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=true", "sharing=false"],
+    ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=false", "sharing=false"],
 )
 @quick
 @given(case=cases, host=st.sampled_from((0, 20, 1000)))

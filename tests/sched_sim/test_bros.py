@@ -20,7 +20,7 @@ COST = LinearCostModel(
     Coefficients(5e-3, 1e-2, 1e-4, 0, 0, 0, 0, 0, 0, copied_slot=1e-4, swapped_slot=1e-3), 1
 )
 POLICIES = [
-    *("bros", "bros:sharing=false", "bros:late_last=true:replace=false:initial=2:growth=1"),
+    *("bros", "bros:sharing=false", "bros:late_last=false:replace=false:initial=2:growth=1"),
     *("bros:max_age=0.5", "bros:floor=40", "bros:watermark=0.2:ttft=5:tbt=5", "round_robin"),
 ]
 

@@ -144,8 +144,8 @@ class Overload(Varied):
     """No part of the paper: whom to serve when not all can be in time."""
 
     def variants(self) -> dict[str, Switches]:
-        """Those that are late in their place, as in the paper, and behind all others."""
-        return {"`bros`": (), "`bros:late_last=true`": (("late_last", True),)}
+        """Those that are late behind all others, and in their place as in the paper."""
+        return {"`bros`": (), "`bros:late_last=false`": (("late_last", False),)}
 
     def settings(self) -> Iterator[tuple[str, str, float]]:
         """Near what a system can do, and beyond."""
@@ -158,9 +158,10 @@ class Overload(Varied):
         """Section 6 of the page."""
         return Section(
             "6. Overload",
-            "In the paper's order whoever is late comes first, and makes others late: once there "
-            "are more real-time requests than can be served in time, nearly all are late. With "
-            "`late_last` those who can still be in time come before those who cannot:",
+            "In the paper's order (`late_last=false`) whoever is late comes first, and makes others "
+            "late: once there are more real-time requests than can be served in time, nearly all "
+            "are late. Here those that can still have their first token in time come before those "
+            "that cannot, who wait for the end of the overload:",
             [],
             [],
             [self.lines(results, ())],

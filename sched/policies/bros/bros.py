@@ -52,8 +52,9 @@ class Bros(Policy):
     many that rises with each other batch. watermark: share of the pool that best-effort starts
     leave free while others run.
 
-    late_last: whether requests that can no longer meet their deadline come behind all that can.
-    More of them do then in an overload, and the late ones wait for its end.
+    late_last: whether those that wait for a first token and can no longer have it in time come
+    behind all others; false: in their place, as in the paper. In an overload far more requests are
+    in time then, and the late ones wait for its end.
 
     replace: whether best-effort requests take places of real-time ones in a full batch, of those
     that would have more to bring back from the host, and can wait for the next one.
@@ -73,7 +74,7 @@ class Bros(Policy):
     initial: int = 64
     growth: int = 16
     watermark: float = 0.01
-    late_last: bool = False
+    late_last: bool = True
     replace: bool = True
     sharing: bool = True
     max_age: float | None = None

@@ -19,7 +19,7 @@ def pack(
 
     others: best-effort rows, those with least on the host first; in a full batch they get the
     places of real-time ones that have more there, and more than `spare` seconds after the batch.
-    late_last: whether those whose deadline cannot be met are considered last."""
+    late_last: whether prompts whose deadline cannot be met are considered last."""
     view = batch.view
     here = ~room.is_out(queue.rows)
     rows, residual = queue.rows[here], queue.residual[here]
@@ -29,7 +29,7 @@ def pack(
     savable = residual >= alone(view, work)
     limit = float(residual[savable].min(initial=np.inf))
     if late_last:
-        order = np.argsort(~savable, kind="stable")
+        order = np.argsort(~savable & ~work.decodes, kind="stable")
         work, residual = work[order], residual[order]
     chosen = np.flatnonzero(room.affordable(work))
     chosen = chosen[: batch.fits(work[chosen])]
