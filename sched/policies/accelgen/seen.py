@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.sched.policy import View
 
 BATCHES = 32  # among which the longest is T_max
-CHUNKS = 256  # whose mean is L_c
+CHUNKS = 256  # that say what L_c is
 ABSENCES = 64  # among which the longest is P_max
 FORGET = 1 << 16  # tokens after which both counts of P are halved
 
@@ -32,9 +32,12 @@ class Seen:
         return max(self._seconds, default=otherwise)
 
     def chunk(self, otherwise: int) -> float:
-        """L_c: mean tokens of the last pieces of prompts that were cut, but for the last piece of
-        each; otherwise: before the first."""
-        return sum(self._chunks) / len(self._chunks) if self._chunks else float(otherwise)
+        """L_c: how long the piece is, on average, that a token of a prompt is in, of the last ones
+        that were cut, but for the last piece of each; otherwise: before the first. So the few
+        tokens with which batches are filled up hardly count."""
+        if not self._chunks:
+            return float(otherwise)
+        return sum(tokens**2 for tokens in self._chunks) / sum(self._chunks)
 
     @property
     def loss(self) -> float:
