@@ -37,6 +37,7 @@ POLICIES = {
     "vllm_hy": True,
     "sarathi_nocp": True,
     "sarathi_nohy": True,
+    "accelgen": True,
     "bros": True,
     "fastgen": True,
     "fastserve": True,

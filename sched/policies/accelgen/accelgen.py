@@ -1,0 +1,224 @@
+"""AccelGen: the strictest target of a batch says how large it may be; what is left is chosen for.
+
+Those that decode stay in the batch. Prompts that must run now to meet their targets join them, cut
+to the token, then those under way, and of the others those who use most of the tokens and blocks
+that are left. docs/accelgen-policy.md lists all that is otherwise than in the paper.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policies.accelgen.allowance import Allowances
+from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policies.accelgen.filling import Filling
+from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
+from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
+from jaxserve.sched.policies.accelgen.room import Room
+from jaxserve.sched.policies.accelgen.seen import Seen
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import register
+from jaxserve.sched.table import RUNNING, WAITING
+
+
+class Ordering(enum.Enum):
+    """Who comes first."""
+
+    SLO = "who has the least time left, T_r"
+    FIFO = "who arrived first; nobody is urgent"
+
+
+@register(
+    "accelgen",
+    summary="batches as large as their strictest target allows; least time left, then best fit",
+    source="AccelGen 4",
+)
+@dataclass(frozen=True)
+class AccelGen(Policy):
+    """ttft, tbt: targets, seconds, of real-time requests that name none (the paper's reading
+    speed). long: tokens of a prompt of which one at most is computed at a time. gamma: seconds of
+    remaining time within which those who start are chosen from. pivot: forward size S_pf, tokens;
+    None to find it. watermark: share of the pool that starts leave free while others run.
+
+    late_last: whether urgent prompts that can no longer meet their targets come behind those that
+    can. More of them do then in an overload, and the late ones wait for its end.
+
+    chunked, ordering, euclidean: the three parts of the design; without them prompts are whole, in
+    order of arrival, and start in that order.
+
+    ValueError for values that are none.
+    """
+
+    ttft: float = 1.0
+    tbt: float = 0.1875
+    long: int = 4096
+    gamma: float = 0.75
+    pivot: int | None = None
+    watermark: float = 0.01
+    late_last: bool = True
+    chunked: bool = True
+    ordering: Ordering = Ordering.SLO
+    euclidean: bool = True
+    _gauge: Gauge = field(init=False, repr=False, compare=False)
+    _seen: Seen = field(init=False, repr=False, compare=False)
+    _allowances: Allowances = field(init=False, repr=False, compare=False)
+    counts_blocks = True
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
+        for name in ("long", "pivot"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        object.__setattr__(self, "_gauge", Gauge(self.pivot))
+        object.__setattr__(self, "_seen", Seen())
+        object.__setattr__(self, "_allowances", Allowances())
+
+    @property
+    def full_prefill(self) -> bool:
+        """P = C, whatever the limits say: Eq. 6 is what bounds a batch."""
+        return True
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        """Decodes, urgent prompts, prompts under way, and of the others the best fit."""
+        clock, pivot = now + self._seen.in_flight(view), self._gauge.read(view)
+        longest = self._seen.longest(pivot.seconds)
+        work = self._ranked(view, clock, pivot, longest)
+        batch = Batch(view)
+        runs = work[~work.starts]
+        room = Room(view, batch, runs.rows, runs.key, self.watermark)
+        filling = Filling(batch, room, pivot, chunked=self.chunked)
+        decodes, prompts = runs[runs.decodes], work[~work.decodes]
+        if len(decodes):
+            filling.retain(_in_reach(Batch(view), decodes, decodes.tokens)[0])
+        self._fill(filling, prompts[~room.is_out(prompts.rows)], pivot, longest)
+        if not batch.tokens:
+            filling.force(prompts[~room.is_out(prompts.rows)])
+        return self._booked(view, batch, room, clock)
+
+    def _ranked(self, view: View, clock: float, pivot: Pivot, longest: float) -> Work:
+        """All requests, the most urgent first, but for long prompts that wait for another."""
+        table = view.table
+        rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
+        work = Work.of(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
+        parts = self._chunks(work.tokens, pivot)
+        slo = Targets(self.ttft, self.tbt).of(view, rows)
+        time = left(view, rows, slo, clock)
+        loss = self._seen.loss
+        due = self._allowances.due(view, rows, parts, clock, longest, loss) - clock
+        job = np.where(due >= -longest, np.maximum(due, 0.0) + longest, np.inf)
+        limit = np.minimum(time / parts, job)
+        late = np.where(work.decodes, slo, np.inf)
+        key = work.key
+        if self.ordering is Ordering.SLO:
+            key = np.minimum(time - parts * longest, due)
+        work = _one_long(replace(work, key=key, limit=limit, late=late))
+        return work[np.argsort(work.key, kind="stable")]
+
+    def _chunks(self, pending: np.ndarray, pivot: Pivot) -> np.ndarray:
+        """N_ck of each."""
+        return chunks(pending, self._seen.chunk(pivot.size) if self.chunked else None)
+
+    def _fill(self, filling: Filling, prompts: Work, pivot: Pivot, longest: float) -> None:
+        """Prompts beside the decodes."""
+        first = -(-prompts.tokens // self._chunks(prompts.tokens, pivot))
+        prompts, savable = _in_reach(filling.batch, prompts, first)
+        urgent = prompts.key <= longest
+        if self.ordering is Ordering.FIFO:
+            urgent[:] = False
+        if self.late_last:
+            order = np.argsort(urgent & ~savable, kind="stable")
+            prompts, savable, urgent = prompts[order], savable[order], urgent[order]
+        now, limit = prompts[urgent], filling.limit
+        if self.chunked:
+            filling.limit = min(limit, float(now.limit.min(initial=np.inf)))
+        else:  # whole, they come in however large they are
+            filling.limit, now = np.inf, replace(now, limit=np.full(len(now), np.inf))
+        starts = filling.fill(now, savable[urgent])
+        if not self.chunked:
+            filling.limit = limit
+        stays = ~urgent & ~filling.room.is_out(prompts.rows)
+        filling.fill(prompts[stays & ~prompts.starts])
+        others = prompts[stays & prompts.starts]
+        if starts and self.euclidean:
+            filling.choose(others, self.gamma)
+        elif starts:
+            filling.fill(others)
+
+    def _booked(self, view: View, batch: Batch, room: Room, clock: float) -> BatchPlan:
+        """The plan, and what the next one has to know of it."""
+        done, seconds, seen = batch.work(), batch.seconds, self._seen
+        seen.note_absences(view, room.dropped, done.rows, clock)
+        seen.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
+        self._allowances.ran(done.rows, seconds)
+        self._allowances.forget(room.dropped)
+        kinds = np.zeros(len(done), np.int64)
+        return BatchPlan(done.rows, done.tokens, done.reserve, kinds, room.operations())
+
+
+def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.ndarray]:
+    """The work, whose limits hold only where they can be met beside the batch with so many tokens
+    of it now, int64 [n]; and where that is so, bool [n]."""
+    seconds = batch.with_each(replace(work, tokens=tokens))
+    met = seconds <= work.limit
+    otherwise = np.where(seconds <= work.late, work.late, np.inf)
+    return replace(work, limit=np.where(met, work.limit, otherwise)), met
+
+
+def _one_long(work: Work) -> Work:
+    """Without the long prompts that wait while another is computed, which is as urgent as they
+    are; or without all but the most urgent of them (exclusive request allocation)."""
+    long = work.long & ~work.decodes
+    if np.count_nonzero(long) < 2:
+        return work
+    waits = np.flatnonzero(long & work.starts)
+    under_way = np.flatnonzero(long & ~work.starts)
+    if len(under_way):
+        key = work.key.copy()
+        key[under_way] = min(key[under_way].min(), key[waits].min(initial=np.inf))
+        work = replace(work, key=key)
+    else:
+        waits = np.delete(waits, np.argmin(work.key[waits]))
+    stays = np.ones(len(work), bool)
+    stays[waits] = False
+    return work[stays]
+
+
+@register(
+    "accelgen_nochunk",
+    summary="accelgen with whole prompts",
+    source="AccelGen 6.3",
+)
+def accelgen_nochunk() -> AccelGen:
+    """Without SLO-guaranteed dynamic chunking: prompts are whole, urgent ones however long."""
+    return AccelGen(chunked=False)
+
+
+@register(
+    "accelgen_noorder",
+    summary="accelgen in order of arrival; nobody is urgent",
+    source="AccelGen 6.3",
+)
+def accelgen_noorder() -> AccelGen:
+    """Without task prioritization: first come, first served."""
+    return AccelGen(ordering=Ordering.FIFO)
+
+
+@register(
+    "accelgen_nobatch",
+    summary="accelgen whose prompts start in order, whatever they leave idle",
+    source="AccelGen 6.3",
+)
+def accelgen_nobatch() -> AccelGen:
+    """Without multi-resource-aware batching."""
+    return AccelGen(euclidean=False)

@@ -1,0 +1,99 @@
+"""Targets for whole jobs, as time that each iteration may wait (AccelGen section 4.3).
+
+A job of N iterations that take T_e in all may wait for (JCT - T_e) / N before each. What an
+iteration leaves of that goes to the next, and what it takes too much the next lacks. So it is
+enough to know when the next is to begin: the one after begins, at the latest, that far after the
+end of this one, plus what this one was early, or less what it was late; that is, its own latest
+begin, plus its time, plus the share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+
+NOBODY = -1
+ENOUGH = 32  # outputs that must have ended before their lengths tell
+
+
+def tokens_ahead(view: View, rows: np.ndarray) -> np.ndarray:
+    """S_g: tokens that each is expected to write yet, float64 [n]: as those did that got as far;
+    as many as it may, before ENOUGH have ended."""
+    table, lengths = view.table, view.table.output_lengths
+    generated = table.generated[rows]
+    most = (table.max_tokens[rows] - generated).astype(np.float64)
+    if lengths.count < ENOUGH:
+        return most
+    return np.minimum(lengths.expected(generated) - generated, most)
+
+
+class Allowances:
+    """By row: whose it is (order of arrival), when its next iteration must begin at the latest,
+    seconds that each may wait, iterations that are still expected."""
+
+    def __init__(self) -> None:
+        self._seq = np.zeros(0, np.int64)
+        self._due, self._share, self._left = np.zeros(0), np.zeros(0), np.zeros(0)
+
+    def due(
+        self,
+        view: View,
+        rows: np.ndarray,
+        chunks: np.ndarray,
+        clock: float,
+        longest: float,
+        loss: float,
+    ) -> np.ndarray:
+        """When the next iteration of each must begin, float64 [n]; inf for those without such a
+        target. Who is new, was preempted, or takes more iterations than were expected, is given
+        its share of what is left. chunks: N_ck of each; longest: T_max; loss: P_max P."""
+        table = view.table
+        due = np.full(len(rows), np.inf)
+        some = np.flatnonzero(table.jct[rows] < np.inf)
+        if not len(some):
+            return due
+        self._follow(table.capacity)
+        jobs = rows[some]
+        anew = (self._seq[jobs] != table.seq[jobs]) | (self._left[jobs] <= 0)
+        if anew.any():
+            self._spread(view, jobs[anew], chunks[some][anew], clock, longest, loss)
+        due[some] = self._due[jobs]
+        return due
+
+    def _spread(
+        self,
+        view: View,
+        rows: np.ndarray,
+        chunks: np.ndarray,
+        clock: float,
+        longest: float,
+        loss: float,
+    ) -> None:
+        table = view.table
+        ahead = np.maximum(tokens_ahead(view, rows), 1.0)
+        takes = chunks * longest + ahead * (longest + loss)
+        new = (table.computed[rows] == 0) & (table.preemptions[rows] == 0)
+        begin = np.where(new, table.arrival[rows], clock)
+        left = chunks + ahead
+        share = (table.arrival[rows] + table.jct[rows] - begin - takes) / left
+        self._seq[rows], self._left[rows] = table.seq[rows], left
+        self._share[rows], self._due[rows] = share, begin + share
+
+    def ran(self, rows: np.ndarray, seconds: float) -> None:
+        """A batch of these rows takes so long."""
+        rows = rows[rows < len(self._seq)]
+        self._due[rows] += seconds + self._share[rows]
+        self._left[rows] -= 1
+
+    def forget(self, rows: list[int]) -> None:
+        """They lose their caches, and enter the queue anew."""
+        self._seq[[row for row in rows if row < len(self._seq)]] = NOBODY
+
+    def _follow(self, rows: int) -> None:
+        more = rows - len(self._seq)
+        if more > 0:
+            self._seq = np.append(self._seq, np.full(more, NOBODY))
+            self._due, self._share, self._left = (
+                np.append(column, np.zeros(more)) for column in (self._due, self._share, self._left)
+            )

@@ -1,0 +1,169 @@
+"""The batch being put together: what each would do in it, and how long it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.policy import View
+from jaxserve.sched.table import WAITING
+
+LOOK = 64  # sizes that are asked for at once
+
+
+@dataclass(frozen=True)
+class Work:
+    """What requests would do in the step, parallel arrays [n], in order. tokens: to compute now;
+    start: cached before; reserve: cache tokens to have room for; new: free blocks that this takes;
+    decodes, starts, long: bool, which ones have one token pending, hold no cache yet, and take
+    blocks for a chunk at a time. key: seconds, the least is the most urgent; limit: how long the
+    step may take for it; late: the same where that cannot be met."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    start: np.ndarray
+    reserve: np.ndarray
+    new: np.ndarray
+    decodes: np.ndarray
+    starts: np.ndarray
+    long: np.ndarray
+    key: np.ndarray
+    limit: np.ndarray
+    late: np.ndarray
+
+    @classmethod
+    def of(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
+        """All that each has pending, in K and V. long: bool [n]. They limit no step yet."""
+        table, start, nothing = view.table, view.table.computed[rows], np.zeros(len(rows), np.int64)
+        known = table.prompt_len[rows] + table.generated[rows]
+        return cls(
+            rows,
+            known - start,
+            start,
+            known,
+            view.pool.needed(rows, known, nothing),
+            (known - start == 1) & (table.generated[rows] > 0),
+            table.state[rows] == WAITING,
+            long,
+            key,
+            np.full(len(rows), np.inf),
+            np.full(len(rows), np.inf),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Work]) -> Work:
+        """All of several, of which there must be one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in _NAMES))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Work:
+        """A slice of them, or those that a mask or indices choose."""
+        return Work(*[getattr(self, name)[part] for name in _NAMES])
+
+    def cut(self, view: View, tokens: np.ndarray) -> Work:
+        """So many tokens of each now, int64 [n]. Long ones take blocks for no more."""
+        reserve = np.where(self.long, self.start + tokens, self.reserve)
+        new = self.new
+        if self.long.any():
+            new = view.pool.needed(self.rows, reserve, np.zeros(len(self), np.int64))
+        return replace(self, tokens=tokens, reserve=reserve, new=new)
+
+    def columns(self) -> np.ndarray:
+        """What each adds to the features of a batch, int64 [6, n]; see `_features`."""
+        tokens, start, found = self.tokens, self.start, np.empty((6, len(self)), np.int64)
+        found[0], found[2] = tokens, self.decodes
+        found[4] = 1 - found[2]
+        found[1] = found[2] * (start + 1)
+        found[3] = found[4] * tokens * (tokens + 2 * start)
+        found[5] = found[4] * start
+        return found
+
+
+_NAMES = tuple(field.name for field in fields(Work))
+
+
+class Batch:
+    """Starts empty. tokens, rows: how many there are in it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._parts: list[Work] = []
+        self._sums = np.zeros((6, 1), np.int64)
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests in it."""
+        return int(self._sums[0, 0])
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes; 0 with nobody in it."""
+        return float(self._seconds(self._sums)[0]) if self._parts else 0.0
+
+    def times(self, work: Work) -> np.ndarray:
+        """Seconds with the first of them added, with the first two, and so on, float64 [n]."""
+        return self._seconds(self._sums + np.cumsum(work.columns(), axis=1))
+
+    def with_each(self, work: Work) -> np.ndarray:
+        """Seconds with each of them added, without the others, float64 [n]."""
+        return self._seconds(self._sums + work.columns())
+
+    def longest(self, start: int, limit: float, most: int) -> int:
+        """The most tokens of a prompt, `start` of them cached, with which it takes no longer than
+        `limit` seconds; at most `most`."""
+        low, high = 0, most + 1  # so many do, and so many are too many
+        if limit == np.inf:
+            return max(most, 0)
+        while high - low > 1:
+            tokens = np.unique(np.linspace(low + 1, high - 1, LOOK, dtype=np.int64))
+            ones, quad = np.ones_like(tokens), tokens * (tokens + 2 * start)
+            added = np.stack([tokens, 0 * ones, 0 * ones, quad, ones, start * ones])
+            count = prefix(self._seconds(self._sums + added) <= limit)
+            if count < len(tokens):
+                high = int(tokens[count])
+            if count:
+                low = int(tokens[count - 1])
+        return low
+
+    def add(self, work: Work) -> None:
+        """Puts them in; the caller has checked that they fit."""
+        if len(work):
+            self._parts.append(work)
+            self._sums += work.columns().sum(axis=1, keepdims=True)
+
+    def drop(self, row: int) -> None:
+        """Takes the row out, if it is in."""
+        for i, part in enumerate(self._parts):
+            stays = part.rows != row
+            if not stays.all():
+                self._sums -= part[~stays].columns()
+                self._parts[i] = part[stays]
+        self._parts = [part for part in self._parts if len(part)]
+
+    def work(self) -> Work:
+        """All that is in it."""
+        nothing = np.zeros(0, np.int64)
+        empty = Work.of(self._view, nothing, np.zeros(0), nothing > 0)
+        return Work.joined([*self._parts, *([] if self._parts else [empty])])
+
+    def _seconds(self, sums: np.ndarray) -> np.ndarray:
+        seconds = self._view.step_time(_features(sums))
+        return np.full(sums.shape[1], seconds) if np.ndim(seconds) == 0 else np.asarray(seconds)
+
+
+def prefix(ok: np.ndarray) -> int:
+    """How many there are before the first that is not."""
+    return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+def _features(sums: np.ndarray) -> BatchFeatures:
+    """Of batches whose columns of `Work` sum up to these, [6, n]."""
+    tokens, read, decodes, quad, prefills, before = sums
+    return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before)

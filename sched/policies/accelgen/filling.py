@@ -1,0 +1,143 @@
+"""Requests into the batch: those that decode, urgent prompts, and the choice among the others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.policies.accelgen.batch import Batch, Work, prefix
+from jaxserve.sched.policies.accelgen.nearest import nearest
+from jaxserve.sched.policies.accelgen.pivot import Pivot
+from jaxserve.sched.policies.accelgen.room import Room
+
+
+class Filling:
+    """One batch in the making. limit: SLO_min, seconds that it may take for those who are in it.
+    chunked: whether prompts may be cut."""
+
+    def __init__(self, batch: Batch, room: Room, pivot: Pivot, *, chunked: bool) -> None:
+        self.batch, self.room, self.limit = batch, room, np.inf
+        self._view, self._pivot, self._chunked = room.view, pivot, chunked
+
+    def retain(self, work: Work) -> None:
+        """Adds decodes, the most urgent first, as far as the batch stays within the strictest of
+        their limits; one in any case."""
+        limit = np.minimum.accumulate(work.limit)
+        ok = (self.batch.times(work) <= limit) & (
+            np.arange(1, len(work) + 1) <= self._pivot.budget(limit)
+        )
+        work = self.room.grow(work[: max(prefix(ok), 1)])
+        self.batch.add(work)
+        self.limit = float(work.limit.min(initial=np.inf))
+
+    def fill(self, work: Work, savable: np.ndarray | None = None) -> bool:
+        """Adds prompts in order; the last one is cut to what is left of the budget. savable: bool
+        [n], for whom others are preempted; None for nobody. False if one who waits found no memory:
+        nobody starts after it."""
+        starts = True
+        savable = np.zeros(len(work), bool) if savable is None else savable
+        while len(work):
+            limit = np.minimum(self.limit, np.minimum.accumulate(work.limit))
+            left = self._pivot.budget(limit) - self.batch.tokens
+            whole = prefix((np.cumsum(work.tokens) <= left) & (self.batch.times(work) <= limit))
+            count = self.room.fit(work[:whole])
+            self._take(work[:count])
+            work, savable = work[count:], savable[count:]
+            if not len(work):
+                break
+            piece = self._piece(work[:1])
+            if piece is None:
+                break
+            if not self.room.fit(piece):
+                if savable[0] and self.room.make(piece):
+                    stays = ~self.room.is_out(work.rows)
+                    work, savable = work[stays], savable[stays]
+                    continue
+                piece = self._in_memory(piece)
+            if piece is not None:
+                self._take(piece)
+                work, savable = work[1:], savable[1:]
+            else:
+                starts = starts and not work.starts[0]
+                others = np.arange(len(work)) > 0
+                others &= starts | ~work.starts
+                work, savable = work[others], savable[others]
+        return starts
+
+    def choose(self, work: Work, gamma: float) -> None:
+        """Adds some of those who start: window by window of `gamma` seconds of their keys, those
+        who use most of the tokens and blocks that are left (Algorithm 2)."""
+        while len(work):
+            whole = work.new <= self.room.startable
+            cut = work.long & self._chunked & (self.room.tokens(work) > 0)
+            work = work[whole | cut]
+            window = int(np.searchsorted(work.key, work.key[:1] + gamma, side="right")[:1].sum())
+            part, work = work[:window], work[window:]
+            before = self.limit
+            self.limit = min(before, float(part.limit.min(initial=np.inf)))
+            left = self.batch.longest(0, self.limit, self._left(self.limit))
+            if not len(part) or left <= 0 or self.room.slots <= 0:
+                self.limit = before
+                return
+            pieces = self._pieces(part, left)
+            room = self.room
+            order = nearest(pieces.tokens, pieces.new, left, room.startable, room.slots)
+            timely = order[: prefix(self.batch.times(pieces[order]) <= self.limit)]
+            self._take(pieces[timely])
+            rest = np.ones(len(part), bool)
+            rest[timely] = False
+            self._fill_up(part[rest])
+
+    def force(self, work: Work) -> None:
+        """Adds the first who finds memory, however long it takes: something must be done."""
+        for i in range(len(work)):
+            one = work[i : i + 1]
+            if self._chunked:
+                one = one.cut(self._view, np.minimum(one.tokens, self._left(self.limit)))
+            piece = one if self.room.fit(one) else self._in_memory(one)
+            if piece is not None:
+                self._take(piece)
+                return
+
+    def _fill_up(self, rest: Work) -> None:
+        """Cuts the first who finds memory to the tokens that are left."""
+        if self._chunked:
+            for i in np.flatnonzero(rest.new <= self.room.startable)[:1].tolist():
+                piece = self._piece(rest[i : i + 1])
+                if piece is not None and self.room.fit(piece):
+                    self._take(piece)
+
+    def _left(self, limit: float) -> int:
+        """Tokens that Eq. 6 leaves where the batch may take so long."""
+        return int(self._pivot.budget(limit)) - self.batch.tokens
+
+    def _piece(self, one: Work) -> Work | None:
+        """As much of a prompt as there are tokens and time for; None if there are none, or not for
+        all of it where prompts are whole."""
+        want, limit = int(one.tokens[0]), min(self.limit, float(one.limit[0]))
+        most = min(want, self._left(limit))
+        tokens = self.batch.longest(int(one.start[0]), limit, most)
+        if tokens < (1 if self._chunked else want):
+            return None
+        return one.cut(self._view, np.array([tokens]))
+
+    def _pieces(self, work: Work, left: int) -> Work:
+        """Each with what there are tokens for, and if it is long, blocks."""
+        if not self._chunked:
+            return work
+        tokens = np.minimum(work.tokens, left)
+        if work.long.any():
+            tokens = np.where(work.long, np.minimum(tokens, self.room.tokens(work)), tokens)
+        return work.cut(self._view, tokens)
+
+    def _in_memory(self, piece: Work) -> Work | None:
+        """As much of a long prompt's piece as there are blocks for; None if there are none."""
+        if not (self._chunked and piece.long[0]):
+            return None
+        tokens = np.minimum(piece.tokens, self.room.tokens(piece))
+        less = piece.cut(self._view, tokens)
+        return less if tokens[0] > 0 and self.room.fit(less) else None
+
+    def _take(self, work: Work) -> None:
+        self.room.take(work)
+        self.batch.add(work)
+        self.limit = min(self.limit, float(work.limit.min(initial=np.inf)))

@@ -1,0 +1,66 @@
+"""How many tokens a batch may have: the pivot forward size, and Eq. 6 (AccelGen section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.policy import View
+
+SHARE = 0.95  # of the most throughput, at which it counts as flat
+SIZES = 256  # that are looked at
+INSTANT = 1e-100  # seconds, of a step without a price
+EVERY = 256  # plans from one look to the next: a model that learns changes slowly
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """size: S_pf, tokens; seconds: T_pf, of a batch of so many; most: tokens that any may have."""
+
+    size: int
+    seconds: float
+    most: int
+
+    @classmethod
+    def of(cls, view: View, size: int | None = None) -> Pivot:
+        """The least number of tokens, of one prompt, with SHARE of the throughput that any number
+        up to max_batch_tokens has ("nearly saturates", section 3.1). size: given instead."""
+        most = view.limits.max_batch_tokens
+        if size is not None:
+            sizes = np.array([min(size, most)])
+        else:
+            sizes = np.geomspace(1, most, SIZES).round().astype(np.int64)
+            if view.padding is not None:  # throughput has its peaks at full buckets
+                sizes = np.append(sizes, np.minimum(view.padding.tokens, most))
+            sizes = np.unique(sizes)
+        prompt = BatchFeatures(sizes, sizes, 0, 0, sizes**2, 1, 0)
+        seconds = np.broadcast_to(view.step_time(prompt), sizes.shape)
+        rate = sizes / np.maximum(seconds, INSTANT)
+        first = int(np.argmax(rate >= SHARE * rate.max()))
+        return cls(int(sizes[first]), float(seconds[first]), most)
+
+    def budget(self, slo: Any) -> Any:
+        """S_b, tokens of a batch whose strictest iteration may take `slo` seconds (Eq. 6); at least
+        1, at most `most`. A number or an array."""
+        share = np.divide(slo, self.seconds) if self.seconds else np.full_like(slo, np.inf)
+        tokens = np.minimum(self.size * share, self.most)
+        return np.maximum(tokens, 1.0).astype(np.int64)
+
+
+class Gauge:
+    """The pivot, looked up again now and then. size: the policy's own, None to find it."""
+
+    def __init__(self, size: int | None) -> None:
+        self._size = size
+        self._plans = 0
+        self._pivot: Pivot | None = None
+
+    def read(self, view: View) -> Pivot:
+        """Asked once a plan."""
+        if self._pivot is None or self._plans % EVERY == 0:
+            self._pivot = Pivot.of(view, self._size)
+        self._plans += 1
+        return self._pivot

@@ -1,0 +1,46 @@
+"""How long each request may yet wait, and how long its next iteration may take (section 4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+from jaxserve.sched.request import Tier
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token, and between two, for requests that name no target."""
+
+    ttft: float
+    tbt: float
+
+    def of(self, view: View, rows: np.ndarray) -> np.ndarray:
+        """The SLO of each one's next token, float64 [n]; inf for none. A real-time request without
+        one for the whole job has the defaults for what it does not name."""
+        table = view.table
+        first = table.generated[rows] == 0
+        slo = np.where(first, table.ttft[rows], table.tbt[rows])
+        bare = np.isinf(slo) & np.isinf(table.jct[rows]) & (table.tier[rows] == Tier.REALTIME)
+        slo[bare] = np.where(first[bare], self.ttft, self.tbt)
+        return slo
+
+
+def left(view: View, rows: np.ndarray, slo: np.ndarray, clock: float) -> np.ndarray:
+    """SLO - T_w: seconds until each one's next token is due, float64 [n]. T_w is the time since the
+    last one, or the arrival; a token that the step on the device brings is there when it ends, at
+    `clock`."""
+    table = view.table
+    waited = np.maximum(clock - table.last_token[rows], 0.0)
+    waited[table.generated[rows] > table.received[rows]] = 0.0
+    return slo - waited
+
+
+def chunks(pending: np.ndarray, length: float | None) -> np.ndarray:
+    """N_ck: iterations until each one's next token, int64 [n]. length: L_c; None for whole
+    prompts."""
+    if length is None:
+        return np.ones_like(pending)
+    return np.ceil(pending / max(length, 1.0)).astype(np.int64)

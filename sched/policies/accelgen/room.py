@@ -1,0 +1,108 @@
+"""Blocks and places that a plan hands out, and who loses a cache for them (section 4.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.block_sizes import PLANES
+from jaxserve.sched.kinds import KV
+from jaxserve.sched.plan import Operation, Preempt
+from jaxserve.sched.policies.accelgen.batch import Batch, Work, prefix
+from jaxserve.sched.policy import View
+
+MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from it any more
+
+
+class Room:
+    """free: blocks. slots: requests that may yet hold cache. dropped: rows that lose theirs.
+    running: all that hold cache, the most urgent first, and key: seconds, of each of them."""
+
+    def __init__(
+        self, view: View, batch: Batch, running: np.ndarray, key: np.ndarray, watermark: float
+    ) -> None:
+        self.view, self._batch = view, batch
+        self.free = view.pool.num_free
+        self.slots = view.limits.max_rows - len(running)
+        self.dropped: list[int] = []
+        self._running, self._key = running, key
+        self._taken = np.zeros(view.table.capacity, np.int64)  # by row: blocks in this plan
+        self._holders = len(running)
+        self._watermark = int(watermark * view.pool.num_blocks)
+
+    @property
+    def startable(self) -> int:
+        """Free blocks, but for the watermark."""
+        return max(self.free - self._watermark, 0)
+
+    def fit(self, work: Work) -> int:
+        """How many of them, in order, find blocks and a place. The only one to hold cache leaves no
+        watermark."""
+        need = np.cumsum(work.new)
+        ok = need <= np.where(work.starts, self.free - self._watermark, self.free)
+        ok &= ~work.starts | (np.cumsum(work.starts) <= self.slots)
+        if len(work) and not self._holders:
+            ok[0] = need[0] <= self.free
+        return prefix(ok)
+
+    def tokens(self, work: Work) -> np.ndarray:
+        """Tokens that each could compute in the blocks that it has and all that are free to it,
+        int64 [n]."""
+        pool = self.view.pool
+        free = np.where(work.starts, self.startable, self.free) // PLANES[KV]
+        return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
+
+    def take(self, work: Work) -> None:
+        """They have their blocks and places."""
+        starts = int(np.count_nonzero(work.starts))
+        self._taken[work.rows] = work.new
+        self.free -= int(work.new.sum())
+        self.slots -= starts
+        self._holders += starts
+
+    def grow(self, work: Work) -> Work:
+        """Those of the decodes, the most urgent first, for whom there are blocks once the least
+        urgent of all that run have lost theirs."""
+        need = work.new.copy()
+        at = dict(zip(work.rows.tolist(), range(len(work)), strict=True))
+        for row in self._running[::-1].tolist():
+            if int(need.sum()) <= self.free:
+                break
+            self._drop(row)
+            if row in at:
+                need[at[row]] = 0
+        if self.dropped:
+            work = work[~self.is_out(work.rows)]
+        self.take(work)
+        return work
+
+    def make(self, one: Work) -> bool:
+        """Preempts those that are less urgent than this request, the least urgent first, until it
+        finds blocks and a place; nobody if that is not enough. Whether it does now."""
+        ok = (self._key > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
+        ok &= ~self.is_out(self._running)
+        victims = self._running[ok][::-1]
+        have = self.free + np.cumsum(self.view.pool.blocks_held(victims) + self._taken[victims])
+        starts = bool(one.starts[0])
+        need = int(one.new[0]) + (self._watermark if starts else 0)
+        count = max(int(np.searchsorted(have, need)) + 1, 1 if starts and self.slots < 1 else 0)
+        if count > len(victims):
+            return False
+        for row in victims[:count].tolist():
+            self._drop(row)
+        return self.fit(one) == 1
+
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them lose their caches in this plan, bool [n]."""
+        return np.isin(rows, self.dropped) if self.dropped else np.zeros(len(rows), bool)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What is done to caches before the step."""
+        return (Preempt.whole(np.array(self.dropped)),) if self.dropped else ()
+
+    def _drop(self, row: int) -> None:
+        self.free += int(self.view.pool.blocks_held(np.array([row]))[0] + self._taken[row])
+        self.slots += 1
+        self._holders -= 1
+        self._taken[row] = 0
+        self.dropped.append(row)
+        self._batch.drop(row)

@@ -1,0 +1,81 @@
+"""What the policy has seen of its own plans: how long steps take, how long chunks are, how often
+and how long requests are out (AccelGen section 4.3)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+
+BATCHES = 32  # among which the longest is T_max
+CHUNKS = 256  # that say what L_c is
+ABSENCES = 64  # among which the longest is P_max
+FORGET = 1 << 16  # tokens after which both counts of P are halved
+
+
+class Seen:
+    """Times in seconds. Those of batches are predicted: what they took, nobody tells a policy."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=BATCHES)
+        self._chunks: deque[int] = deque(maxlen=CHUNKS)
+        self._absences: deque[float] = deque(maxlen=ABSENCES)
+        self._out: dict[int, tuple[int, float]] = {}  # row: whose it was, since when
+        self._last = np.zeros(0, np.int64)
+        self._tokens = self._losses = 0
+
+    def longest(self, otherwise: float) -> float:
+        """T_max, of the last batches; otherwise: before the first."""
+        return max(self._seconds, default=otherwise)
+
+    def chunk(self, otherwise: int) -> float:
+        """L_c: how long the piece is, on average, that a token of a prompt is in, of the last ones
+        that were cut, but for the last piece of each; otherwise: before the first. So the few
+        tokens with which batches are filled up hardly count."""
+        if not self._chunks:
+            return float(otherwise)
+        return sum(tokens**2 for tokens in self._chunks) / sum(self._chunks)
+
+    @property
+    def loss(self) -> float:
+        """P_max P: the longest absence of a preempted request lately, times the preemptions for
+        each token."""
+        if not self._tokens:
+            return 0.0
+        return max(self._absences, default=0.0) * self._losses / self._tokens
+
+    def in_flight(self, view: View) -> float:
+        """Seconds until the step on the device ends, all of it; 0 where no token is to come."""
+        rows, table = self._last, view.table
+        flying = np.count_nonzero(table.generated[rows] > table.received[rows])
+        return self._seconds[-1] if flying else 0.0
+
+    def note_batch(
+        self, view: View, rows: np.ndarray, end: np.ndarray, tokens: np.ndarray, seconds: float
+    ) -> None:
+        """A batch: rows, tokens cached after it and computed in it, int64 [n]."""
+        table = view.table
+        cut = end < table.prompt_len[rows] + table.generated[rows]
+        self._chunks.extend(tokens[cut].tolist())
+        self._tokens += int(np.count_nonzero(~cut))
+        self._last = rows
+        if len(rows):
+            self._seconds.append(seconds)
+        if self._tokens > FORGET:
+            self._tokens, self._losses = self._tokens // 2, self._losses // 2
+
+    def note_absences(
+        self, view: View, lost: Iterable[int], back: np.ndarray, clock: float
+    ) -> None:
+        """Rows that are preempted now, and those that are in the batch."""
+        seq = view.table.seq
+        for row in self._out.keys() & set(back.tolist()) if self._out else ():
+            whose, since = self._out.pop(row)
+            if whose == seq[row]:
+                self._absences.append(clock - since)
+        for row in lost:
+            self._out[row] = (int(seq[row]), clock)
+            self._losses += 1
