@@ -160,8 +160,8 @@ class Overload(Varied):
             "6. Overload",
             "In the paper's order (`late_last=false`) whoever is late comes first, and makes "
             "others late: once there are more real-time requests than can be served in time, "
-            "nearly all are late. Here those that can still have their first token in time come before those "
-            "that cannot, who wait for the end of the overload:",
+            "nearly all are late. Here those that can still have their first token in time come "
+            "before those that cannot, who wait for the end of the overload:",
             [],
             [],
             [self.lines(results, ())],
