@@ -13,9 +13,10 @@ from jaxserve.sched.policies.bros.urgency import Queue
 def pack(
     batch: Batch, room: Room, queue: Queue, others: np.ndarray, *, late_last: bool, spare: float
 ) -> tuple[bool, float]:
-    """Adds real-time requests in order until the batch would end after the most urgent deadline:
-    whether it would, and the seconds until then. Nobody waits for a deadline that cannot be met
-    even in a batch of one's own, and one request at least is served.
+    """Adds real-time requests in order until the batch would end after the most urgent deadline.
+    None waits for one that cannot be met even with nobody else added to the batch, and one request
+    at least is served. Whether it would, and the seconds until the most urgent deadline that a
+    batch of one's own could meet: best-effort requests wait for that.
 
     others: best-effort rows, those with least on the host first; in a full batch they get the
     places of real-time ones that have more there, and more than `spare` seconds after the batch.
@@ -27,14 +28,17 @@ def pack(
         return False, np.inf
     work = Work.of(view, rows)
     savable = residual >= alone(view, work)
-    limit = float(residual[savable].min(initial=np.inf))
+    limit = first = float(residual[savable].min(initial=np.inf))
+    if len(batch):
+        savable = residual >= batch.with_each(work)
+        first = float(np.min(residual[savable], initial=np.inf))
     if late_last:
         order = np.argsort(~savable & ~work.decodes, kind="stable")
         work, residual = work[order], residual[order]
     chosen = np.flatnonzero(room.affordable(work))
     chosen = chosen[: batch.fits(work[chosen])]
     times = batch.times(work[chosen])
-    count = prefix(times <= limit)
+    count = prefix(times <= first)
     early = count < len(chosen)
     if early:
         chosen = chosen[: max(count, 1)]
