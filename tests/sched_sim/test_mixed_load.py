@@ -79,7 +79,7 @@ def test_a_case_is_the_papers_setting() -> None:
     points = list(part.points())
     assert ("OPT-30B", "sharegpt", 10.0) in points and ("Llama-3-70B", "lmsys", 15.0) in points
     first, *_, last = part.seeds("vllm", "OPT-13B", "sharegpt", 4.0)
-    assert (first.duration, first.batch, first.timed) == (600.0, 64, True)
+    assert (first.duration, first.batch, first.timed) == (600.0, 256, True)
     assert (first.seed, last.seed, last.system) == (0, 2, "opt-13b@2xa100-40g")
     (alone,) = part.seeds("vllm", "OPT-13B", "lmsys", 4.0)
     assert not alone.timed
