@@ -88,6 +88,7 @@ def test_a_case_is_the_papers_setting() -> None:
         "system": "opt-13b@2xa100-40g",
         "workload": "sharegpt",
         "rate": 4.0,
+        "batch": 256,
         "timed": True,
     }
     assert (mixed.TTFT, mixed.TPOT) == (0.4, 0.2)
