@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, prefix
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import WAITING
 
@@ -76,14 +76,8 @@ class Work:
         return replace(self, tokens=tokens, reserve=reserve, new=new)
 
     def columns(self) -> np.ndarray:
-        """What each adds to the features of a batch, int64 [6, n]; see `_features`."""
-        tokens, start, found = self.tokens, self.start, np.empty((6, len(self)), np.int64)
-        found[0], found[2] = tokens, self.decodes
-        found[4] = 1 - found[2]
-        found[1] = found[2] * (start + 1)
-        found[3] = found[4] * tokens * (tokens + 2 * start)
-        found[5] = found[4] * start
-        return found
+        """What each adds to the features of a batch, int64 [NUM_COLUMNS, n]."""
+        return columns(self.tokens, self.start, self.decodes)
 
 
 _NAMES = tuple(field.name for field in fields(Work))
@@ -95,7 +89,7 @@ class Batch:
     def __init__(self, view: View) -> None:
         self._view = view
         self._parts: list[Work] = []
-        self._sums = np.zeros((6, 1), np.int64)
+        self._sums = np.zeros((NUM_COLUMNS, 1), np.int64)
 
     @property
     def tokens(self) -> int:
@@ -123,8 +117,7 @@ class Batch:
             return max(most, 0)
         while high - low > 1:
             tokens = np.unique(np.linspace(low + 1, high - 1, LOOK, dtype=np.int64))
-            ones, quad = np.ones_like(tokens), tokens * (tokens + 2 * start)
-            added = np.stack([tokens, 0 * ones, 0 * ones, quad, ones, start * ones])
+            added = columns(tokens, np.full_like(tokens, start), np.zeros(len(tokens), bool))
             count = prefix(self._seconds(self._sums + added) <= limit)
             if count < len(tokens):
                 high = int(tokens[count])
@@ -154,16 +147,5 @@ class Batch:
         return Work.joined([*self._parts, *([] if self._parts else [empty])])
 
     def _seconds(self, sums: np.ndarray) -> np.ndarray:
-        seconds = self._view.step_time(_features(sums))
+        seconds = self._view.step_time(features(sums))
         return np.full(sums.shape[1], seconds) if np.ndim(seconds) == 0 else np.asarray(seconds)
-
-
-def prefix(ok: np.ndarray) -> int:
-    """How many there are before the first that is not."""
-    return len(ok) if ok.all() else int(np.argmin(ok))
-
-
-def _features(sums: np.ndarray) -> BatchFeatures:
-    """Of batches whose columns of `Work` sum up to these, [6, n]."""
-    tokens, read, decodes, quad, prefills, before = sums
-    return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policies.accelgen.batch import Batch, Work, prefix
+from jaxserve.sched.imagined import prefix
+from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.nearest import nearest
 from jaxserve.sched.policies.accelgen.pivot import Pivot
 from jaxserve.sched.policies.accelgen.room import Room

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.block_sizes import PLANES
+from jaxserve.sched.imagined import prefix
 from jaxserve.sched.kinds import KV
 from jaxserve.sched.plan import Operation, Preempt
-from jaxserve.sched.policies.accelgen.batch import Batch, Work, prefix
+from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policy import View
 
 MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from it any more

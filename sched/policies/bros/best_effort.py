@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.sched.imagined import prefix
 from jaxserve.sched.policies.bros.blocks import Room
-from jaxserve.sched.policies.bros.packing import Batch, Work, prefix
+from jaxserve.sched.policies.bros.packing import Batch, Work
 
 
 def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:

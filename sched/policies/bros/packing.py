@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, prefix
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 from jaxserve.sched.table import WAITING
 
 BEST_EFFORT = int(Tier.BEST_EFFORT)  # looking a member up takes longer than comparing
-SAVED = 8  # the column of slots that go to the host
+SAVED = NUM_COLUMNS + 2  # the column of slots that go to the host
 
 
 @dataclass
@@ -70,15 +71,9 @@ class Work:
         return Work(*(getattr(self, field.name)[part] for field in fields(self)))
 
     def columns(self) -> np.ndarray:
-        """What each adds to the features of a batch, int64 [9, n]; see `_features`."""
-        tokens, start, decodes = self.tokens, self.start, self.decodes
-        read = np.where(decodes, start + 1, 0)
-        quad = np.where(decodes, 0, tokens * (tokens + 2 * start))
-        before = np.where(decodes, 0, start)
-        saved = np.zeros_like(tokens)
-        return np.stack(
-            [tokens, read, decodes, quad, ~decodes, before, self.loaded, self.copied, saved]
-        )
+        """What each adds to the features of a batch, int64 [SAVED + 1, n]; see `_features`."""
+        moved = np.stack([self.loaded, self.copied, np.zeros_like(self.tokens)])
+        return np.concatenate([columns(self.tokens, self.start, self.decodes), moved])
 
 
 def alone(view: View, work: Work) -> np.ndarray:
@@ -140,23 +135,7 @@ class Batch:
         return Work.joined([self._nothing, *self.parts])
 
 
-def prefix(ok: np.ndarray) -> int:
-    """How many there are before the first that is not."""
-    return len(ok) if ok.all() else int(np.argmin(ok))
-
-
 def _features(sums: np.ndarray) -> BatchFeatures:
-    """Of batches whose columns of `Work` sum up to these, [9, n]."""
-    tokens, read, decodes, quad, prefills, before, loaded, copied, saved = sums
-    return BatchFeatures(
-        tokens,
-        tokens,
-        read,
-        decodes,
-        quad,
-        prefills,
-        before,
-        copied_slots=copied,
-        saved_slots=saved,
-        loaded_slots=loaded,
-    )
+    """Of batches whose columns of `Work` sum up to these, [SAVED + 1, n]."""
+    loaded, copied, saved = sums[NUM_COLUMNS:]
+    return features(sums[:NUM_COLUMNS], copied_slots=copied, saved_slots=saved, loaded_slots=loaded)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.block_sizes import slots_for
+from jaxserve.sched.imagined import prefix
 from jaxserve.sched.policies.bros.blocks import Room
-from jaxserve.sched.policies.bros.packing import Batch, Work, alone, prefix
+from jaxserve.sched.policies.bros.packing import Batch, Work, alone
 from jaxserve.sched.policies.bros.urgency import Queue
 
 
