@@ -16,6 +16,7 @@ import numpy as np
 from jaxserve.sched.request import Tier
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.lengths import Uniform
+from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.workload import (
     MAX_LENGTH,
     Lengths,
@@ -81,9 +82,10 @@ def parse_closed_loop(text: str) -> ClosedLoop:
     missing = next((key for key in _KEYS if key not in values), None)
     if missing is not None:
         raise WorkloadError(f"closed: {missing}= is missing")
-    return ClosedLoop(
-        _batch(values["batch"]), *(_uniform(key, values[key]) for key in ("input", "output"))
-    )
+    batch = _batch(values["batch"])
+    prompt, output = (_uniform(key, values[key]) for key in ("input", "output"))
+    check_memory("closed", batch, batch * output.high)
+    return ClosedLoop(batch, prompt, output)
 
 
 def _batch(text: str) -> int:

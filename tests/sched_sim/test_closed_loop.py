@@ -78,6 +78,7 @@ def test_a_load_in_words() -> None:
         (TEXT.replace("512:1024", "9:8"), "input must be uniform:LOW:HIGH"),
         (TEXT.replace("32:128", "0:8"), "output must be uniform:LOW:HIGH, in tokens, 1 to"),
         (TEXT.replace("uniform:32", "normal:32"), "got 'normal:32:128'"),
+        (TEXT.replace("64", "65536").replace("128", "2147483647"), "GB of memory; there are"),
     ],
 )
 def test_what_is_no_load(text: str, problem: str) -> None:
