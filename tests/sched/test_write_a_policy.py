@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from jaxserve.sched import registry
 from jaxserve.sched.registry import make_policy, policies, register
 from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.simulate.cli import main as simulate
 from tests.sched.driver import Drive
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
@@ -51,6 +53,20 @@ def test_the_order_of_the_first_example_ages(tmp_path: Path) -> None:
     long, short = drive.add(16, 2), drive.add(4, 2, arrival=10.0)
     assert drive.step(now=10.0) == {long: 16}, "ten seconds are worth a thousand tokens"
     assert short not in drive.plans[0]
+
+
+def test_the_load_of_the_page_shows_what_the_first_example_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = re.findall(r"^    python -m jaxserve.simulate (.*sarathi.*)$", PAGE.read_text(), re.M)
+    (said,) = re.findall(r"first token is ([0-9.]+) of `sarathi`'s", PAGE.read_text())
+    (tmp_path / "aged.py").write_text(EXAMPLES["aged"])
+    monkeypatch.chdir(tmp_path)
+    assert simulate([*line.split(), "--jobs=1", "--json"]) == 0
+    (ratios,) = json.loads(capsys.readouterr().out)["ratios"]
+    assert (ratios["policy"], ratios["to"]) == ("aged.py:aged", "sarathi")
+    assert ratios["mean"]["mean_ttft_s"] == pytest.approx(float(said), abs=0.02)
+    assert float(said) < 0.9
 
 
 def test_from_a_cell_and_again() -> None:
