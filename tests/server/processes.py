@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, TOKENS = 16, 64  # of a batch
+PATIENCE = 120
 
 
 @dataclass
@@ -21,6 +23,26 @@ class ServedProcess:
     process: subprocess.Popen[str]
     printed: str
     address: str
+
+
+def serve_command(*flags: str) -> list[str]:
+    """serve.py, on free ports: whoever runs the tests may have a server of their own."""
+    return [sys.executable, str(ROOT / "serve.py"), "--port=0", "--metrics_port=0", *flags]
+
+
+def refused(*flags: str, code: int = 1, **environment: str) -> str:
+    """What serve.py says of flags that it cannot serve: all that it prints, and one line."""
+    done = subprocess.run(
+        serve_command(*flags),
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout) == (code, ""), done.stdout + done.stderr
+    assert re.fullmatch(r"serve\.py: .+\n", done.stderr), done.stderr
+    return done.stderr
 
 
 @contextmanager
@@ -34,8 +56,7 @@ def serve(*flags: str) -> Iterator[ServedProcess]:
         f"engine.token_buckets=({TOKENS},)",
         "engine.compilation_cache_dir=",
     )
-    command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0"]
-    command += [*(f"--config.{field}" for field in fields), *flags]
+    command = serve_command(*(f"--config.{field}" for field in fields), *flags)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

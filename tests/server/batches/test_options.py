@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batch_options import batch_directory, check_batches, open_batches
 from jaxserve.server.batches.journal import Journal
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.server.processes import refused
 
 
 def config(**server):
@@ -70,10 +67,7 @@ def test_what_is_in_range_is_what_the_server_gets(tmp_path: Path) -> None:
 
 
 def test_a_second_server_is_one_line_before_the_model_is_loaded(tmp_path: Path) -> None:
-    command = [sys.executable, "serve.py", "--port=0", f"--config.server.batch_dir={tmp_path}"]
     journal = Journal(tmp_path, 1)
-    done = subprocess.run([*command, "--model=no/such"], cwd=ROOT, capture_output=True, text=True)
+    said = refused(f"--config.server.batch_dir={tmp_path}", "--model=no/such")
     journal.close()
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith(f"serve.py: server.batch_dir: {tmp_path}: in use by another")
-    assert done.stderr.count("\n") == 1
+    assert said.startswith(f"serve.py: server.batch_dir: {tmp_path}: in use by another")
