@@ -8,7 +8,6 @@ whole model passes through host memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.command_line import Parser
 from jaxserve.models.sharding import TENSOR
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
 from jaxserve.weights.config import DTYPES
@@ -65,7 +65,7 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jaxserve.convert", description=__doc__)
+    parser = Parser(prog="python -m jaxserve.convert", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.command_line import Parser
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
@@ -180,12 +181,10 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.optimal",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--workload", required=True, help="see above")

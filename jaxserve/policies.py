@@ -8,23 +8,21 @@ Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.command_line import Parser
 from jaxserve.sched.parameters import parameters, text_of
 from jaxserve.sched.registry import PolicyEntry, policies, variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 2 for a wrong command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.policies",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     args = parser.parse_args(argv)

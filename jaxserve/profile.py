@@ -9,7 +9,6 @@ device and versions. Under two minutes for the model in the box on CPU, compilat
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -24,6 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from jaxserve.command_line import Parser
 from jaxserve.configs import base
 from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
@@ -234,11 +234,9 @@ def _check_out(path: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.profile",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)

@@ -38,6 +38,7 @@ from jaxserve.bench.report import text
 from jaxserve.bench.steps import step_metrics
 from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
+from jaxserve.command_line import Parser
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
@@ -236,12 +237,10 @@ def _check_load(args: argparse.Namespace) -> None:
         raise UsageError(str(error)) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.bench",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
@@ -257,7 +256,6 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=help_text,
             description=f"{help_text}. Flags of serve.py work too: --config=, --policy=, ...",
-            allow_abbrev=False,
         )
         fixed = count is not None
         number = str(count) if fixed else "100, or all rows of a trace, or 1000 of a data set"
@@ -277,7 +275,6 @@ def _parser() -> argparse.ArgumentParser:
         help="how well the simulator predicts this engine",
         description="serves and records loads, simulates each on a system fitted to the others, "
         "and compares; --config may name several files, separated by commas",
-        allow_abbrev=False,
     )
     _number(sub, "num_requests", int, 32, "requests of each load (32)")
     _number(sub, "rate", float, None, "requests/s of the online load (70% of what can be done)")

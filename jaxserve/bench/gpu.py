@@ -29,6 +29,7 @@ from jaxserve.bench.end_to_end import decode_steps, throughput
 from jaxserve.bench.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.gpu_report import page
 from jaxserve.bench.kernel_checks import check_kernels
+from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
 
 LAST_START = 0.75  # of the minutes: what starts later would not end in time
@@ -38,11 +39,9 @@ Tell = Callable[[str], None]
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.bench gpu",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command="gpu")
     parser.add_argument("--json_file", help="write everything here")

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench.device_timing import Loop, Timing, measure
 from jaxserve.bench.kernel_cases import Case, Workload, cases
+from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
 from jaxserve.pallas_kernels import HIDDEN, KV
 from jaxserve.pallas_kernels.backends import select_backend
@@ -62,11 +63,9 @@ class Measured:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.bench kernels",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command="kernels")
     parser.add_argument("--model", default=MODELS, help="presets, or tiny (%(default)s)")

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from jaxserve.bench import runs
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
+from jaxserve.command_line import Parser
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
@@ -71,11 +72,9 @@ MEASURES = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.bench mixed",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command="mixed")
     add = parser.add_argument

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.command_line import Parser
 from jaxserve.sched.block_sizes import blocks_for, tokens_in
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
@@ -44,11 +45,9 @@ RHO = 1e-6  # seconds a hidden token
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.bench plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command="plan")
     parser.add_argument("--policies", help="names, separated by commas (all of them)")

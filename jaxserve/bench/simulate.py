@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.command_line import Parser
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.simulation.fast import COMPILING
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
@@ -34,11 +35,9 @@ WAYS = {"compiled": True, "python": False}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jaxserve.bench simulate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command="simulate")
     add = parser.add_argument

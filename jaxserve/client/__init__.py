@@ -1,7 +1,7 @@
 """Talks to a jaxserve server: `Client` for programs, and a command line.
 
 python -m jaxserve.client "Once upon a time"
-python -m jaxserve.client --file prompts.txt --max_tokens 64 > answers.jsonl
+python -m jaxserve.client --file prompts.txt --max_tokens 64 --out answers.jsonl
 python -m jaxserve.client --batch prompts.jsonl --out results.jsonl
 """
 

@@ -54,7 +54,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any]) -> Prompts:
     numbers: list[int] = []
     lines: list[pb.BatchLine] = []
     seen: dict[str, int] = {}
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
                 continue

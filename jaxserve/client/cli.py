@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from tqdm import tqdm
-
+from jaxserve.client.answers import Answers
 from jaxserve.client.batch_prompts import PromptError, read_prompts
 from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
 from jaxserve.client.batch_run import PATIENCE_S, BatchCancelled, BatchRun
 from jaxserve.client.client import DEFAULT_ADDRESS, Client
 from jaxserve.client.errors import ServerError
+from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
-from jaxserve.client.records import completion_records, error_record
+from jaxserve.client.prompt_lines import read_lines
+from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
 
 CONCURRENCY = 16
+STDOUT = "-"
 MAX_TIMEOUT_S = 1e9  # gRPC takes deadlines that are further away as past ones
 _NUMBERS = (
     ("max_tokens", int, "at most that many tokens (128)"),
@@ -64,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # flags that do not go together, what a protobuf field cannot hold
         parser.error(str(error))
     except KeyboardInterrupt:
+        if args.file is not None and args.out not in (None, STDOUT):
+            _failed("interrupted; the same command with --resume goes on")
         if args.batch is not None:
             _failed("interrupted; the same command goes on, with --cancel it ends the batch")
         return 130
@@ -86,13 +87,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--concurrency goes with --file")
     if args.concurrency is not None and args.concurrency < 1:
         raise ValueError(f"--concurrency must be at least 1, got {args.concurrency}")
+    if args.resume and (args.file is None or args.out in (None, STDOUT)):
+        raise ValueError("--resume goes with --file and --out=FILE")
     if args.batch is None:
         if args.file is None and args.out is not None:
             raise ValueError("--out goes with --file and --batch")
+        if args.file is not None and args.out not in (None, STDOUT):
+            _check_answers(Path(args.file), Path(args.out), resume=args.resume)
         if args.cancel:
             raise ValueError("--cancel goes with --batch")
         return
-    if args.out is None or args.out == "-":
+    if args.out is None or args.out == STDOUT:
         raise ValueError("--batch needs a file for its results, --out=FILE")
     slo = (args.ttft_ms, args.tbt_ms, args.jct_ms)
     if args.tier == "realtime" or slo.count(None) < len(slo):
@@ -101,9 +106,23 @@ def _check(args: argparse.Namespace) -> None:
     check_file("out", out)
     if out.exists() and not out.is_file():
         raise ValueError(f"--out: {out} is not a file")
-    written = (place for place in (out, state_path(out)) if place.exists())
-    if path.exists() and any(place.samefile(path) for place in written):
-        raise ValueError(f"--out: {out} would be written over the prompts")
+    _check_other(path, out, state_path(out))
+
+
+def _check_answers(prompts: Path, out: Path, *, resume: bool) -> None:
+    """Nothing that is there is lost."""
+    check_file("out", out)
+    _check_other(prompts, out)
+    if resume and out.exists() and not out.is_file():
+        raise ValueError(f"--resume: {out} is not a file")
+    if not resume and out.is_file() and out.stat().st_size:
+        raise ValueError(f"--out: {out} is there; --resume goes on with it, or name another")
+
+
+def _check_other(prompts: Path, *written: Path) -> None:
+    there = (place for place in written if place.exists())
+    if prompts.exists() and any(place.samefile(prompts) for place in there):
+        raise ValueError(f"--out: {written[0]} would be written over the prompts")
 
 
 def _batch(client: Client, args: argparse.Namespace) -> int:
@@ -161,48 +180,19 @@ def _print_logprobs(entries: Iterable[Any]) -> None:
 
 
 def _many(client: Client, args: argparse.Namespace) -> int:
-    lines = Path(args.file).read_text(encoding="utf-8").splitlines()
-    prompts = [line for line in lines if line.strip()]
-    client.info(timeout=args.timeout)  # one clear line if nobody is there, not one a prompt
+    prompts = read_lines(args.file)
+    client.info(timeout=args.timeout)  # one clear line if nobody is there, before the first prompt
     options = _options(args)
-    failed = 0
-    with (
-        _output(args.out) as output,
-        tqdm(total=len(prompts), unit="prompt", file=sys.stderr) as bar,
-        ThreadPoolExecutor(max_workers=args.concurrency or CONCURRENCY) as pool,
-    ):
-        futures = [pool.submit(_record, client, prompt, options) for prompt in prompts]
+    timeout = options.pop("timeout")
+    path = None if args.out in (None, STDOUT) else Path(args.out)
+    run = ManyPrompts(client, options, timeout, args.concurrency or CONCURRENCY)
+    with Answers(path, prompts, resume=args.resume) as answers:
         try:
-            for future in futures:
-                future.add_done_callback(lambda _: bar.update())
-            for future in futures:
-                record = future.result()
-                failed += "error" in record
-                print(json.dumps(record, ensure_ascii=False), file=output, flush=True)
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            client.close()  # ends the calls that run
-            raise
+            failed = run.run(prompts, answers)
+        except ServerAway as error:
+            goes_on = "; the same command with --resume goes on" if path else ""
+            return _failed(f"{error} ({len(answers.done)} of {len(prompts)} prompts done{goes_on})")
     return _failed(f"{failed} of {len(prompts)} prompts failed") if failed else 0
-
-
-def _record(client: Client, prompt: str, options: dict[str, Any]) -> dict[str, Any]:
-    """One line of the answer file."""
-    try:
-        completions = client.complete(prompt, **options)
-    except ServerError as error:
-        return {"prompt": prompt, **error_record(error.code, str(error))}
-    return {"prompt": prompt, **completion_records(completions)}
-
-
-@contextlib.contextmanager
-def _output(path: str | None) -> Iterator[TextIO]:
-    if path is None or path == "-":
-        yield sys.stdout
-    else:
-        with open(path, "w", encoding="utf-8") as file:
-            yield file
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -226,11 +216,10 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID:BIAS") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.client",
         description="Continues a prompt, or many, on a jaxserve server.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue")
@@ -239,7 +228,9 @@ def _parser() -> argparse.ArgumentParser:
     wait = f"with --batch, until a server that is away is ({PATIENCE_S:g})"
     add("--timeout", type=float, help=f"seconds until a call is given up; {wait}")
     many = parser.add_argument_group("many prompts")
-    many.add_argument("--file", help="prompts, one a line; answers are JSON lines in that order")
+    many.add_argument(
+        "--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order"
+    )
     many.add_argument("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
     many.add_argument(
         "--batch",
@@ -252,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         metavar="FILE",
         help="where the answers go (stdout); --batch needs one",
+    )
+    many.add_argument(
+        "--resume", action="store_true", help="with --file, keep the answers that --out has already"
     )
     many.add_argument("--cancel", action="store_true", help="end the --batch that --out waits for")
     sampling = parser.add_argument_group(

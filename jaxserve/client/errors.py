@@ -6,6 +6,9 @@ from typing import Any
 
 import grpc
 
+_PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
+_TOO_LARGE = "message larger than max"  # which gRPC calls RESOURCE_EXHAUSTED, too
+
 
 class ServerError(RuntimeError):
     """The server refused or ended a call. code: the gRPC status, as "INVALID_ARGUMENT"."""
@@ -13,6 +16,11 @@ class ServerError(RuntimeError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def passing(self) -> bool:
+        """The same call may be answered later: the server is busy, or away."""
+        return self.code in _PASSING and _TOO_LARGE not in str(self)
 
 
 class Unreachable(ServerError):

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.command_line import Parser
 from jaxserve.compile_check import report, toolchain
 from jaxserve.compile_check.case import Sizes, model_shape
 from jaxserve.compile_check.check import AUTO, Wish, check
@@ -102,12 +103,10 @@ def exit_code(results: Sequence[Result]) -> int:
     return 3 if any(result.status == NOT_CHECKED for result in results) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.compile_check",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
     def flag(name: str, default: str | int, text: str) -> None:

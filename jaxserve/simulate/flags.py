@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxserve import workload_flags
+from jaxserve.command_line import Parser
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.hardware import HIDDEN_READS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
@@ -38,21 +39,11 @@ NOT_REPLAYED = (  # with --replay, which says all of it
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with exit code 2."""
-        self.exit(2, f"jaxserve.simulate: {message}\n")
-
-
 def parser(description: str) -> Parser:
     """The parser; `check` what it gives."""
     parser = Parser(
         prog="python -m jaxserve.simulate",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_what_is_simulated(parser)
     _add_what_is_asked(parser)

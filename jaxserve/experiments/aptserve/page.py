@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxserve.command_line import Parser
 from jaxserve.experiments.aptserve import load, plan, steps
 from jaxserve.experiments.aptserve.departures import Departures
 from jaxserve.experiments.aptserve.effective import Absorbed, Effective
@@ -177,12 +178,10 @@ tokens a batch, so that every prompt fits into one; P = 512 for `sarathi`, `fast
 `aptserve_s`. Nothing was tuned towards the paper's results."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.experiments.aptserve",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")

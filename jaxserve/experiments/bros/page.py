@@ -12,12 +12,12 @@ that say nothing about the claims.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.command_line import Parser
 from jaxserve.experiments.bros.ablations import Overload, Sharing, Starvation
 from jaxserve.experiments.bros.batches import Batches
 from jaxserve.experiments.bros.mixed import OUTPUT, PROMPT, MixedNumbers, MixedResults, run
@@ -161,12 +161,10 @@ PCIe, and the host holds as many tokens as the GPUs; batch times come from \
 towards the paper's results."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.experiments.bros",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")

@@ -12,12 +12,12 @@ sizes that say nothing about the claims.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.command_line import Parser
 from jaxserve.experiments.common.claims import QUICK, Comparison, Scale, Section
 from jaxserve.experiments.common.grid import Case, Known, Numbers, dump, run, run_all
 from jaxserve.experiments.infermax import azure, optimum
@@ -98,12 +98,10 @@ times. TPOT is the mean over requests of the time between first and last token, 
 tokens in between: time in which a request is preempted counts."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jaxserve.experiments.infermax",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")

@@ -58,7 +58,8 @@ def test_flags_that_do_not_go_together(
     with pytest.raises(SystemExit) as caught:
         main(flags)
     assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err.splitlines()[-1]
+    problem, _ = capsys.readouterr().err.splitlines()
+    assert complaint in problem
 
 
 def test_prompts_that_cannot_be_read_are_one_line(

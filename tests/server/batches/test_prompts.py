@@ -46,6 +46,10 @@ def test_lines_become_messages(path: Path) -> None:
     ]
 
 
+def test_what_some_editors_put_before_the_text_is_no_part_of_it(path: Path) -> None:
+    assert read(path, '\ufeff{"prompt": "Once"}').lines == [make_line("Once")]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -1,0 +1,94 @@
+"""Where the answers to a file of prompts go: stdout, or a file that a later call goes on with.
+
+An answer is a line of JSON with the number of its prompt's line. In a file they are in the order of
+the prompts once all are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from jaxserve.client.batch_results import ResultsError
+
+
+class Answers:
+    """Takes answers to prompts, given by line number; `done` are the lines that have theirs.
+
+    path: None for stdout. resume: keep what is there but errors. Raises ResultsError for a file
+    that holds something else, OSError.
+    """
+
+    def __init__(self, path: Path | None, prompts: Mapping[int, str], *, resume: bool) -> None:
+        self._path = path
+        self._file: IO[str] = sys.stdout
+        self.done: dict[int, None] = {}  # in the order of the file
+        if path is None:
+            return
+        kept = _read(path, prompts) if resume and path.exists() else {}
+        self.done = dict.fromkeys(kept)
+        if resume and path.exists():
+            _replace(path, kept.values())
+        self._file = open(path, "a" if resume else "w", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, line: int, record: Mapping[str, Any]) -> None:
+        """The answer to the prompt of a line."""
+        print(json.dumps({"line": line, **record}, ensure_ascii=False), file=self._file, flush=True)
+        self.done[line] = None
+
+    def close(self) -> None:
+        """Puts them in order."""
+        if self._path is None:
+            return
+        self._file.close()
+        if list(self.done) != sorted(self.done):
+            with open(self._path, "rb") as file:
+                in_order = sorted(file, key=lambda text: int(json.loads(text)["line"]))
+            _replace(self._path, in_order)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read(path: Path, prompts: Mapping[int, str]) -> dict[int, bytes]:
+    """Answers by line, in the file's order: none that was being written, and no errors."""
+    kept: dict[int, bytes] = {}
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                break
+            found: Any = None
+            with contextlib.suppress(ValueError):
+                found = json.loads(text)
+            known = isinstance(found, dict) and {"line", "prompt"} <= found.keys()
+            line = found["line"] if known else None
+            if not isinstance(line, int) or found["prompt"] != prompts.get(line, found):
+                which = f"line {number} is not the answer to one of these prompts"
+                raise ResultsError(f"--resume: {path} holds something else: {which}")
+            if "error" not in found:
+                kept.setdefault(line, text)
+    return kept
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """All of a file, whatever happens meanwhile."""
+    scratch = path.with_name(f"{path.name}.new")
+    with open(scratch, "wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)

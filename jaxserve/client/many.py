@@ -1,0 +1,117 @@
+"""Many prompts at once, each as long as the server needs for it."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.client.answers import Answers
+from jaxserve.client.batch_run import PATIENCE_S
+from jaxserve.client.client import Client, Completion
+from jaxserve.client.errors import ServerError
+from jaxserve.client.records import completion_records, error_record
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+
+
+class ServerAway(ServerError):
+    """Nobody has answered for as long as is waited."""
+
+
+class ManyPrompts:
+    """Has a server complete prompts, so many at once, and writes an answer or an error for each.
+
+    timeout: seconds for each, waits included; None: any time, but PATIENCE_S for a server that is
+    away. options: as `Client.complete` has them.
+    """
+
+    def __init__(
+        self, client: Client, options: Mapping[str, Any], timeout: float | None, concurrency: int
+    ) -> None:
+        self._client, self._options, self._timeout = client, options, timeout
+        self._concurrency = concurrency
+        self._stopping = threading.Event()
+        self._bar: Any = None
+
+    def run(self, prompts: Mapping[int, str], answers: Answers) -> int:
+        """How many have failed. Raises ServerAway, and OSError where answers cannot be written;
+        whatever was answered until then is written."""
+        left = [line for line in prompts if line not in answers.done]
+        with (
+            tqdm(
+                total=len(prompts), initial=len(answers.done), unit="prompt", file=sys.stderr
+            ) as self._bar,
+            ThreadPoolExecutor(max_workers=self._concurrency) as pool,
+        ):
+            futures = {line: pool.submit(self._answer, prompts[line]) for line in left}
+            try:
+                return self._write(futures, answers)
+            except BaseException:
+                self._stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._client.close()  # ends the calls that run
+                raise
+
+    def _write(self, futures: dict[int, Future[dict[str, Any]]], answers: Answers) -> int:
+        failed = 0
+        waiting = iter(list(futures.items()))
+        try:
+            for line, future in waiting:
+                record = future.result()
+                failed += "error" in record
+                answers.write(line, record)
+        except (ServerError, KeyboardInterrupt):
+            for line, future in waiting:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    answers.write(line, future.result())
+            raise
+        return failed
+
+    def _answer(self, prompt: str) -> dict[str, Any]:
+        """What is written of a prompt. Raises ServerError where the server is away, or the run is
+        over."""
+        try:
+            completions = self._complete(prompt)
+        except ServerAway:
+            raise
+        except ServerError as error:
+            if self._stopping.is_set():
+                raise
+            record = error_record(error.code, str(error))
+        else:
+            record = completion_records(completions)
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.update()
+        return {"prompt": prompt, **record}
+
+    def _complete(self, prompt: str) -> list[Completion]:
+        """Asks again while the server is busy, or away, and there is time."""
+        began, wait_s = time.monotonic(), _FIRST_WAIT_S
+        away_since: float | None = None
+        end = math.inf if self._timeout is None else began + self._timeout
+        while True:
+            left = end - time.monotonic()
+            try:
+                return self._client.complete(
+                    prompt, timeout=None if math.isinf(left) else left, **self._options
+                )
+            except ServerError as error:
+                if not error.passing or self._stopping.is_set():
+                    raise
+                now, busy = time.monotonic(), error.code == "RESOURCE_EXHAUSTED"
+                away_since = None if busy else now if away_since is None else away_since
+                until = end if away_since is None else min(end, away_since + PATIENCE_S)
+                pause_s = random.uniform(wait_s / 2, wait_s)  # not all of them at once
+                if now + pause_s >= until:
+                    raise error if busy else ServerAway(error.code, str(error)) from None
+                self._bar.set_postfix_str(f"waiting: {error}")
+                self._stopping.wait(pause_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -1,0 +1,58 @@
+"""All commands are equally brief about a wrong command line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from jaxserve import policies
+from jaxserve.bench import cli as bench
+from jaxserve.client import cli as client
+from jaxserve.command_line import Parser
+from jaxserve.simulate import cli as simulate
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxserve"
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "flag"),
+    [
+        (client.main, "client", "--file"),
+        (policies.main, "policies", "--jsn"),
+        (simulate.main, "simulate", "--rat=3"),
+        (bench.main, "bench load", "--rate=x"),
+        (bench.main, "bench plan", "--repetes=x"),
+    ],
+)
+def test_what_is_wrong_is_said_in_two_lines(
+    main: object, name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(main)
+    with pytest.raises(SystemExit) as caught:
+        main([*name.split()[1:], flag])
+    assert caught.value.code == 2
+    out, error = capsys.readouterr()
+    wrong, where = error.splitlines()
+    assert out == "" and wrong.startswith(f"jaxserve.{name}: ")
+    assert flag.partition("=")[0] in wrong
+    assert where == f"python -m jaxserve.{name} --help says what there is"
+
+
+def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="python -m jaxserve.x", description="First.\n\n    indented  text")
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--help"])
+    assert caught.value.code == 0
+    assert "\n    indented  text\n" in capsys.readouterr().out
+
+
+def test_no_command_has_another_parser() -> None:
+    others = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        called = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        if "argparse.ArgumentParser" in map(ast.unparse, called):
+            others.append(path.relative_to(ROOT))
+    assert others == []
