@@ -149,4 +149,13 @@ def _server() -> dict[str, Any]:
         "batch_keep_days": 7.0,
         # GiB on the disk, beyond which no more lines are taken.
         "batch_gib": 4.0,
+        # Targets with a name, which a request may give instead of its own: any of ttft=, tbt= and
+        # jct=, and tier=best_effort. Classes of one's own go beside these,
+        # --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
+        # people read (AccelGen section 1: 0.1875 s each), and at half of it.
+        "slo_classes": {
+            "interactive": "ttft=1s:tbt=187.5ms",
+            "standard": "ttft=5s:tbt=375ms",
+            "offline": "jct=600s:tier=best_effort",
+        },
     }

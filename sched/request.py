@@ -10,6 +10,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+NO_CLASS = "default"  # the SLO class of requests that name none
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_STRINGS = 16
@@ -130,7 +131,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. arrival: seconds on the engine's clock."""
+    """One prompt to continue. arrival: seconds on the engine's clock. slo_class: by whose name it
+    is reported; its targets and its tier are the request's own by now."""
 
     id: str
     prompt: tuple[int, ...]
@@ -138,6 +140,7 @@ class Request:
     slo: SLO = field(default_factory=SLO)
     tier: Tier = Tier.REALTIME
     arrival: float = 0.0
+    slo_class: str = NO_CLASS
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import NO_CLASS, Tier
 
-NO_CLASS = "default"  # the class of requests that name none
 TARGETS = ("ttft", "tbt", "jct")  # the fields of `SLO`
 
 

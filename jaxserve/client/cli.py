@@ -17,6 +17,7 @@ from jaxserve.client.errors import ServerError
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
 from jaxserve.client.prompt_lines import read_lines
+from jaxserve.client.verdicts import verdict_line
 from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
@@ -100,8 +101,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.out is None or args.out == STDOUT:
         raise ValueError("--batch needs a file for its results, --out=FILE")
     slo = (args.ttft_ms, args.tbt_ms, args.jct_ms)
-    if args.tier == "realtime" or slo.count(None) < len(slo):
-        raise ValueError("--batch is best-effort: --tier and targets do not go with it")
+    if args.tier == "realtime" or args.slo_class or slo.count(None) < len(slo):
+        raise ValueError("--batch is best-effort: --tier, --slo_class and targets are not for it")
     path, out = Path(args.batch), Path(args.out)
     check_file("out", out)
     if out.exists() and not out.is_file():
@@ -146,12 +147,15 @@ def _batch(client: Client, args: argparse.Namespace) -> int:
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
     """Streams to stdout. Several continuations come one after the other, each with its number.
-    Log-probabilities, if asked for, follow on stderr, one token a line."""
+    What was asked for beside follows on stderr: log-probabilities, one token a line, and whether
+    the targets were met."""
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")
             _print_logprobs(completion.logprobs)
+            _print_verdict(completion.slo, completion.timings)
         return 0
+    finish = None
     entries: list[Any] = []
     shown = prompt  # with the first piece, so that a refusal shows nothing else
     try:
@@ -159,18 +163,35 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
             print(shown + message.text, end="", flush=True)
             shown = ""
             entries.extend(message.logprobs)
+            finish = message.finish if message.HasField("finish") else None
     finally:
         if not shown:
             print(flush=True)
     _print_logprobs(entries)
+    if finish is not None and finish.HasField("slo"):
+        _print_verdict(finish.slo, finish.timings)
     return 0
+
+
+def _print_verdict(verdict: Any, timings: Any) -> None:
+    if verdict is not None:
+        print(verdict_line(verdict, timings), file=sys.stderr)
 
 
 def _info(client: Client, args: argparse.Namespace) -> int:
     """All that the server says of itself, one field a line."""
     for field, value in client.info(timeout=args.timeout).ListFields():
+        if field.name == "slo_classes":
+            value = ", ".join(map(_class_text, value))
         print(f"{field.name:<18} {value}")
     return 0
+
+
+def _class_text(one: Any) -> str:
+    """As `interactive (ttft_ms 1000, tbt_ms 187.5)`."""
+    asked = [f"{field.name} {value:g}" for field, value in one.targets.ListFields()]
+    best_effort = ["best_effort"] if one.tier == TIERS["best_effort"] else []
+    return f"{one.name} ({', '.join(asked + best_effort)})"
 
 
 def _print_logprobs(entries: Iterable[Any]) -> None:
@@ -197,8 +218,8 @@ def _many(client: Client, args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms", "jct_ms")}
-    tier = args.tier or "realtime"
-    return {**_sampling(args), "timeout": args.timeout, "tier": tier, "slo": slo}
+    service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
+    return {**_sampling(args), "timeout": args.timeout, **service}
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -261,6 +282,9 @@ def _parser() -> Parser:
         "--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS"
     )
     service = parser.add_argument_group("service level")
+    service.add_argument(
+        "--slo_class", default="", help="one of the server's (--info), for what is not given here"
+    )
     service.add_argument("--tier", choices=tuple(TIERS), help="realtime; --batch: best_effort")
     service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
     service.add_argument("--tbt_ms", type=float, help="target: between two tokens")

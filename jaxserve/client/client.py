@@ -33,7 +33,7 @@ class Completion:
 
     index: which of the n. token_ids: what was generated, a stop token included, of which the text
     has nothing. logprobs: one entry a token, if asked for. finish_reason: "stop" or "length".
-    timings: milliseconds.
+    timings: milliseconds. slo: whether its targets were met; None for a request without any.
     """
 
     index: int
@@ -43,12 +43,14 @@ class Completion:
     finish_reason: str = ""
     usage: pb.Usage = field(default_factory=pb.Usage)
     timings: pb.Timings = field(default_factory=pb.Timings)
+    slo: pb.SloVerdict | None = None
 
     def finish(self, message: pb.Finish) -> None:
         """Takes in how it ended."""
         name = pb.FinishReason.Name(message.reason)
         self.finish_reason = name.removeprefix("FINISH_REASON_").lower()
         self.usage, self.timings = message.usage, message.timings
+        self.slo = message.slo if message.HasField("slo") else None
 
     @classmethod
     def of(cls, message: batches_pb2.Completion) -> Completion:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.client.client import Completion
+from jaxserve.client.verdicts import verdict_record
 
 
 def completion_records(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -40,6 +41,8 @@ def _record(completion: Completion) -> dict[str, Any]:
         "timings": {
             "queue_ms": timings.queue_ms,
             "ttft_ms": timings.ttft_ms,
+            "tbt_ms": timings.tbt_ms if timings.HasField("tbt_ms") else None,
             "total_ms": timings.total_ms,
         },
+        "slo": None if completion.slo is None else verdict_record(completion.slo),
     }

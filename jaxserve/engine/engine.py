@@ -26,6 +26,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.serving import InFlight, Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.reachability import SloProblem, slo_problems
 from jaxserve.sched.request import InvalidRequest, Request, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
@@ -48,6 +49,7 @@ class EngineOptions:
 class _Submit:
     request: Request
     on_output: Callable[[Output], None]
+    problems: tuple[SloProblem, ...]
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Engine:
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
         )
+        scheduler = self._scheduler
+        problems = slo_problems(request, scheduler.view, chunked=scheduler.policy.chunked)
         n = request.sampling.n
         with self._wake:
             if self._failure is not None:
@@ -134,7 +138,7 @@ class Engine:
                 raise EngineStopped("the engine is shutting down")
             if request.id in self._ids:
                 raise InvalidRequest("request_id", f"{request.id!r} is already being served")
-            limit = self._scheduler.table.capacity
+            limit = scheduler.table.capacity
             if n > limit:
                 raise InvalidRequest("n", f"{n} continuations; at most {limit} fit the queue")
             if sum(self._ids.values()) + n > limit:
@@ -144,7 +148,7 @@ class Engine:
                 )
             self._ids[request.id] = n
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(_Submit(stamped, on_output))
+            self._inbox.append(_Submit(stamped, on_output, problems))
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
@@ -271,7 +275,7 @@ class Engine:
         for _ in range(commands):
             command = self._inbox[0]  # it stays there until done, so that a failure finds it
             if isinstance(command, _Submit):
-                self._serving.admit(command.request, command.on_output)
+                self._serving.admit(command.request, command.on_output, command.problems)
             else:
                 self._serving.cancel(command.request_id)
             self._inbox.popleft()

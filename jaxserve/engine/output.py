@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from jaxserve.sched.verdict import Verdict
+
 
 class FinishReason(enum.StrEnum):
     """Why a continuation ended."""
@@ -13,6 +15,10 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
     ERROR = "error"  # the engine failed; `Output.error` says how
+
+
+COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+"""It has ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. queue: arrival to first scheduled; ttft: arrival to first token; total: to last."""
+    """Seconds. queue: arrival to first scheduled; ttft: arrival to first token; total: to last.
+    tbt: the 99th percentile of the times between its tokens; None with fewer than two."""
 
     queue: float
     ttft: float
     total: float
+    tbt: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Output:
     index: which of the n continuations. logprobs: one entry a token, if asked for. The last
     `Output` of an index has a finish_reason, usage and timings, and no other follows it. error: how
     the engine failed, with FinishReason.ERROR. token_times: seconds on the engine's clock, one a
-    token.
+    token. verdict: in the last one, whether its targets were met; None without any.
     """
 
     request_id: str
@@ -65,3 +73,4 @@ class Output:
     timings: Timings | None = None
     error: str = ""
     token_times: tuple[float, ...] = field(default=(), repr=False)
+    verdict: Verdict | None = None

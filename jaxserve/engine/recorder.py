@@ -164,6 +164,7 @@ def _event(what: _Told, start: float) -> Event:
                 request.slo.tbt,
                 request.slo.jct,
                 int(request.sampling.is_plain_greedy),
+                request.slo_class,
             )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
+from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
+from jaxserve.engine.stats import RequestStats
 from jaxserve.engine.stops import ContinuationText
+from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Request
+from jaxserve.sched.verdict import Verdict, judge, tbt_that_counts
 
 NO_SLOT = -1
 
@@ -15,7 +18,8 @@ class Continuation:
     """Host side of continuation `index` of a request. Engine thread only.
 
     row: in the scheduler's table. number: from 0 in the order of arrival. slot: on the device while
-    it holds cache, else NO_SLOT.
+    it holds cache, else NO_SLOT. problems: with its targets. token_times: when its tokens came, in
+    seconds on the engine's clock.
     Results that arrive once `finished` is set belong to nobody.
     """
 
@@ -27,6 +31,7 @@ class Continuation:
         number: int,
         text: ContinuationText,
         on_output: Callable[[Output], None],
+        problems: tuple[SloProblem, ...] = (),
     ) -> None:
         self.request = request
         self.index = index
@@ -36,10 +41,12 @@ class Continuation:
         self.finished = False
         self.output_tokens: list[int] = []
         self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+        self.token_times: list[float] = []
         self._text = text
         self._on_output = on_output
+        self._problems = problems
+        self._timings: Timings | None = None
+        self._verdict: Verdict | None = None
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
         """Known tokens [first, end) of prompt and output together."""
@@ -51,9 +58,7 @@ class Continuation:
         self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> FinishReason | None:
         """Takes one sampled token, streams what it says, and returns why the text ends, if so."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
+        self.token_times.append(now)
         self.output_tokens.append(token)
         delta, reason = self._text.feed(token)
         self.finished = reason is not None
@@ -91,15 +96,10 @@ class Continuation:
         token_times: tuple[float, ...] = (),
         error: str = "",
     ) -> None:
-        usage = timings = None
+        usage = None
         if finish_reason is not None:
-            arrival = self.request.arrival
             usage = Usage(len(self.request.prompt), len(self.output_tokens), preemptions)
-            timings = Timings(
-                queue=time_or(self.first_scheduled, now) - arrival,
-                ttft=time_or(self.first_token, now) - arrival,
-                total=now - arrival,
-            )
+            self._conclude(finish_reason, now)
         self._on_output(
             Output(
                 self.request.id,
@@ -109,13 +109,46 @@ class Continuation:
                 logprobs,
                 finish_reason,
                 usage,
-                timings,
+                self._timings,
                 error,
                 token_times,
+                self._verdict,
             )
         )
 
+    def _conclude(self, reason: FinishReason, now: float) -> None:
+        """Its times, and whether they are what it asked for."""
+        request, came = self.request, self.token_times
+        scheduled = now if self.first_scheduled is None else self.first_scheduled
+        self._timings = Timings(
+            queue=scheduled - request.arrival,
+            ttft=(came[0] if came else now) - request.arrival,
+            total=now - request.arrival,
+            tbt=tbt_that_counts(came),
+        )
+        self._verdict = judge(
+            request,
+            came,
+            now,
+            complete=reason in COMPLETE,
+            failed=reason is FinishReason.ERROR,
+            problems=self._problems,
+        )
 
-def time_or(time: float | None, now: float) -> float:
-    """A time that may not have come yet. Not `or`: zero is a time on some clocks."""
-    return now if time is None else time
+    def stats(self, reason: FinishReason, now: float, preemptions: int) -> RequestStats:
+        """What the observers are told of its end, which was now."""
+        if self._timings is None:  # its caller has not been told of it
+            self._conclude(reason, now)
+        assert self._timings is not None
+        return RequestStats(
+            number=self.number,
+            finish_reason=reason,
+            tier=self.request.tier,
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=len(self.output_tokens),
+            preemptions=preemptions,
+            queue_time=self._timings.queue,
+            ttft=self._timings.ttft if self.token_times else None,
+            e2e=now - self.request.arrival,
+            verdict=self._verdict,
+        )

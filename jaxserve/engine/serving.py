@@ -11,13 +11,14 @@ from jaxserve.engine.batching import build_batch, widening
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.executor import Executor, Handle
-from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
+from jaxserve.engine.output import COMPLETE, FinishReason, Output, TokenLogprobs
 from jaxserve.engine.sampling import SampleResult, slot_params
-from jaxserve.engine.sequence import NO_SLOT, Continuation, time_or
-from jaxserve.engine.stats import EngineInfo, Observer, RequestStats, StepStats
+from jaxserve.engine.sequence import NO_SLOT, Continuation
+from jaxserve.engine.stats import EngineInfo, Observer, StepStats
 from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
@@ -93,8 +94,14 @@ class Serving:
         """Whether any of its continuations is not over."""
         return request_id in self._by_id
 
-    def admit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Takes the request in, as many continuations as it asks for; they wait."""
+    def admit(
+        self,
+        request: Request,
+        on_output: Callable[[Output], None],
+        problems: tuple[SloProblem, ...] = (),
+    ) -> None:
+        """Takes the request in, as many continuations as it asks for; they wait. problems: with its
+        targets."""
         texts = [
             ContinuationText(self._tokenizer, request.sampling, self._eos_ids, request.prompt)
             for _ in range(request.sampling.n)
@@ -104,7 +111,7 @@ class Serving:
             row = self._scheduler.add(request)
             number, self._arrivals = self._arrivals, self._arrivals + 1
             self._received += 1
-            continuation = Continuation(request, index, row, number, text, on_output)
+            continuation = Continuation(request, index, row, number, text, on_output, problems)
             continuations.append(continuation)
             self.live[row] = continuation
             for observer in self.observers:
@@ -271,10 +278,10 @@ class Serving:
     def _observe_token(self, continuation: Continuation, now: float) -> None:
         request = continuation.request
         for observer in self.observers:
-            if continuation.last_token is None:
+            if not continuation.token_times:
                 observer.on_first_token(now - request.arrival, request.tier)
             else:
-                observer.on_inter_token(now - continuation.last_token, request.tier)
+                observer.on_inter_token(now - continuation.token_times[-1], request.tier)
 
     def _take_slot(self, member: Continuation, now: float) -> None:
         member.slot = self._free_slots.pop()
@@ -316,25 +323,13 @@ class Serving:
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
-        complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self._scheduler.finish(continuation.row, complete=complete)
+        self._scheduler.finish(continuation.row, complete=reason in COMPLETE)
         del self.live[continuation.row]
         siblings = self._by_id[request.id]
         siblings.remove(continuation)
         if not siblings:
             del self._by_id[request.id]
-        ttft = continuation.first_token
-        stats = RequestStats(
-            number=continuation.number,
-            finish_reason=reason,
-            tier=request.tier,
-            prompt_tokens=len(request.prompt),
-            output_tokens=len(continuation.output_tokens),
-            preemptions=preemptions,
-            queue_time=time_or(continuation.first_scheduled, now) - request.arrival,
-            ttft=None if ttft is None else ttft - request.arrival,
-            e2e=now - request.arrival,
-        )
+        stats = continuation.stats(reason, now, preemptions)
         for observer in self.observers:
             observer.on_finish(stats)
         self._on_over(request.id)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class RequestStats:
 
     number: as in `Observer.on_arrival`. queue_time: arrival to first scheduled; ttft: arrival to
     first token, None without one; e2e: arrival to end. preemptions: how often it lost its cache.
+    verdict: whether its targets were met; None without any.
     """
 
     number: int
@@ -94,6 +96,7 @@ class RequestStats:
     queue_time: float
     ttft: float | None
     e2e: float
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)

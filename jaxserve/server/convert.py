@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,21 +13,29 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxserve import __version__
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.reachability import SloProblemKind
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.verdict import Verdict
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.streams import Delta
+from jaxserve.server.slo_classes import ServiceLevel, named
 
 MAX_REQUEST_ID = 128
 
 TIERS = {
-    pb.TIER_UNSPECIFIED: Tier.REALTIME,
+    pb.TIER_UNSPECIFIED: None,
     pb.TIER_REALTIME: Tier.REALTIME,
     pb.TIER_BEST_EFFORT: Tier.BEST_EFFORT,
 }
+_TIER_VALUES = {tier: value for value, tier in TIERS.items()}
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+PROBLEMS = {
+    kind: pb.SloProblemKind.Value(f"SLO_PROBLEM_KIND_{kind.name}") for kind in SloProblemKind
 }
 
 
@@ -68,8 +77,14 @@ def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
     return fields
 
 
+def service_level(message: pb.GenerateRequest, classes: Mapping[str, ServiceLevel]) -> ServiceLevel:
+    """Targets and tier: the request's own, and for the rest those of the class that it names.
+    Raises InvalidRequest."""
+    return named(classes, message.slo_class).with_own(slo(message.slo), TIERS[message.tier])
+
+
 def slo(message: pb.Slo) -> SLO:
-    """The request's targets: milliseconds on the wire, seconds inside. Raises InvalidRequest,
+    """The request's own targets: milliseconds on the wire, seconds inside. Raises InvalidRequest,
     naming the target, for a time that is not positive and finite."""
     seconds = {}
     for descriptor, value in message.ListFields():
@@ -91,11 +106,17 @@ def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
     )
     last = delta.last
     if last is not None and last.finish_reason is not None:
-        message.finish.CopyFrom(finish(last.finish_reason, last.usage, last.timings))
+        ended = finish(last.finish_reason, last.usage, last.timings, last.verdict)
+        message.finish.CopyFrom(ended)
     return message
 
 
-def finish(reason: FinishReason, usage: Usage | None, timings: Timings | None) -> pb.Finish:
+def finish(
+    reason: FinishReason,
+    usage: Usage | None,
+    timings: Timings | None,
+    verdict: Verdict | None = None,
+) -> pb.Finish:
     """How a continuation ended."""
     message = pb.Finish(reason=REASONS[reason])
     if usage is not None:
@@ -106,12 +127,46 @@ def finish(reason: FinishReason, usage: Usage | None, timings: Timings | None) -
         message.timings.queue_ms = timings.queue * 1000
         message.timings.ttft_ms = timings.ttft * 1000
         message.timings.total_ms = timings.total * 1000
+        if timings.tbt is not None:
+            message.timings.tbt_ms = timings.tbt * 1000
+    if verdict is not None:
+        message.slo.CopyFrom(slo_verdict(verdict))
     return message
 
 
-def server_info(info: EngineInfo) -> pb.GetServerInfoResponse:
-    """Every field of `EngineInfo` under its own name, and the version."""
-    return pb.GetServerInfoResponse(version=__version__, **asdict(info))
+def slo_verdict(verdict: Verdict) -> pb.SloVerdict:
+    """What came of its targets."""
+    judged = {name: getattr(verdict, name) for name in TARGETS}
+    return pb.SloVerdict(
+        slo_class=verdict.slo_class,
+        tier=_TIER_VALUES[verdict.tier],
+        targets=targets(verdict.slo),
+        **{f"{name}_met": met for name, met in judged.items() if met is not None},
+        met=verdict.met,
+        problems=[
+            pb.SloProblem(
+                kind=PROBLEMS[problem.kind],
+                target_ms=problem.target * 1000,
+                limit_ms=problem.limit * 1000,
+            )
+            for problem in verdict.problems
+        ],
+    )
+
+
+def targets(asked: SLO) -> pb.Slo:
+    """In milliseconds; those that there are."""
+    named_targets = ((name, getattr(asked, name)) for name in TARGETS)
+    return pb.Slo(**{f"{name}_ms": t * 1000 for name, t in named_targets if t is not None})
+
+
+def server_info(info: EngineInfo, classes: Mapping[str, ServiceLevel]) -> pb.GetServerInfoResponse:
+    """Every field of `EngineInfo` under its own name, the version, and the classes."""
+    listed = [
+        pb.SloClass(name=name, targets=targets(one.slo), tier=_TIER_VALUES[one.tier])
+        for name, one in classes.items()
+    ]
+    return pb.GetServerInfoResponse(version=__version__, **asdict(info), slo_classes=listed)
 
 
 def logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import socket
 import sys
@@ -22,10 +23,15 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.batch_options import check_batches
 from jaxserve.server.runner import Server
+from jaxserve.server.slo_classes import slo_classes
 
 DEFAULT_PORT = 50051
 MAX_GRACE_S = 86_400
-_PARAMS = "scheduler.params."  # the policy's own: they come and go with it
+_OPEN = {  # sections whose fields are the user's own, and what one is called
+    "scheduler.params": "parameter",
+    "server.slo_classes": "class",
+}
+_OWN_NAME = re.compile("[A-Za-z0-9_-]+")
 _SHORTCUTS = {
     "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
     "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
@@ -46,7 +52,7 @@ def parse_flags(
 
     default: the config file without --config. Raises UsageError.
     """
-    argv, params = _split_params(argv)
+    argv, own = _split_own(argv)
     for place, argument in enumerate(argv[1:], start=1):
         _check_field_flag(argument)
         name, equals, value = argument.lstrip("-").partition("=")
@@ -66,7 +72,7 @@ def parse_flags(
         for name in ("config", *_SHORTCUTS):  # so that --help shows them
             values.register_key_flag_for_module(argv[0], values[name])
         left = values(list(argv))
-        _set_params(values["config"].value, params)
+        _set_own(values["config"].value, own)
     except flags.IllegalFlagValueError as error:
         raise UsageError(_config_file_error(error) or str(error)) from None
     except flags.Error as error:
@@ -99,23 +105,26 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
         limits = f"must be 0 to {MAX_GRACE_S}, got {config.server.grace_s}"
         raise ConfigError(f"server.grace_s: {limits}")
     check_batches(config)
+    slo_classes(config)
     return config
 
 
 def check_config(config: Any) -> None:
-    """Exactly base.py's fields, each of base.py's type; under `scheduler.params`, what the policy
-    has is known only to the policy. Raises ConfigError."""
+    """Exactly base.py's fields, each of base.py's type. What is under `scheduler.params` only the
+    policy knows, and `slo_classes` what is under `server.slo_classes`. Raises ConfigError."""
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"config: get_config() returned {type(config).__name__}, not ConfigDict")
     known = dict(_leaves(base.get_config()))
     given = dict(_leaves(config))
-    params = config.get("scheduler", {}).get("params")
-    if not isinstance(params, ConfigDict):
-        raise ConfigError("config: scheduler.params is missing; start from configs/base.py")
+    for path in _OPEN:
+        if not isinstance(_section(config, path), ConfigDict):
+            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
     for path in given:
-        if path not in known and not path.startswith(_PARAMS):
+        if path not in known and not _is_own(path):
             raise ConfigError(f"config: unknown field {path}{_hint(path, known)}")
     for path, default in known.items():
+        if _is_own(path):
+            continue
         if path not in given:
             raise ConfigError(f"config: {path} is missing; start from configs/base.py")
         if not _fits(given[path], default):
@@ -209,27 +218,48 @@ def _fits(value: Any, default: Any) -> bool:
     return type(value) is type(default)
 
 
-def _split_params(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command line without the policy's parameters, and those, as text. config_flags takes only
-    fields that the file has; which these are depends on the policy."""
-    left, params = [], {}
+def _section(config: Any, path: str) -> Any:
+    """None where there is none."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, ConfigDict) else None
+    return config
+
+
+def _is_own(path: str) -> bool:
+    """Whether the field is the user's own."""
+    return path.rpartition(".")[0] in _OPEN
+
+
+def _own_usage(argument: str, section: str) -> UsageError:
+    return UsageError(f"{argument}: a {_OPEN[section]} is set as --config.{section}.NAME=VALUE")
+
+
+def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The command line without the fields that are the user's own, and those: section, name and
+    text. config_flags takes only fields that the file has."""
+    left, own = [], []
     for argument in argv:
-        if not argument.lstrip("-").startswith("config." + _PARAMS) or argument[:1] != "-":
+        path, equals, value = argument.lstrip("-").partition("=")
+        path = path.removeprefix("config.")
+        section = next((one for one in _OPEN if path.startswith(f"{one}.")), None)
+        if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":
             left.append(argument)
             continue
-        name, equals, value = argument.lstrip("-").removeprefix("config." + _PARAMS).partition("=")
-        if not (name.isidentifier() and equals):
-            raise UsageError(f"{argument}: a parameter is set as --config.{_PARAMS}NAME=VALUE")
-        params[name] = value
-    return left, params
+        name = path.removeprefix(f"{section}.")
+        if not (_OWN_NAME.fullmatch(name) and equals):
+            raise _own_usage(argument, section)
+        own.append((section, name, value))
+    return left, own
 
 
-def _set_params(config: Any, params: dict[str, str]) -> None:
+def _set_own(config: Any, own: Sequence[tuple[str, str, str]]) -> None:
     """Adds them to the config; `check_config` refuses a config that has no place for them."""
-    if params and isinstance(config, ConfigDict) and "params" in config.get("scheduler", {}):
-        # The file may have a number where this is text.
-        with config.unlocked(), config.ignore_type():
-            config.scheduler.params.update(params)
+    for path, name, value in own:
+        section = _section(config, path)
+        if isinstance(section, ConfigDict):
+            # The file may have a number where this is text.
+            with config.unlocked(), config.ignore_type():
+                section[name] = value
 
 
 def _check_field_flag(argument: str) -> None:
@@ -239,8 +269,8 @@ def _check_field_flag(argument: str) -> None:
     if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
         return
     known = dict(_leaves(base.get_config()))
-    if path == _PARAMS.rstrip("."):
-        raise UsageError(f"{argument}: a parameter is set as --config.{_PARAMS}NAME=VALUE")
+    if path in _OPEN:
+        raise _own_usage(argument, path)
     if path not in known:
         raise UsageError(f"unknown field {path}{_hint(path, known)}")
 

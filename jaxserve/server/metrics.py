@@ -27,6 +27,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Tier
+from jaxserve.sched.terms import TARGETS
 from jaxserve.server.requests.contract import ServedEngine
 
 PREFIX = "jaxserve:"
@@ -94,6 +95,8 @@ class EngineMetrics(Collector, Observer):
         self._lengthened_steps = 0
         self._lengthened_seconds = 0.0
         self._finished: defaultdict[FinishReason, int] = defaultdict(int)
+        # (class, tier, target, met) -> continuations
+        self._judged: defaultdict[tuple[str, Tier, str, bool], int] = defaultdict(int)
 
     def on_step(self, stats: StepStats) -> None:
         """Its times, its tokens and its padding."""
@@ -123,6 +126,14 @@ class EngineMetrics(Collector, Observer):
         self._queue[stats.tier].observe(stats.queue_time)
         self._prompt_lengths.observe(stats.prompt_tokens)
         self._output_lengths.observe(stats.output_tokens)
+        verdict = stats.verdict
+        if verdict is not None:
+            about = verdict.slo_class, verdict.tier
+            self._judged[*about, "all", verdict.met] += 1
+            for target in TARGETS:
+                met = getattr(verdict, target)
+                if met is not None:
+                    self._judged[*about, target, met] += 1
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask the engine for a snapshot."""
@@ -181,6 +192,27 @@ class EngineMetrics(Collector, Observer):
         for reason, label in _REASONS.items():
             finished.add_metric((self._model, label), self._finished.get(reason, 0))
         yield finished
+        yield from self._slo()
+
+    def _slo(self) -> Iterator[Metric]:
+        """Of those that had targets, whatever ended them; for each of them both counters, so that
+        shares can be taken."""
+        text = "Continuations with that target that"
+        attained, missed = (
+            CounterMetricFamily(
+                PREFIX + name,
+                f"{text} {did} it.",
+                labels=("model_name", "slo_class", "tier", "target"),
+            )
+            for name, did in (("slo_attained", "met"), ("slo_missed", "missed"))
+        )
+        judged = dict(self._judged)
+        for slo_class, tier, target in sorted({key[:3] for key in judged}):
+            labels = (self._model, slo_class, tier.name.lower(), target)
+            for family, met in ((attained, True), (missed, False)):
+                family.add_metric(labels, judged.get((slo_class, tier, target, met), 0))
+        yield attained
+        yield missed
 
     def _best_effort(self, generated: int) -> Iterator[Metric]:
         """What best-effort requests brought, and what they cost the real-time ones."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from jaxserve.server.proto import (
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.service import GenerationService
+from jaxserve.server.slo_classes import ServiceLevel, slo_classes
 
 SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
@@ -56,8 +57,8 @@ class Server:
 
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
     grace_s: seconds that running requests get when the server stops; lines of batches wait for the
-    next server. batches: None takes none. The engine must be started; stopping the server drains
-    and stops it.
+    next server. batches: None takes none. slo_classes: that requests may name. The engine must be
+    started; stopping the server drains and stops it.
 
     failed: the engine has failed, and every call gets an error. hung: it did not answer when the
     server stopped.
@@ -75,12 +76,14 @@ class Server:
         metrics_port: int = -1,
         grace_s: float = 10.0,
         batches: BatchSettings | None = None,
+        slo_classes: Mapping[str, ServiceLevel] | None = None,
     ) -> None:
         self._engine = engine
         self._host, self._port = host, port
         self._metrics_port = metrics_port
         self._grace_s = grace_s
         self._batch_settings = batches
+        self._slo_classes = slo_classes or {}
         self._batches: Batches | None = None
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -174,7 +177,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         self._requests = EngineRequests(self._engine)
-        self._service = GenerationService(self._requests)
+        self._service = GenerationService(self._requests, self._slo_classes)
         if self._batch_settings is not None:
             self._batches = Batches(self._requests, self._batch_settings)
         self._health = health.aio.HealthServicer()
@@ -258,6 +261,7 @@ def run_server(
         metrics_port=config.server.metrics_port,
         grace_s=config.server.grace_s,
         batches=batches,
+        slo_classes=slo_classes(config),
     )
     signals = 0
 

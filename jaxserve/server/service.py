@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import grpc
 
@@ -15,6 +16,7 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.requests import SHUTTING_DOWN, EngineRequests
 from jaxserve.server.requests.streams import DuplicateRequest, Stream, StreamFailed
+from jaxserve.server.slo_classes import ServiceLevel
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -24,8 +26,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     in the engine, which frees its blocks within one step.
     """
 
-    def __init__(self, requests: EngineRequests) -> None:
-        self._requests = requests
+    def __init__(self, requests: EngineRequests, classes: Mapping[str, ServiceLevel]) -> None:
+        self._requests, self._classes = requests, classes
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -37,8 +39,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        """The RPC: what the engine serves, and the server's version."""
-        return convert.server_info(self._requests.info())
+        """The RPC: what the engine serves, and the server's version and SLO classes."""
+        return convert.server_info(self._requests.info(), self._classes)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -84,12 +86,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def _submit(self, message: pb.GenerateRequest) -> Stream:
         convert.check_message(message)
+        level = convert.service_level(message, self._classes)
         request = await self._requests.make(
             convert.prompt(message),
             sampling=convert.sampling_fields(message.sampling),
             request_id=message.request_id,
-            slo=convert.slo(message.slo),
-            tier=convert.TIERS[message.tier],
+            slo=level.slo,
+            tier=level.tier,
+            slo_class=level.slo_class,
         )
         return self._requests.open(request)
 

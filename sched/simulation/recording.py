@@ -2,8 +2,8 @@
 
 JSON lines. The first is a header: all that a simulation needs to know of the engine. The others are
 lists, each beginning with what it is: a request's arrival, a step, a request's end, or how many of
-these were lost. No text, no tokens and no names: requests have numbers. Times are in seconds since
-`Header.began`, on the engine's clock.
+these were lost. No text, no tokens and no names but those of SLO classes: requests have numbers.
+Times are in seconds since `Header.began`, on the engine's clock.
 
 A file that has become too large goes on as PATH.1, and PATH begins again, with the header and the
 arrivals of the requests that are there. `sched/simulation/replay.py` reads both.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_type_hints
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
 from jaxserve.sched.policy import Limits
 
-FORMAT = 3
+FORMAT = 4
 MOST = 2**53  # of whole numbers: what a float counts to
 FEATURES = tuple(field.name for field in dataclasses.fields(BatchFeatures))
 
@@ -33,8 +33,9 @@ class RecordingError(ValueError):
 
 class Arrival(NamedTuple):
     """limit: tokens that it may write. tier: of `request.Tier`. ttft, tbt, jct: its targets, None
-    for none. greedy: 0 or 1, whether it takes the most likely token, as it is. carried: 0 or 1,
-    whether it was there when the file began, and had written so many tokens."""
+    for none. greedy: 0 or 1, whether it takes the most likely token, as it is. slo_class: the name
+    of its class. carried: 0 or 1, whether it was there when the file began, and had written so many
+    tokens."""
 
     number: int
     time: float
@@ -45,6 +46,7 @@ class Arrival(NamedTuple):
     tbt: float | None
     jct: float | None
     greedy: int
+    slo_class: str
     carried: int = 0
     written: int = 0
 

@@ -298,7 +298,10 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     ttft[early] = jct[early] = np.inf
     tier = np.array([one.tier for one in there], np.int8)
     greedy = np.array([one.greedy > 0 for one in there])
-    terms = Terms(tier, ttft, tbt, jct, np.zeros(len(there), np.int64), greedy)
+    names = [one.slo_class for one in there]
+    classes = tuple(dict.fromkeys(names))
+    slo_class = np.array([classes.index(name) for name in names], np.int64)
+    terms = Terms(tier, ttft, tbt, jct, slo_class, greedy, classes)
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
     return Workload.of(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)

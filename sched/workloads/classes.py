@@ -130,20 +130,35 @@ def _parse(part: str) -> SloClass:
         share = float(rest[0])
     except ValueError:
         raise WorkloadError(f"{where}: its share must be a number, got {rest[0]!r:.40}") from None
-    values: dict[str, str] = {}
-    for item in rest[1:]:
-        key, equals, value = item.partition("=")
-        if not equals or key not in ("tier", "greedy", *TARGETS) or key in values:
-            once = " once" if key in values else ""
-            raise WorkloadError(
-                f"{where}: tier=, greedy=, ttft=, tbt= and jct= may follow the share{once}, got "
-                f"{item!r:.40}"
-            )
-        values[key] = value
-    tier = tier_named(f"{where}: tier", values.pop("tier", "realtime"))
+    values = _values(where, rest[1:], ("tier", "greedy", *TARGETS))
     greedy = truth_of(f"{where}: greedy", values.pop("greedy", "true"))
-    slo = SLO(**{key: _time(f"{where}: {key}", value) for key, value in values.items()})
-    return SloClass(name, share, slo, tier, greedy)
+    return SloClass(name, share, *_asked(where, values), greedy)
+
+
+def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:
+    """What a class in words has behind its share: `ttft=500ms:tbt=50ms`, `jct=60s`,
+    `tier=best_effort`; but not whether its requests are greedy, which they say themselves.
+    WorkloadError, beginning with `where`, for anything else."""
+    return _asked(where, _values(where, text.split(":"), ("tier", *TARGETS)))
+
+
+def _values(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+    """By key, of which each may be there once."""
+    values: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or key not in keys or key in values:
+            named = [f"{key}=" for key in keys]
+            once = ", each once" if key in values else ""
+            known = f"{', '.join(named[:-1])} and {named[-1]}"
+            raise WorkloadError(f"{where}: may have {known}{once}, got {item!r:.40}")
+        values[key] = value
+    return values
+
+
+def _asked(where: str, values: dict[str, str]) -> tuple[SLO, Tier]:
+    tier = tier_named(f"{where}: tier", values.pop("tier", "realtime"))
+    return SLO(**{key: _time(f"{where}: {key}", value) for key, value in values.items()}), tier
 
 
 def _time(where: str, text: str) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.request import Tier
-from jaxserve.sched.terms import NO_CLASS, TARGETS, Terms
+from jaxserve.sched.request import NO_CLASS, Tier
+from jaxserve.sched.terms import TARGETS, Terms
 from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from jaxserve.server.batches.journal import MAX_LINES
 from jaxserve.server.batches.lines import MAX_LINE_BYTES
 from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.slo_classes import slo_classes
 from jaxserve.simulate import flags as simulate_flags
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +83,21 @@ def test_there_are_commands_to_check() -> None:
 
 def test_the_api_page_names_every_field() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    for message in (pb.GenerateRequest, pb.SamplingParams, pb.Slo, pb.Timings):
+    asked = (pb.GenerateRequest, pb.SamplingParams, pb.Slo)
+    for message in (*asked, pb.Timings, pb.SloVerdict, pb.SloProblem):
         for field in message.DESCRIPTOR.fields:
             assert f"`{field.name}`" in page, field.full_name
+    for kind in pb.SloProblemKind.keys()[1:]:
+        assert f"`{kind.removeprefix('SLO_PROBLEM_KIND_')}`" in page
+
+
+def test_the_api_page_has_the_slo_classes() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name, one in slo_classes(base.get_config()).items():
+        times = [t and (f"{t:g} s" if t >= 1 else f"{t * 1e3:g} ms") for t in astuple(one.slo)]
+        tier = one.tier.name.lower().replace("_", " ")
+        row = " | ".join([f"`{name}`", *(time or "" for time in times), tier])
+        assert f"| {row} |".replace("|  |", "| |").replace("|  |", "| |") in page
 
 
 def test_the_batches_page_names_every_call_field_and_option() -> None:

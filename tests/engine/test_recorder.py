@@ -62,9 +62,9 @@ class Story:
 
     def arrive(self, number: int) -> None:
         params = SamplingParams(max_tokens=50, temperature=float(number % 2))
-        request = Request(
-            f"secret-{number}", (7,) * (number + 1), params, TARGETS, Tier(number % 2)
-        )
+        name, tier = ("interactive", "offline")[number % 2], Tier(number % 2)
+        prompt = (7,) * (number + 1)
+        request = Request(f"secret-{number}", prompt, params, TARGETS, tier, slo_class=name)
         self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
 
     def step(self, *received: int) -> None:
@@ -110,6 +110,10 @@ def test_what_is_told_is_read_again(tmp_path: Path) -> None:
     assert workload.limit.tolist() == [50, 50]
     assert workload.greedy.tolist() == [True, False]
     assert workload.tier.tolist() == [0, 1]
+    assert [workload.terms.classes[i] for i in workload.terms.slo_class] == [
+        "interactive",
+        "offline",
+    ]
     assert workload.ttft.tolist() == [0.5, 0.5] and np.isinf(workload.tbt).all()
     served = replay.served(recording)
     assert served.requests.ttft.tolist() == [1.0, 1.0]
@@ -156,7 +160,7 @@ def test_requests_whose_ends_were_lost_do_not_pile_up(tmp_path: Path) -> None:
         story.step(number)
     story.over()
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
-    carried = [values for name, *values in lines if name == "arrival" and values[9]]
+    carried = [values for name, *values in lines if name == "arrival" and values[10]]
     assert 0 < len(carried) <= HEADER.max_queue + HEADER.max_rows
     older(path).unlink()
     replay.traffic_of(replay.read(path))
@@ -186,7 +190,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
     recording = replay.read(path)
     assert len(recording.steps) == 1
     (note,) = recording.notes
-    assert note == f"{older(path)}: recording format 0, this version reads 3: left out"
+    assert note == f"{older(path)}: recording format 0, this version reads 4: left out"
 
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

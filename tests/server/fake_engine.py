@@ -1,7 +1,8 @@
 """An engine without a model, for tests of what stands before it.
 
 Token k of every continuation is `FIRST + k`, its text " wk". Nothing happens by itself: a test
-calls `step()`, or starts a thread that does (`run()`). The rules are the real engine's.
+calls `step()`, or starts a thread that does (`run()`). The rules are the real engine's. The first
+token comes after 200 ms, each later one 20 ms after the one before, the last one after 300 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Request, validate
+from jaxserve.sched.verdict import judge, tbt_that_counts
 
 FIRST = 100
 PATIENCE = 20.0
@@ -96,6 +99,7 @@ class FakeEngine:
         self.stopped = False
         self.failure: BaseException | None = None
         self.steps = 0
+        self.problems: tuple[SloProblem, ...] = ()
         self.text: Callable[[int], str] = lambda k: f" w{k}"
         self._thread: threading.Thread | None = None
 
@@ -264,10 +268,16 @@ class FakeEngine:
         self, running: Running, index: int, reason: FinishReason, last: Output | None = None
     ) -> None:
         request, produced = running.request, running.produced[index]
+        times = [0.2 + 0.02 * k for k in range(produced)]
+        if last is not None and produced > 1:
+            times[-1] = 0.3
+        timings = Timings(queue=0.1, ttft=0.2, total=0.3, tbt=tbt_that_counts(times))
+        verdict = judge(request, times, 0.3, complete=last is not None, problems=self.problems)
         for observer in self.observers:
             observer.on_finish(
                 RequestStats(
-                    0, reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3
+                    *(0, reason, request.tier, len(request.prompt), produced, 1, 0.1, 0.2, 0.3),
+                    verdict,
                 )
             )
         running.on_output(
@@ -275,6 +285,7 @@ class FakeEngine:
                 last or Output(request.id, index),
                 finish_reason=reason,
                 usage=Usage(len(request.prompt), produced, preemptions=1),
-                timings=Timings(queue=0.1, ttft=0.2, total=0.3),
+                timings=timings,
+                verdict=verdict,
             )
         )

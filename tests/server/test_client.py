@@ -83,7 +83,8 @@ def test_every_flag_reaches_the_engine(
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
     assert main([f"--address={server.address}", "hi", *flags]) == 0
-    assert len(capsys.readouterr().err.splitlines()) == 2 * 4, "log-probabilities, one a token"
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 * (4 + 1), "log-probabilities, one a token, and a verdict"
     (request,) = engine.requests
     for name, number in sampling.items():
         assert getattr(request.sampling, name) == number

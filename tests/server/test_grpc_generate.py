@@ -115,7 +115,7 @@ def test_an_id_can_be_used_again_once_its_request_is_over(
 
 
 def test_an_engine_without_hidden_caches_says_so() -> None:
-    said = convert.server_info(dataclasses.replace(INFO, hidden_read=None, rho=None))
+    said = convert.server_info(dataclasses.replace(INFO, hidden_read=None, rho=None), {})
     assert said.hidden_read == "" and not said.HasField("rho")
 
 

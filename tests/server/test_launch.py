@@ -73,6 +73,25 @@ def test_the_policys_parameters_are_the_policys_own(tmp_path: Path) -> None:
     assert parse(mine, f"{flag}.slo_decay=0.4").scheduler.params.slo_decay == "0.4"
 
 
+def test_slo_classes_come_from_file_and_command_line(tmp_path: Path) -> None:
+    flag = "--config.server.slo_classes"
+    config = parse(f"{flag}.interactive=ttft=500ms:tbt=50ms", f"{flag}.my-own=jct=60s")
+    assert config.server.slo_classes.to_dict() == {
+        **base.get_config().server.slo_classes.to_dict(),
+        "interactive": "ttft=500ms:tbt=50ms",
+        "my-own": "jct=60s",
+    }
+    lines = ["from jaxserve.configs import base", "def get_config():", "    c = base.get_config()"]
+    lines += ["    c.server.slo_classes.gold = 'ttft=1s'", "    del c.server.slo_classes.offline"]
+    (tmp_path / "mine.py").write_text("\n".join([*lines, "    return c"]))
+    mine = f"--config={tmp_path / 'mine.py'}"
+    assert set(parse(mine).server.slo_classes) == {"interactive", "standard", "gold"}
+    changed = parse(mine, f"{flag}.gold=ttft=2s").server.slo_classes
+    assert changed.gold == "ttft=2s"
+    with pytest.raises(ConfigError, match=r"server\.slo_classes\.gold: ttft: must be a time"):
+        parse(mine, f"{flag}.gold=ttft=2")
+
+
 def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
     opt = f"--config={ROOT / 'configs' / 'opt_125m_cpu.py'}"
     config = parse(opt, "--model=/my/opt")
@@ -99,6 +118,9 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--config.scheduler.params.watermark", "set as --config.scheduler.params.NAME=VALUE"),
         ("--config.scheduler.params.a.b=1", "set as --config.scheduler.params.NAME=VALUE"),
         ("--noconfig.scheduler.params.requeue", "unknown field"),
+        ("--config.server.slo_classes=3", "a class is set as --config.server.slo_classes.NAME"),
+        ("--config.server.slo_classes.a", "a class is set as --config.server.slo_classes.NAME"),
+        ("--config.server.slo_classes.a.b=1", "set as --config.server.slo_classes.NAME=VALUE"),
         ("--confg=x", "'confg'. Did you mean: config"),
         ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu.py"),
         ("--port=abc", "port=abc"),
@@ -132,6 +154,8 @@ def test_a_config_file_that_fails_is_a_usage_error(tmp_path: Path, code: str, wo
     [
         ("c.scheduler.polcy = 'x'", "unknown field scheduler.polcy; did you mean"),
         ("del c.scheduler.params", "scheduler.params is missing; start from configs/base.py"),
+        ("del c.server.slo_classes", "server.slo_classes is missing; start from configs/base.py"),
+        ("c.server.slo_classes.a = 5", "server.slo_classes.a: must be text"),
         ("del c.cache.block_size", "cache.block_size is missing; start from configs/base.py"),
         ("c.engine.token_buckets = (16, 2.5)", "engine.token_buckets: must be tuple of int"),
         ("c.server.grace_s = -1.0", "server.grace_s: must be 0 to 86400"),

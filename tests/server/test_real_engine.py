@@ -10,9 +10,15 @@ import pytest
 
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.output import FinishReason
-from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats
+from jaxserve.sched.metrics import Times, attained
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.terms import Terms
+from jaxserve.sched.workloads.classes import with_targets
+from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.runner import Server
+from jaxserve.server.slo_classes import ServiceLevel
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 from tests.server.processes import PATIENCE, refused, serve
@@ -54,7 +60,9 @@ def real(shared: Engine) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def served(shared: Engine) -> Iterator[Client]:
-    with Server(shared, grace_s=0.0) as server, Client(server.address) as client:
+    classes = {"chat": ServiceLevel(SLO(ttft=3600.0, tbt=600.0), Tier.BEST_EFFORT, "chat")}
+    server = Server(shared, grace_s=0.0, slo_classes=classes)
+    with server, Client(server.address) as client:
         yield client
 
 
@@ -66,6 +74,70 @@ def test_tokens_over_grpc_are_the_engines(real: Engine, served: Client) -> None:
         assert completion.token_ids == tokens
         assert completion.usage.output_tokens == 12
         assert 0 < completion.timings.ttft_ms <= completion.timings.total_ms
+
+
+NEVER, EASY = {"ttft_ms": 1e-3, "tbt_ms": 1e-3, "jct_ms": 2e-3}, {"jct_ms": 3.6e6}
+
+
+def test_targets_change_no_token_and_what_cannot_be_met_is_flagged(
+    real: Engine, served: Client
+) -> None:
+    plain = {"max_tokens": 12, "ignore_eos": True}
+    expected = generate(real, [[5, 6, 7]], **plain)[0]
+    (hopeless,) = served.complete([5, 6, 7], slo=NEVER, **plain)
+    assert hopeless.token_ids == expected and hopeless.slo is not None
+    assert [problem.kind for problem in hopeless.slo.problems] == [
+        pb.SLO_PROBLEM_KIND_TTFT_UNREACHABLE,
+        pb.SLO_PROBLEM_KIND_TBT_UNREACHABLE,
+        pb.SLO_PROBLEM_KIND_JCT_UNREACHABLE,
+    ]
+    for problem in hopeless.slo.problems:
+        assert problem.limit_ms > problem.target_ms
+    assert not hopeless.slo.met and not hopeless.slo.tbt_met
+    for easy in served.complete([5, 6, 7], slo=EASY, slo_class="chat", n=2, **plain):
+        assert easy.token_ids == expected and easy.slo is not None
+        assert easy.slo.met and not easy.slo.problems
+        assert easy.slo.slo_class == "chat" and easy.slo.tier == pb.TIER_BEST_EFFORT
+        assert easy.slo.ttft_met and easy.slo.tbt_met and easy.slo.jct_met
+        assert 0 < easy.timings.tbt_ms < easy.timings.total_ms
+
+
+def test_what_is_told_is_what_a_load_test_counts(real: Engine) -> None:
+    """Targets in the midst of what the requests get, so that some are met and some are not."""
+    outputs: list[Output] = []
+    ended = threading.Semaphore(0)
+
+    def take(output: Output) -> None:
+        outputs.append(output)
+        if output.finish_reason is not None:
+            ended.release()
+
+    recorder = StepRecorder()
+    real.add_observer(recorder)
+    for turn in range(2):
+        took = sum(step.step_time for step in recorder.steps) or 1.0
+        slos = [SLO(took * share, took * share / 10, took * share) for share in (0.1, 0.3, 0.9)]
+        requests = [
+            Request(f"{turn}-{i}", (5, 6, 7), SamplingParams(12, ignore_eos=True), slos[i % 3])
+            for i in range(8)
+        ]
+        stamped = {}
+        for request in requests:
+            real.submit(request, take)
+            stamped[request.id] = request
+        for _ in requests:
+            assert ended.acquire(timeout=PATIENCE)
+        for name, request in stamped.items():
+            mine = [output for output in outputs if output.request_id == name]
+            last = mine[-1]
+            assert last.timings is not None and last.verdict is not None
+            tokens = [time for output in mine for time in output.token_times]
+            arrival = tokens[-1] - last.timings.total
+            times = Times.of([arrival], [tokens], [True])
+            counted = attained(times, with_targets(Terms.none(1), request.slo))
+            assert last.verdict.met == counted.slo[0]
+            assert (last.verdict.ttft, last.verdict.jct) == (counted.ttft[0], counted.jct[0])
+            assert last.verdict.tbt == counted.tbt[0]
 
 
 def test_cancelling_frees_all_blocks_within_one_step(

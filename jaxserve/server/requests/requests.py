@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier, validate
+from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier, validate
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.streams import OutputRouter, Stream
 
@@ -66,6 +66,7 @@ class EngineRequests:
         request_id: str = "",
         slo: SLO | None = None,
         tier: Tier = Tier.REALTIME,
+        slo_class: str = NO_CLASS,
     ) -> Request:
         """A request of text or token ids. Safe to call from any thread.
 
@@ -86,6 +87,7 @@ class EngineRequests:
             sampling=params,
             slo=slo or SLO(),
             tier=tier,
+            slo_class=slo_class,
         )
 
     def check(self, request: Request) -> None:

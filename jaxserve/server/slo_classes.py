@@ -1,0 +1,69 @@
+"""Named targets: what the config says of them, and what a request makes of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.workloads.classes import parse_terms
+from jaxserve.sched.workloads.workload import WorkloadError
+
+MAX_CLASSES = 100  # each is a row of several metrics
+_NO_TARGETS = SLO()
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ServiceLevel:
+    """What a request asks for, or a class of them. slo_class: the name of its class."""
+
+    slo: SLO = _NO_TARGETS
+    tier: Tier = Tier.REALTIME
+    slo_class: str = NO_CLASS
+
+    def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
+        """The same, but for what a request says itself: each of its targets, and its tier."""
+        own = {name: getattr(slo, name) for name in TARGETS}
+        given = {name: target for name, target in own.items() if target is not None}
+        merged = dataclasses.replace(self.slo, **given)
+        return dataclasses.replace(self, slo=merged, tier=self.tier if tier is None else tier)
+
+
+def slo_classes(config: Any) -> dict[str, ServiceLevel]:
+    """Those of `config.server.slo_classes`, by name, in alphabetical order. Raises ConfigError,
+    naming the class."""
+    given = dict(sorted(config.server.slo_classes.items()))
+    if len(given) > MAX_CLASSES:
+        problem = f"has {len(given)} classes; at most {MAX_CLASSES} are allowed"
+        raise ConfigError(f"server.slo_classes: {problem}")
+    return {name: _parsed(name, text) for name, text in given.items()}
+
+
+def _parsed(name: str, text: object) -> ServiceLevel:
+    where = f"server.slo_classes.{name}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, '_' and '-'")
+    if name == NO_CLASS:
+        raise ConfigError(f"{where}: is what requests without a class are counted as")
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: must be text, as 'ttft=1s:tbt=100ms', got {text!r:.40}")
+    try:
+        return ServiceLevel(*parse_terms(where, text), name)
+    except WorkloadError as error:
+        raise ConfigError(str(error)) from None
+
+
+def named(classes: Mapping[str, ServiceLevel], name: str) -> ServiceLevel:
+    """The class of that name; "" is none. Raises InvalidRequest, which lists them."""
+    if not name:
+        return ServiceLevel()
+    if name not in classes:
+        known = ", ".join(classes) or "none"
+        raise InvalidRequest("slo_class", f"there is no {name!r:.80}; this server has {known}")
+    return classes[name]
