@@ -16,8 +16,6 @@ from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.streams import Delta
 
-MAX_REQUEST_ID = 128
-
 TIERS = {
     pb.TIER_UNSPECIFIED: Tier.REALTIME,
     pb.TIER_REALTIME: Tier.REALTIME,
@@ -31,13 +29,12 @@ REASONS = {
 
 
 def check_message(message: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum values,
-    an overlong request_id."""
+    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum
+    values."""
     no_unknown_fields("request", message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
-    at_most("request_id", message.request_id, MAX_REQUEST_ID)
 
 
 def prompt(message: Any) -> str | tuple[int, ...]:

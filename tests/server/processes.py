@@ -34,7 +34,7 @@ def serve(*flags: str) -> Iterator[ServedProcess]:
         f"engine.token_buckets=({TOKENS},)",
         "engine.compilation_cache_dir=",
     )
-    command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0"]
+    command = [sys.executable, "serve.py", "--port=0", "--http_port=0", "--metrics_port=0"]
     command += [*(f"--config.{field}" for field in fields), *flags]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

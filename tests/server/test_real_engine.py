@@ -123,7 +123,14 @@ def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
 
 def test_what_cannot_be_served_is_one_line_and_exit_1() -> None:
     """tests/engine/test_build.py has all that build_engine refuses; this is the way out."""
-    command = [sys.executable, "serve.py", "--port=0", "--metrics_port=0", "--model=no/such/one"]
+    command = [
+        sys.executable,
+        "serve.py",
+        "--port=0",
+        "--http_port=0",
+        "--metrics_port=0",
+        "--model=no/such/one",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert re.fullmatch(r"serve\.py: .*no/such/one.*\n", done.stderr), done.stderr
