@@ -105,7 +105,7 @@ class FakeEngine:
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+        return "".join(map(chr, token_ids)).encode("utf-8", "replace").decode()
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()

@@ -99,6 +99,10 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Their text, without special tokens."""
         front.check_model(body.model)
+        last = front.requests.info().vocab_size - 1
+        for token in body.tokens:
+            if token > last:
+                raise InvalidRequest("tokens", f"token id {token} is outside 0..{last}")
         return {"prompt": front.engine.decode(body.tokens)}
 
 

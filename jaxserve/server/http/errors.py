@@ -81,12 +81,18 @@ def add_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(Exception, _unexpected)
 
 
 async def _known(request: Request, error: Exception) -> JSONResponse:
     told = as_api_error(error)
     assert told is not None
     return told.response()
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    """The server's own fault, which goes to the log, too."""
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal").response()
 
 
 async def _of_http(request: Request, error: Exception) -> JSONResponse:

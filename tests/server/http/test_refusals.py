@@ -96,6 +96,7 @@ def test_a_call_that_does_not_fit_the_queue_leaves_nothing(
         ("GET", "/v1/models/other", None, 404, "no model 'other'"),
         ("POST", "/tokenize", {}, 400, "either prompt or messages"),
         ("POST", "/detokenize", {"tokens": ["a"]}, 400, "tokens.0"),
+        ("POST", "/detokenize", {"tokens": [100_000]}, 400, "outside 0..99999"),
     ],
 )
 def test_other_calls_that_are_wrong(
