@@ -202,7 +202,7 @@ class Server:
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
-            self._http.start(self._requests)
+            self._http.start(self._requests, self._batches)
         if self._batches is not None:
             self._batches.start()
         self._bound.set_result(address)

@@ -11,9 +11,12 @@ from fastapi.responses import JSONResponse
 
 from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.batches import Batches
+from jaxserve.server.http.batch_routes import add_batch_routes
 from jaxserve.server.http.chat import chat
 from jaxserve.server.http.completions import complete
 from jaxserve.server.http.errors import ApiError, add_handlers
+from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import ClientGone
 from jaxserve.server.http.schema import (
@@ -26,14 +29,21 @@ from jaxserve.server.http.schema import (
 _GONE = 499  # nobody reads it; it is for the log
 
 
-def build_app(front: Front, metrics: Callable[[], tuple[bytes, str]] | None = None) -> FastAPI:
-    """The application. metrics: the page for Prometheus and its type; None without one."""
+def build_app(
+    front: Front,
+    batches: Batches | None = None,
+    store: FileStore | None = None,
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
+) -> FastAPI:
+    """The application. batches, store: None takes no batches. metrics: the page for Prometheus and
+    its type; None without one."""
     app = FastAPI(title="jaxserve", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
     app.add_exception_handler(ClientGone, _nobody)
     _add_generation(app, front)
     _add_models(app, front)
     _add_tokens(app, front)
+    add_batch_routes(app, front, batches, store)
     _add_state(app, front)
     if metrics is not None:
 

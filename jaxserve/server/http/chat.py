@@ -34,23 +34,38 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
 
 async def _wanted(front: Front, body: ChatRequest) -> list[Request]:
     options.check_stream_options(body)
-    sampling = options.sampling_fields(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs", "needs logprobs: true")
-    if body.logprobs:
-        sampling["logprobs"] = body.top_logprobs or 0
-    text = front.template.render(
+    text = _text(front, body)
+    prompt = await front.requests.encode(text, special=not front.template.own)
+    return await front.build(body, [prompt], _sampling(front, body, len(prompt)))
+
+
+def chat_sampling(front: Front, body: ChatRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
+    InvalidRequest."""
+    text = _text(front, body)
+    prompt = tuple(front.engine.encode(text, special=not front.template.own))
+    return prompt, _sampling(front, body, len(prompt))
+
+
+def _text(front: Front, body: ChatRequest) -> str:
+    return front.template.render(
         [message.plain() for message in body.messages],
         **(body.chat_template_kwargs or {}),
         add_generation_prompt=body.add_generation_prompt,
     )
-    # The checkpoint's template writes the special tokens itself.
-    prompt = await front.requests.encode(text, special=not front.template.own)
+
+
+def _sampling(front: Front, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
+    fields = options.sampling_fields(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and limit != body.max_tokens:
         raise InvalidRequest("max_tokens", "contradicts max_completion_tokens")
-    sampling["max_tokens"] = limit if limit is not None else front.requests.room(len(prompt))
-    return await front.build(body, [prompt], sampling)
+    fields["max_tokens"] = limit if limit is not None else front.requests.room(prompt_tokens)
+    return fields
 
 
 class _Answer:

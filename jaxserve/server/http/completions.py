@@ -57,16 +57,7 @@ async def _wanted(
     front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> list[Request]:
     options.check_stream_options(body)
-    sampling = options.sampling_fields(body)
-    if body.max_tokens is not None:
-        sampling["max_tokens"] = body.max_tokens
-    if body.logprobs is not None:
-        sampling["logprobs"] = body.logprobs
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo", "log-probabilities of prompts are not computed here")
-    if body.best_of not in (None, 1, body.n):
-        raise InvalidRequest("best_of", "only as many as n are generated")
-    return await front.build(body, prompts, sampling)
+    return await front.build(body, prompts, options.completion_sampling(body))
 
 
 class _Answer:

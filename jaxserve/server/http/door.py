@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.app import build_app
-from jaxserve.server.http.chat_template import ChatTemplate, load_chat_template
+from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.listen import HttpServer
+from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import EngineRequests
 
@@ -43,9 +45,13 @@ class HttpDoor:
         """Where it listens, as "host:port"."""
         return self._server.address
 
-    def start(self, requests: EngineRequests) -> None:
-        """Takes calls from now on, and hands them to `requests`."""
-        self._server.start(build_app(Front(self._engine, requests, self._settings.template)))
+    def start(self, requests: EngineRequests, batches: Batches | None) -> None:
+        """Takes calls from now on, and hands them to `requests` and `batches`."""
+        front = Front(self._engine, requests, self._settings.template)
+        store = None
+        if batches is not None:
+            store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
+        self._server.start(build_app(front, batches, store))
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

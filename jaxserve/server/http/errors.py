@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -105,19 +105,24 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = _most_telling(error.errors())
+    found = error.errors()
+    where, message = validation_message(found)
+    unknown = _most_telling(found)["type"] == "extra_forbidden"
+    code = "unknown_field" if unknown else "invalid_value" if where else None
+    return ApiError(400, message, param=where, code=code).response()
+
+
+def validation_message(found: Sequence[Any]) -> tuple[str | None, str]:
+    """The field that pydantic finds wrong, None for the whole body, and one line."""
+    first = _most_telling(found)
     where = _place(first["loc"])
     if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body is not JSON: {reason}").response()
+        return None, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
     if where is None:
-        needed = "an object, sent as Content-Type: application/json"
-        return ApiError(400, f"the body: must be {needed}").response()
+        return None, "the body: must be an object, sent as Content-Type: application/json"
     if first["type"] == "extra_forbidden":
-        message = f"{where}: this server has no such field"
-        return ApiError(400, message, param=where, code="unknown_field").response()
-    problem = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value").response()
+        return where, f"{where}: this server has no such field"
+    return where, f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
 
 
 def _place(location: Any) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxserve.sched.request import Request
 from jaxserve.server.http import options
-from jaxserve.server.http.chat_template import ChatTemplate
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import Generation
+from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, EngineRequests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
-from jaxserve.server.http.schema import Generation, SloFields
+from jaxserve.server.http.schema import CompletionRequest, Generation, SloFields
 
 _PLAIN = (
     "temperature",
@@ -43,6 +43,20 @@ def sampling_fields(body: Generation) -> dict[str, Any]:
         fields["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+    return fields
+
+
+def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
+    """All of them, of a completion. Raises InvalidRequest."""
+    fields = sampling_fields(body)
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo", "log-probabilities of prompts are not computed here")
+    if body.best_of not in (None, 1, body.n):
+        raise InvalidRequest("best_of", "only as many as n are generated")
     return fields
 
 

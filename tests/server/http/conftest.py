@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.server.http.chat_template import PLAIN, ChatTemplate
 from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.http.chat_template import PLAIN, ChatTemplate, load_chat_template
+from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate, load_chat_template
 
 CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Yes"}]
 
