@@ -1,4 +1,4 @@
-"""Serves a model over gRPC: flags -> config -> engine -> server.
+"""Serves a model over gRPC and HTTP: flags -> config -> engine -> server.
 
     python serve.py --config=configs/tiny_cpu.py
     python serve.py --model=/path/to/checkpoint --config.scheduler.max_rows=16
@@ -16,6 +16,7 @@ from absl import app
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.batch_options import open_batches
+from jaxserve.server.http.door import http_settings
 from jaxserve.server.runner import run_server
 
 _STARTED = time.monotonic()
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = launch.read_config()
         launch.check_ports(config)
+        http = http_settings(config)
         with open_batches(config) as batches:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.build import build_engine
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
                 seconds = time.monotonic() - _STARTED
                 print(launch.ready_text(engine.info(), server, seconds), flush=True)
 
-            return run_server(engine, config, on_ready, batches)
+            return run_server(engine, config, on_ready, batches, http)
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1

@@ -134,6 +134,8 @@ def _server() -> dict[str, Any]:
         "host": "localhost",
         # 0: any free one.
         "port": 50051,
+        # HTTP, in the shape of OpenAI's API; -1: none, 0: any free port.
+        "http_port": 8000,
         # Prometheus; -1: none, 0: any free port.
         "metrics_port": 9464,
         # Seconds that running requests get after SIGTERM.

@@ -1,5 +1,6 @@
 """jaxserve: LLM serving in JAX with SLO-aware scheduling on one paged block pool."""
 
+import importlib
 import os
 
 __version__ = "0.1.0"
@@ -9,3 +10,19 @@ __version__ = "0.1.0"
 _CPU_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 if _CPU_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_CPU_FLAG}=false".strip()
+
+_OFFLINE = {
+    "LLM": "jaxserve.offline.llm",
+    "RequestOutput": "jaxserve.offline.outputs",
+    "SamplingParams": "jaxserve.sched.request",
+    "SLO": "jaxserve.sched.request",
+    "Tier": "jaxserve.sched.request",
+}
+__all__ = [*_OFFLINE, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """What people import from here, loaded when they do: jax takes seconds."""
+    if name not in _OFFLINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_OFFLINE[name]), name)

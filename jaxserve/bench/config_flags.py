@@ -19,7 +19,7 @@ def read_config(argv: Sequence[str]) -> ConfigDict:
     or ConfigError in one line."""
     values = flags.FlagValues()
     launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values)
-    for name in ("port", "metrics_port"):
+    for name in ("port", "http_port", "metrics_port"):
         if values[name].value is not None:
             problem = f"--{name} is for serve.py; the bench opens no port"
             raise launch.UsageError(problem)

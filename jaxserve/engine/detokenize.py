@@ -39,13 +39,17 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """From text to token ids and back, for one model. Thread-safe."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the model expects (such as a first one). Raises
-        InvalidRequest, naming `text`, if this model takes none."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids, with the special tokens the model expects (such as a first one) unless the
+        text has them itself. Raises InvalidRequest, naming `text`, if this model takes none."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, all at once, without special tokens."""
+        ...
+
+    def piece(self, token_id: int) -> bytes:
+        """One token by itself, as it is shown to people: special ones by their names."""
         ...
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
@@ -67,15 +71,24 @@ class HFTokenizer:
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Never cut and never padded, whatever the file says."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Bytes that make no character become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def piece(self, token_id: int) -> bytes:
+        """By bytes where the vocabulary is of bytes."""
+        if self._bytes is not None and (known := self.token_bytes(token_id)):
+            return known
+        if self._tokenizer.id_to_token(token_id) is None:
+            return b""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """By bytes where the vocabulary is of bytes, else by decoding a window of tokens again."""
@@ -108,13 +121,17 @@ class HFTokenizer:
 class NullTokenizer:
     """For a model without one, such as random weights: token ids in, token ids out, no text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Raises InvalidRequest."""
         raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """No text, whatever the ids."""
         return ""
+
+    def piece(self, token_id: int) -> bytes:
+        """Nothing."""
+        return b""
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """One whose deltas are all empty."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -107,9 +107,18 @@ class Engine:
 
     # What any thread may call.
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens included as the model wants them."""
-        return self.tokenizer.encode(text)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt, special tokens included as the model wants them, unless the text
+        has them itself."""
+        return self.tokenizer.encode(text, special=special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return self.tokenizer.decode(token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token by itself, as it is shown to people."""
+        return self.tokenizer.piece(token_id)
 
     def info(self) -> EngineInfo:
         """What is served; the same object from start to stop."""

@@ -21,8 +21,6 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.streams import Delta
 from jaxserve.server.slo_classes import ServiceLevel, named
 
-MAX_REQUEST_ID = 128
-
 TIERS = {
     pb.TIER_UNSPECIFIED: None,
     pb.TIER_REALTIME: Tier.REALTIME,
@@ -40,13 +38,12 @@ PROBLEMS = {
 
 
 def check_message(message: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum values,
-    an overlong request_id."""
+    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum
+    values."""
     no_unknown_fields("request", message)
     if message.tier not in TIERS:
         known = ", ".join(pb.Tier.keys())
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
-    at_most("request_id", message.request_id, MAX_REQUEST_ID)
 
 
 def prompt(message: Any) -> str | tuple[int, ...]:

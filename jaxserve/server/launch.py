@@ -26,6 +26,7 @@ from jaxserve.server.runner import Server
 from jaxserve.server.slo_classes import slo_classes
 
 DEFAULT_PORT = 50051
+_PORTS = ("port", "http_port", "metrics_port")
 MAX_GRACE_S = 86_400
 _OPEN = {  # sections whose fields are the user's own, and what one is called
     "scheduler.params": "parameter",
@@ -37,6 +38,7 @@ _SHORTCUTS = {
     "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
     "policy": ("scheduler.policy", "scheduling policy"),
     "port": ("server.port", "gRPC port, 0 for any free one"),
+    "http_port": ("server.http_port", "HTTP port, -1 for none, 0 for any free one"),
     "metrics_port": ("server.metrics_port", "Prometheus port, -1 for none, 0 for any free one"),
 }
 
@@ -96,8 +98,8 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
         config.model.preset = ""  # the checkpoint has a shape of its own
         if values["load_format"].value is None:
             config.model.load_format = "auto"  # random weights were for want of a checkpoint
-    for name in ("port", "metrics_port"):
-        low = -1 if name == "metrics_port" else 0
+    for name in _PORTS:
+        low = 0 if name == "port" else -1
         if not low <= config.server[name] <= 65535:
             limits = f"must be {low} to 65535, got {config.server[name]}"
             raise ConfigError(f"server.{name}: {limits}")
@@ -134,12 +136,14 @@ def check_config(config: Any) -> None:
 
 def check_ports(config: ConfigDict) -> None:
     """Raises ConfigError if a port is taken: better now than after the model has loaded."""
-    if config.server.port == config.server.metrics_port > 0:
-        raise ConfigError(f"server.metrics_port: {config.server.port} is server.port already")
-    for name in ("port", "metrics_port"):
+    taken: dict[int, str] = {}
+    for name in _PORTS:
         port = config.server[name]
         if port <= 0:
             continue
+        if port in taken:
+            raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
+        taken[port] = f"server.{name}"
         try:
             family, kind, _, _, address = socket.getaddrinfo(
                 config.server.host, port, type=socket.SOCK_STREAM
@@ -153,7 +157,7 @@ def check_ports(config: ConfigDict) -> None:
             except OSError as error:
                 where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
                 shortcut = f"--{name}={0 if name == 'port' else -1}"
-                wish = "takes any free port" if name == "port" else "serves no metrics"
+                wish = "takes any free port" if name == "port" else "does without"
                 raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
 
 
@@ -172,6 +176,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
+        f"  http     {f'http://{server.http_address}' if server.http_address else 'off'}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
         f"  batches  {batches or 'off'}",
         "Try it in a second terminal:",

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
+from jaxserve.server.http.door import HttpDoor, HttpSettings
 from jaxserve.server.metrics import MetricsServer
 from jaxserve.server.proto import (
     batches_pb2,
@@ -57,8 +58,8 @@ class Server:
 
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
     grace_s: seconds that running requests get when the server stops; lines of batches wait for the
-    next server. batches: None takes none. slo_classes: that requests may name. The engine must be
-    started; stopping the server drains and stops it.
+    next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
+    The engine must be started; stopping the server drains and stops it.
 
     failed: the engine has failed, and every call gets an error. hung: it did not answer when the
     server stopped.
@@ -77,6 +78,7 @@ class Server:
         grace_s: float = 10.0,
         batches: BatchSettings | None = None,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
+        http: HttpSettings | None = None,
     ) -> None:
         self._engine = engine
         self._host, self._port = host, port
@@ -85,6 +87,8 @@ class Server:
         self._batch_settings = batches
         self._slo_classes = slo_classes or {}
         self._batches: Batches | None = None
+        self._http_settings = http
+        self._http: HttpDoor | None = None
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
@@ -101,12 +105,16 @@ class Server:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
         if self._metrics_port >= 0:
             self._metrics = MetricsServer(self._engine, self._host, self._metrics_port)
-        self._thread.start()
         try:
+            if self._http_settings is not None:
+                self._http = HttpDoor(self._engine, self._host, self._http_settings)
+            self._thread.start()
             return self._bound.result()
         except BaseException:
             if self._metrics is not None:
                 self._metrics.stop()
+            if self._http is not None:
+                self._http.close()
             raise
 
     @property
@@ -118,6 +126,11 @@ class Server:
     def metrics_address(self) -> str | None:
         """Where /metrics is served, as "host:port"; None where it is off."""
         return None if self._metrics is None else self._metrics.address
+
+    @property
+    def http_address(self) -> str | None:
+        """Where HTTP is served, as "host:port"; None where it is off."""
+        return None if self._http is None else self._http.address
 
     @property
     def batch_path(self) -> Path | None:
@@ -191,6 +204,8 @@ class Server:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
+        if self._http is not None:
+            self._http.start(self._requests, self._batches)
         if self._batches is not None:
             self._batches.start()
         self._bound.set_result(address)
@@ -231,16 +246,21 @@ class Server:
         except TimeoutError:  # the device does not answer: whoever waits must still be let go
             self.hung = True
             self._requests.fail(f"the engine did not stop within {limit:g} s")
-            await server.stop(_CLOSE_S)
+            await asyncio.gather(server.stop(_CLOSE_S), self._stop_http(_CLOSE_S))
             return
         flush = max(deadline - loop.time(), _FLUSH_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._service.wait_idle(), flush)
+        await self._stop_http(max(deadline - loop.time(), _FLUSH_S))
         if self._metrics is not None:
             await asyncio.gather(server.stop(_CLOSE_S), asyncio.to_thread(self._metrics.stop))
         else:
             await server.stop(_CLOSE_S)
         await asyncio.to_thread(self._engine.stop)
+
+    async def _stop_http(self, patience: float) -> None:
+        if self._http is not None:
+            await self._http.stop(patience)
 
 
 def run_server(
@@ -248,6 +268,7 @@ def run_server(
     config: Any,
     on_ready: Callable[[Server], None] | None = None,
     batches: BatchSettings | None = None,
+    http: HttpSettings | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0, or 1 if the engine has failed.
 
@@ -262,6 +283,7 @@ def run_server(
         grace_s=config.server.grace_s,
         batches=batches,
         slo_classes=slo_classes(config),
+        http=http,
     )
     signals = 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
@@ -105,8 +105,14 @@ class FakeEngine:
 
     # The contract.
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids)).encode("utf-8", "replace").decode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
 
     def info(self) -> EngineInfo:
         return INFO

@@ -15,7 +15,9 @@ from tests.server.fake_engine import FakeEngine
 
 def main() -> int:
     engine = FakeEngine()
-    server = SimpleNamespace(host="localhost", port=0, metrics_port=-1, grace_s=float(sys.argv[1]))
+    server = SimpleNamespace(
+        host="localhost", port=0, http_port=-1, metrics_port=-1, grace_s=float(sys.argv[1])
+    )
 
     def obey() -> None:
         for line in sys.stdin:

@@ -191,13 +191,13 @@ def test_every_preset_is_well_formed_and_says_its_command(name: str) -> None:
     assert config.scheduler.max_prefill_tokens <= config.scheduler.max_batch_tokens
 
 
-@pytest.mark.parametrize("name", ["port", "metrics_port"])
+@pytest.mark.parametrize("name", ["port", "http_port", "metrics_port"])
 def test_a_taken_port_is_found_before_the_model_is_loaded(name: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ports = {"port": 0, "metrics_port": 0, name: port}
+        ports = {"port": 0, "http_port": 0, "metrics_port": 0, name: port}
         flags = (f"--{flag}={number}" for flag, number in ports.items())
         config = parse("--config.server.host=127.0.0.1", *flags)
         with pytest.raises(ConfigError, match=f"server.{name}: cannot listen on .*:{port} "):

@@ -8,6 +8,7 @@ import sqlite3
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
@@ -51,16 +52,26 @@ class Progress:
 class Batches:
     """The journal and its runner, for the event loop that serves: all methods run there.
 
-    Methods raise BatchRefused where the journal does not do what is asked, and sqlite3.Error where
-    the disk does not.
+    keep_s: for how long a batch is kept that nothing happens to. Methods raise BatchRefused where
+    the journal does not do what is asked, and sqlite3.Error where the disk does not.
     """
 
     def __init__(self, requests: EngineRequests, settings: BatchSettings) -> None:
         self._requests = requests
-        self._journal, self._keep_s = settings.journal, settings.keep_s
+        self._journal, self.keep_s = settings.journal, settings.keep_s
         self._disk = Disk()
         self._runner = BatchRunner(requests, settings.journal, self._disk, settings.in_flight)
         self._cleaning: asyncio.Task[None] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where the journal is."""
+        return self._journal.path.parent
+
+    @property
+    def max_bytes(self) -> int:
+        """What it may take."""
+        return self._journal.max_bytes
 
     def start(self) -> None:
         """Begins to serve what waits, and to forget what is old."""
@@ -161,7 +172,7 @@ class Batches:
     async def _clean(self) -> None:
         while True:
             try:
-                if await self._disk.do(self._journal.clean, self._keep_s):
+                if await self._disk.do(self._journal.clean, self.keep_s):
                     self._runner.tell()
             except sqlite3.Error as error:
                 logging.warning("%s: %s", self._journal.path, error)

@@ -51,7 +51,7 @@ class Journal:
         self, directory: Path, max_bytes: int, clock: Callable[[], float] = time.time
     ) -> None:
         self.path = directory / "batches.sqlite"
-        self._max_bytes, self._clock = max_bytes, clock
+        self.max_bytes, self._clock = max_bytes, clock
         self._lock = threading.RLock()
         self._directory = LockedDirectory(directory)
         try:
@@ -248,8 +248,8 @@ class Journal:
         if total > MAX_LINES:
             raise JournalFull(f"lines: {total} in a batch; at most {MAX_LINES} are allowed")
         size = self._size() + sum(len(line.request.encode()) for line in lines)
-        if size > self._max_bytes:
-            problem = f"all batches would take {size:,} bytes; at most {self._max_bytes:,} are"
+        if size > self.max_bytes:
+            problem = f"all batches would take {size:,} bytes; at most {self.max_bytes:,} are"
             raise JournalFull(f"lines: {problem} allowed (server.batch_gib)")
         numbered = list(enumerate(lines, status.num_lines))
         self._db.executemany(

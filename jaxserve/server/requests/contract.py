@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxserve.engine.output import Output
@@ -24,9 +24,17 @@ class ServedEngine(Protocol):
     def cancel(self, request_id: str) -> None:
         """Idempotent; a final Output with CANCELLED follows for each unfinished continuation."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model expects. Raises InvalidRequest
-        where the model has no tokenizer."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model expects unless the text has them
+        itself. Raises InvalidRequest where the model has no tokenizer."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, without special tokens; "" where the model has no tokenizer."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token by itself, as it is shown to people; nothing where there is no tokenizer."""
         ...
 
     def info(self) -> EngineInfo:

@@ -10,10 +10,19 @@ from typing import Any
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier, validate
+from jaxserve.sched.request import (
+    NO_CLASS,
+    SLO,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    Tier,
+    validate,
+)
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.streams import OutputRouter, Stream
 
+MAX_REQUEST_ID = 128  # characters
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character; longer texts leave the event loop to others.
 _ENCODE_INLINE_CHARS = 2000
@@ -58,6 +67,17 @@ class EngineRequests:
             return await asyncio.to_thread(self.build, prompt, **options)
         return self.build(prompt, **options)
 
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, a long one beside the event loop. Raises InvalidRequest."""
+        if len(text) > _ENCODE_INLINE_CHARS:
+            return await asyncio.to_thread(self._engine.encode, text, special=special)
+        return self._engine.encode(text, special=special)
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that can follow such a prompt, but at least one."""
+        info = self._engine.info()
+        return max(1, min(info.max_model_len, info.pool_tokens) - prompt_tokens)
+
     def build(
         self,
         prompt: str | Sequence[int],
@@ -74,12 +94,14 @@ class EngineRequests:
         gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
         Raises InvalidRequest.
         """
+        if len(request_id) > MAX_REQUEST_ID:
+            limits = f"at most {MAX_REQUEST_ID} are allowed"
+            raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")
         params = SamplingParams(**sampling)
         tokens = tuple(self._engine.encode(prompt) if isinstance(prompt, str) else prompt)
         if "max_tokens" not in sampling:
-            info = self._engine.info()
-            room = min(info.max_model_len, info.pool_tokens) - len(tokens)
-            fits = max(1, params.min_tokens, min(params.max_tokens, room))
+            room = self.room(len(tokens))
+            fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
         return Request(
             id=request_id or uuid.uuid4().hex,

@@ -1,0 +1,251 @@
+"""The engine without a server, in a few lines.
+
+from jaxserve import LLM, SamplingParams
+
+with LLM("path/to/checkpoint") as llm:
+    for request in llm.generate(["Once upon a time"], SamplingParams(max_tokens=40)):
+        print(request.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from jaxserve.configs import base, tiny_cpu
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import ConfigError, QueueFull
+from jaxserve.offline.loop import LoopThread
+from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.server.launch import check_config
+from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
+from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.streams import Stream
+
+Prompt = str | Sequence[int]
+Chat = Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A model, its engine, and the queue before it; requests take the same way as the server's.
+
+    model: a checkpoint's directory; empty is the model in the box. config: instead, what a preset's
+    get_config() returns. fields: of the config, `scheduler__max_rows=16`. Compiles its steps now,
+    with a progress bar, or finds them in the cache. Raises ConfigError in one line.
+
+    Any thread may call the methods, and several at once. `close` it, or use it in a `with`.
+    """
+
+    def __init__(
+        self, model: str | Path = "", *, config: ConfigDict | None = None, **fields: Any
+    ) -> None:
+        chosen = _config(str(model), config, fields)
+        template = load_chat_template(chosen.model.path)
+        engine = build_engine(chosen)
+        engine.start()
+        self._begin(engine, template)
+
+    @classmethod
+    def over(cls, engine: Engine, template: ChatTemplate) -> LLM:
+        """One over an engine that has been started; closing it stops the engine."""
+        llm = cls.__new__(cls)
+        llm._begin(engine, template)
+        return llm
+
+    def _begin(self, engine: Engine, template: ChatTemplate) -> None:
+        self.engine = engine
+        self._template = template
+        self._loop = LoopThread("jaxserve-offline")
+        self._requests = self._loop.call(lambda: EngineRequests(engine))
+        self._ended = self._loop.call(asyncio.Event)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLO | None = None,
+        tier: Tier = Tier.REALTIME,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues each prompt, text or token ids; results in their order.
+
+        sampling: for all, or one a prompt. progress: show a bar. However many there are, the engine
+        gets as many at once as it queues. Raises InvalidRequest for one that cannot be served; then
+        none is. Ctrl-C cancels what runs.
+        """
+        return self._loop.run(self.agenerate(prompts, sampling, slo=slo, tier=tier, bar=progress))
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for a chat, or several: messages of a `role` and a `content`, made a prompt by
+        the checkpoint's template."""
+        chats: Sequence[Chat] = messages  # type: ignore[assignment]
+        if messages and isinstance(messages[0], Mapping):
+            chats = [messages]  # type: ignore[list-item]
+        texts = [self._template.render(chat) for chat in chats]
+        own = self._template.own  # it writes the special tokens itself
+        prompts = [self.engine.encode(text, special=not own) for text in texts]
+        found = self.generate(prompts, sampling, **options)
+        for request, text in zip(found, texts, strict=True):
+            request.prompt = text
+        return found
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        slo: SLO | None = None,
+        tier: Tier = Tier.REALTIME,
+    ) -> Iterator[Piece]:
+        """Pieces of a prompt's continuations as they come. Who stops asking cancels the rest."""
+        return self._loop.iterate(self._stream(prompt, sampling, slo, tier))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLO | None = None,
+        tier: Tier = Tier.REALTIME,
+        bar: bool = False,
+    ) -> list[RequestOutput]:
+        """`generate`, for code that runs on an event loop of its own."""
+        work = self._generate(_several(prompts), sampling, slo, tier, bar)
+        return await asyncio.wrap_future(self._loop.submit(work))
+
+    def close(self) -> None:
+        """Cancels what runs and stops the engine. Idempotent."""
+        self.engine.stop()
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # On the loop.
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        slo: SLO | None,
+        tier: Tier,
+        bar: bool,
+    ) -> list[RequestOutput]:
+        chosen = _one_each(sampling, len(prompts))
+        wanted = [
+            await self._make(prompt, params, slo, tier)
+            for prompt, params in zip(prompts, chosen, strict=True)
+        ]
+        found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
+        with tqdm(total=len(wanted), desc="generating", unit="prompt", disable=not bar) as shown:
+
+            async def serve(request: Request, output: RequestOutput) -> None:
+                stream = await self._open(request)
+                try:
+                    while (delta := await stream.next()) is not None:
+                        output.outputs[delta.index].add(delta)
+                finally:
+                    self._end(stream)
+                shown.update()
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for request, output in zip(wanted, found, strict=True):
+                        group.create_task(serve(request, output))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return found
+
+    async def _stream(
+        self, prompt: Prompt, sampling: SamplingParams | None, slo: SLO | None, tier: Tier
+    ) -> AsyncGenerator[Piece, None]:
+        request = await self._make(prompt, sampling or SamplingParams(), slo, tier)
+        stream = await self._open(request)
+        try:
+            while (delta := await stream.next()) is not None:
+                reason = None if delta.last is None else delta.last.finish_reason
+                text = "".join(delta.text)
+                yield Piece(delta.index, text, tuple(delta.token_ids), reason)
+        finally:
+            self._end(stream)
+
+    async def _make(
+        self, prompt: Prompt, sampling: SamplingParams, slo: SLO | None, tier: Tier
+    ) -> Request:
+        fields = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
+        request = await self._requests.make(prompt, sampling=fields, slo=slo, tier=tier)
+        self._requests.check(request)
+        return request
+
+    async def _open(self, request: Request) -> Stream:
+        """Waits for room in the queue."""
+        while True:
+            self._ended.clear()
+            try:
+                return self._requests.open(request)
+            except QueueFull:
+                await self._ended.wait()
+
+    def _end(self, stream: Stream) -> None:
+        self._requests.end(stream)
+        self._ended.set()
+
+
+def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> ConfigDict:
+    if config is None:
+        config = base.get_config() if model else tiny_cpu.get_config()
+    if model:
+        config.model.path = model
+    for name, value in fields.items():
+        section, _, field = name.partition("__")
+        if not field or section not in config or field not in config[section]:
+            raise ConfigError(f"{name}: there is no such field; fields are named section__field")
+        with config.ignore_type():
+            config[section][field] = value
+    check_config(config)
+    return config
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise ValueError(f"sampling: {len(sampling)} of them for {count} prompts")
+    return sampling
+
+
+def _empty(prompt: Prompt, request: Request) -> RequestOutput:
+    outputs = [CompletionOutput(index) for index in range(request.sampling.n)]
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(request.id, text, request.prompt, outputs)

@@ -1,0 +1,52 @@
+"""What `LLM` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
+from jaxserve.server.requests.streams import Delta
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n continuations, as far as it has come. finish_reason, usage, timings: once it has
+    ended."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    def add(self, delta: Delta) -> None:
+        """What the engine says next of it."""
+        self.text += "".join(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.last is not None:
+            self.finish_reason = delta.last.finish_reason
+            self.usage, self.timings = delta.last.usage, delta.last.timings
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its continuations by index. prompt: as it was given; a chat's is the template's
+    text."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of one continuation of a stream. finish_reason: in the last one of an index."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,1 @@
+"""The HTTP door, in the shape of OpenAI's API: `build_app` in app.py, `HttpServer` in listen.py."""

@@ -1,0 +1,59 @@
+"""What completions and chats count and say alike of what the engine tells them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.engine.output import Output, Timings
+from jaxserve.sched.request import Request
+from jaxserve.server.http.options import SERVED_AS
+
+
+class UsageCount:
+    """Tokens of a call, so far."""
+
+    def __init__(self, wanted: Sequence[Request]) -> None:
+        self._prompt = sum(len(request.prompt) for request in wanted)
+        self._output = 0
+
+    def add(self, tokens: int) -> None:
+        """Of some continuation."""
+        self._output += tokens
+
+    def as_dict(self) -> dict[str, int]:
+        """The usage object."""
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._output,
+            "total_tokens": self._prompt + self._output,
+        }
+
+
+def head(kind: str, prefix: str, model: str, wanted: Sequence[Request]) -> dict[str, Any]:
+    """The fields that every object and chunk of a call begins with."""
+    return {
+        "id": f"{prefix}-{wanted[0].id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "service_tier": SERVED_AS[wanted[0].tier],
+    }
+
+
+def ending(last: Output) -> dict[str, Any]:
+    """What the last piece of a continuation has besides: why it ended, and its times."""
+    assert last.finish_reason is not None
+    fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
+    if last.timings is not None:
+        fields["timings"] = _milliseconds(last.timings)
+    return fields
+
+
+def _milliseconds(timings: Timings) -> dict[str, float]:
+    return {
+        "queue_ms": timings.queue * 1000,
+        "ttft_ms": timings.ttft * 1000,
+        "total_ms": timings.total * 1000,
+    }

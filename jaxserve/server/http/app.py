@@ -1,0 +1,136 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from jaxserve import __version__
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.batches import Batches
+from jaxserve.server.http.batch_routes import add_batch_routes
+from jaxserve.server.http.chat import chat
+from jaxserve.server.http.completions import complete
+from jaxserve.server.http.errors import ApiError, add_handlers
+from jaxserve.server.http.files import FileStore
+from jaxserve.server.http.front import Front
+from jaxserve.server.http.generating import ClientGone
+from jaxserve.server.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+_GONE = 499  # nobody reads it; it is for the log
+
+
+def build_app(
+    front: Front,
+    batches: Batches | None = None,
+    store: FileStore | None = None,
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
+) -> FastAPI:
+    """The application. batches, store: None takes no batches. metrics: the page for Prometheus and
+    its type; None without one."""
+    app = FastAPI(title="jaxserve", version=__version__, docs_url=None, redoc_url=None)
+    add_handlers(app)
+    app.add_exception_handler(ClientGone, _nobody)
+    _add_generation(app, front)
+    _add_models(app, front)
+    _add_tokens(app, front)
+    add_batch_routes(app, front, batches, store)
+    _add_state(app, front)
+    if metrics is not None:
+
+        @app.get("/metrics", include_in_schema=False)
+        async def _metrics() -> Response:
+            content, kind = metrics()
+            return Response(content, media_type=kind)
+
+    return app
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Continues one prompt or several."""
+        return await complete(front, body, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        """Goes on with a chat."""
+        return await chat(front, body, http)
+
+
+def _add_models(app: FastAPI, front: Front) -> None:
+    started = int(time.time())
+
+    def described() -> dict[str, Any]:
+        info = front.requests.info()
+        limit = min(info.max_model_len, info.pool_tokens)
+        fields = {"id": info.model, "object": "model", "created": started, "owned_by": "jaxserve"}
+        return {**fields, "max_model_len": limit}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one that is served."""
+        return {"object": "list", "data": [described()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """The same, by its name."""
+        front.check_model(model)
+        return described()
+
+
+def _add_tokens(app: FastAPI, front: Front) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text, or of a chat's prompt."""
+        front.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("prompt", "either prompt or messages is needed")
+        text, special = body.prompt or "", body.add_special_tokens
+        if body.messages is not None:
+            messages = [message.plain() for message in body.messages]
+            generation = body.add_generation_prompt
+            text = front.template.render(messages, add_generation_prompt=generation)
+            special = not front.template.own
+        tokens = await front.requests.encode(text, special=special)
+        info = front.requests.info()
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Their text, without special tokens."""
+        front.check_model(body.model)
+        last = front.requests.info().vocab_size - 1
+        for token in body.tokens:
+            if token > last:
+                raise InvalidRequest("tokens", f"token id {token} is outside 0..{last}")
+        return {"prompt": front.engine.decode(body.tokens)}
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the engine lives."""
+        if front.requests.failure is not None:
+            raise ApiError(503, front.requests.failure, code="engine_failed")
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether requests are taken."""
+        if front.requests.closed is not None:
+            raise ApiError(503, front.requests.closed, code="unavailable")
+        return {"status": "ready"}
+
+
+async def _nobody(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(None, _GONE)

@@ -1,0 +1,137 @@
+"""Lines of OpenAI's batch files, and what became of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from jaxserve.sched.request import SLO, InvalidRequest
+from jaxserve.server.batches.lines import Completion, Line, Result
+from jaxserve.server.http import options
+from jaxserve.server.http.chat import chat_sampling
+from jaxserve.server.http.errors import ApiError, validation_message
+from jaxserve.server.http.front import Front
+from jaxserve.server.http.logprobs import CompletionLogprobs, chat_logprobs
+from jaxserve.server.http.schema import Body, ChatRequest, CompletionRequest, Generation
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+Parsed = TypeVar("Parsed", bound=BaseModel)
+MAX_CUSTOM_ID = 128
+_STATUS = {"INVALID_ARGUMENT": 400}
+
+
+class BatchRequestLine(Body):
+    """One line of the file."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_line(front: Front, endpoint: str, text: str) -> tuple[Line, InvalidRequest | None]:
+    """A line for the journal, and what is wrong with it, which becomes its result."""
+    name = ""
+    try:
+        given = _parsed(BatchRequestLine, text)
+        name = given.custom_id[:MAX_CUSTOM_ID]
+        if len(given.custom_id) > MAX_CUSTOM_ID:
+            raise InvalidRequest("custom_id", f"at most {MAX_CUSTOM_ID} characters are allowed")
+        if (given.method, given.url) != ("POST", endpoint):
+            raise InvalidRequest("url", f"the batch is for POST {endpoint}")
+        body = _parsed(_BODIES[endpoint], given.body)
+        return Line(*_asked(front, body), name), None
+    except InvalidRequest as error:
+        return Line(text, {}, name), error
+    except ApiError as error:
+        return Line(text, {}, name), InvalidRequest(error.param or "line", str(error))
+
+
+def written_line(
+    front: Front, note: Mapping[str, Any], batch: str, number: int, result: Result
+) -> dict[str, Any]:
+    """What a line of the output, or of the errors, says. note: the batch's endpoint and when it was
+    created."""
+    if result.error is not None:
+        status = _STATUS.get(result.error.code, 500)
+        body = ApiError(status, result.error.message).body()
+    else:
+        head = {"id": f"{batch}-{number}", "created": note["created"], "model": front.model}
+        status, body = 200, {**head, **_answer(front, note["endpoint"], result.completions)}
+    return {
+        "id": f"batch_req-{batch}-{number}",
+        "custom_id": result.name,
+        "response": {"status_code": status, "request_id": f"{batch}-{number}", "body": body},
+        "error": None,
+    }
+
+
+def _parsed(kind: type[Parsed], given: Any) -> Parsed:
+    try:
+        if isinstance(given, str):
+            return kind.model_validate_json(given)
+        return kind.model_validate(given)
+    except ValidationError as error:
+        where, message = validation_message(error.errors())
+        raise InvalidRequest(where or "line", message) from None
+
+
+def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
+    """Prompt and sampling fields."""
+    front.check_model(body.model)
+    if body.stream:
+        raise InvalidRequest("stream", "a batch has no streams")
+    if options.slo(body.slo) != SLO() or body.tier == "realtime":
+        raise InvalidRequest("slo", "a batch is best-effort")
+    if isinstance(body, ChatRequest):
+        return chat_sampling(front, body)
+    assert isinstance(body, CompletionRequest)
+    if body.echo:
+        raise InvalidRequest("echo", "is not for batches")
+    prompt: Any = body.prompt
+    if not isinstance(prompt, str):
+        if not all(isinstance(token, int) for token in prompt):
+            raise InvalidRequest("prompt", "a line has one prompt")
+        prompt = tuple(prompt)
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty")
+    return prompt, options.completion_sampling(body)
+
+
+def _answer(front: Front, endpoint: str, completions: tuple[Completion, ...]) -> dict[str, Any]:
+    chat = endpoint == CHAT
+    usage = completions[0].usage
+    output = sum(each.usage.output_tokens for each in completions)
+    return {
+        "object": "chat.completion" if chat else "text_completion",
+        "choices": [_choice(front, chat, each) for each in completions],
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": usage.prompt_tokens + output,
+        },
+    }
+
+
+def _choice(front: Front, chat: bool, found: Completion) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": found.index, "finish_reason": str(found.finish_reason)}
+    choice["logprobs"] = None
+    if found.logprobs:
+        if chat:
+            choice["logprobs"] = chat_logprobs(front.engine, found.logprobs)
+        else:
+            choice["logprobs"] = CompletionLogprobs(front.engine, 0).of(found.logprobs)
+    if chat:
+        choice["message"] = {"role": "assistant", "content": found.text, "refusal": None}
+    else:
+        choice["text"] = found.text
+    return choice
+
+
+def dumped(line: dict[str, Any]) -> bytes:
+    """As a line of JSONL."""
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"

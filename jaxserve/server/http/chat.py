@@ -1,0 +1,131 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.server.http import options
+from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.front import Front
+from jaxserve.server.http.generating import Generating, unless_gone
+from jaxserve.server.http.logprobs import chat_logprobs
+from jaxserve.server.http.schema import ChatRequest
+from jaxserve.server.http.sse import EventStream
+
+
+async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
+    """The answer, whole or as a stream of events."""
+    wanted = await _wanted(front, body)
+    generating = Generating(front.requests, wanted)
+    answer = _Answer(front, body, generating)
+    if body.stream:
+        return EventStream(answer.chunks(), generating.end)
+    try:
+        return JSONResponse(await unless_gone(http, answer.whole()))
+    finally:
+        generating.end()
+
+
+async def _wanted(front: Front, body: ChatRequest) -> list[Request]:
+    options.check_stream_options(body)
+    text = _text(front, body)
+    prompt = await front.requests.encode(text, special=not front.template.own)
+    return await front.build(body, [prompt], _sampling(front, body, len(prompt)))
+
+
+def chat_sampling(front: Front, body: ChatRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
+    InvalidRequest."""
+    text = _text(front, body)
+    prompt = tuple(front.engine.encode(text, special=not front.template.own))
+    return prompt, _sampling(front, body, len(prompt))
+
+
+def _text(front: Front, body: ChatRequest) -> str:
+    return front.template.render(
+        [message.plain() for message in body.messages],
+        **(body.chat_template_kwargs or {}),
+        add_generation_prompt=body.add_generation_prompt,
+    )
+
+
+def _sampling(front: Front, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
+    fields = options.sampling_fields(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.max_tokens is not None and limit != body.max_tokens:
+        raise InvalidRequest("max_tokens", "contradicts max_completion_tokens")
+    fields["max_tokens"] = limit if limit is not None else front.requests.room(prompt_tokens)
+    return fields
+
+
+class _Answer:
+    """Of one call."""
+
+    def __init__(self, front: Front, body: ChatRequest, generating: Generating) -> None:
+        self._engine = front.engine
+        self._generating = generating
+        self._n = generating.wanted[0].sampling.n
+        self._model = front.model
+        self._usage = UsageCount(generating.wanted)
+        self._stream = body.stream_options
+        self._with_logprobs = bool(body.logprobs)
+
+    async def whole(self) -> dict[str, Any]:
+        """The object."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": number,
+                "message": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": None,
+            }
+            for number in range(self._n)
+        ]
+        pieces: list[list[Any]] = [[] for _ in choices]
+        async for number, delta in self._generating.deltas():
+            choices[number]["message"]["content"] += "".join(delta.text)
+            pieces[number].extend(delta.logprobs)
+            self._usage.add(len(delta.token_ids))
+            if delta.last is not None:
+                choices[number].update(ending(delta.last))
+        if self._with_logprobs:
+            for choice, entries in zip(choices, pieces, strict=True):
+                choice["logprobs"] = chat_logprobs(self._engine, entries)
+        first = head("chat.completion", "chatcmpl", self._model, self._generating.wanted)
+        return {**first, "choices": choices, "usage": self._usage.as_dict()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The role of each continuation first, then one for each piece of news."""
+        first = head("chat.completion.chunk", "chatcmpl", self._model, self._generating.wanted)
+        for number in range(self._n):
+            yield self._chunk(first, number, {"role": "assistant", "content": ""})
+        async for number, delta in self._generating.deltas():
+            self._usage.add(len(delta.token_ids))
+            text = "".join(delta.text)
+            chunk = self._chunk(first, number, {"content": text} if text else {})
+            (choice,) = chunk["choices"]
+            if self._with_logprobs and delta.logprobs:
+                choice["logprobs"] = chat_logprobs(self._engine, delta.logprobs)
+            if delta.last is not None:
+                choice.update(ending(delta.last))
+            yield chunk
+        if self._stream is not None and self._stream.include_usage:
+            yield {**first, "choices": [], "usage": self._usage.as_dict()}
+
+    def _chunk(self, first: dict[str, Any], number: int, delta: dict[str, str]) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = {**first, "choices": [choice]}
+        if self._stream is not None and self._stream.continuous_usage_stats:
+            chunk["usage"] = self._usage.as_dict()
+        elif self._stream is not None and self._stream.include_usage:
+            chunk["usage"] = None
+        return chunk

@@ -1,0 +1,131 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.server.http import options
+from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.front import Front
+from jaxserve.server.http.generating import Generating, unless_gone
+from jaxserve.server.http.logprobs import CompletionLogprobs
+from jaxserve.server.http.schema import MAX_PROMPTS, CompletionRequest
+from jaxserve.server.http.sse import EventStream
+from jaxserve.server.requests.streams import Delta
+
+MAX_LOGPROBS = 20
+
+
+async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> Response:
+    """The answer, whole or as a stream of events."""
+    prompts = _prompts(body)
+    wanted = await _wanted(front, body, prompts)
+    generating = Generating(front.requests, wanted)
+    try:
+        answer = _Answer(front, body, prompts, generating)
+    except BaseException:
+        generating.end()
+        raise
+    if body.stream:
+        return EventStream(answer.chunks(), generating.end)
+    try:
+        return JSONResponse(await unless_gone(http, answer.whole()))
+    finally:
+        generating.end()
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [[token for token in given if isinstance(token, int)]]
+    prompts = [each for each in given if not isinstance(each, int)]
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        limits = f"1 to {MAX_PROMPTS} prompts are taken in a call"
+        raise InvalidRequest("prompt", f"has {len(prompts)} prompts; {limits}")
+    return prompts
+
+
+async def _wanted(
+    front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]]
+) -> list[Request]:
+    options.check_stream_options(body)
+    return await front.build(body, prompts, options.completion_sampling(body))
+
+
+class _Answer:
+    """Of one call: continuations in the order of their numbers."""
+
+    def __init__(
+        self,
+        front: Front,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        generating: Generating,
+    ) -> None:
+        self._generating = generating
+        wanted = generating.wanted
+        self._n = wanted[0].sampling.n
+        self._head = head("text_completion", "cmpl", front.model, wanted)
+        self._usage = UsageCount(wanted)
+        self._stream = body.stream_options
+        self._echo = [""] * len(prompts)
+        if body.echo:
+            self._echo = [p if isinstance(p, str) else front.engine.decode(p) for p in prompts]
+        self._logprobs = None
+        if body.logprobs is not None:
+            self._logprobs = [
+                CompletionLogprobs(front.engine, 0) for _ in range(self._n * len(wanted))
+            ]
+
+    async def whole(self) -> dict[str, Any]:
+        """The object."""
+        choices: list[dict[str, Any]] = []
+        for number in range(self._n * len(self._generating.wanted)):
+            choices.append({"index": number, "text": self._prefix(number), "logprobs": None})
+        pieces: list[list[Any]] = [[] for _ in choices]
+        async for number, delta in self._generating.deltas():
+            choice = choices[number]
+            choice["text"] += "".join(delta.text)
+            pieces[number].extend(delta.logprobs)
+            self._usage.add(len(delta.token_ids))
+            if delta.last is not None:
+                choice.update(ending(delta.last))
+        for number, choice in enumerate(choices):
+            if self._logprobs is not None:
+                choice["logprobs"] = self._logprobs[number].of(pieces[number])
+        return {**self._head, "choices": choices, "usage": self._usage.as_dict()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """One for each piece of news."""
+        told: set[int] = set()
+        async for number, delta in self._generating.deltas():
+            self._usage.add(len(delta.token_ids))
+            text = "".join(delta.text)
+            if number not in told:
+                told.add(number)
+                text = self._prefix(number) + text
+            chunk = {**self._head, "choices": [self._choice(number, text, delta)]}
+            if self._stream is not None and self._stream.continuous_usage_stats:
+                chunk["usage"] = self._usage.as_dict()
+            elif self._stream is not None and self._stream.include_usage:
+                chunk["usage"] = None
+            yield chunk
+        if self._stream is not None and self._stream.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage.as_dict()}
+
+    def _prefix(self, number: int) -> str:
+        return self._echo[number // self._n]
+
+    def _choice(self, number: int, text: str, delta: Delta) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
+        if self._logprobs is not None:
+            choice["logprobs"] = self._logprobs[number].of(delta.logprobs)
+        return {**choice, **({"finish_reason": None} if delta.last is None else ending(delta.last))}

@@ -1,0 +1,62 @@
+"""The door as a whole: an application, and a server for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.server.batches.batches import Batches
+from jaxserve.server.http.app import build_app
+from jaxserve.server.http.files import FileStore
+from jaxserve.server.http.front import Front
+from jaxserve.server.http.listen import HttpServer
+from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.requests import EngineRequests
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """port: 0 takes a free one. template: how chats become prompts."""
+
+    port: int
+    template: ChatTemplate
+
+
+def http_settings(config: Any) -> HttpSettings | None:
+    """What the config says; None: no HTTP. Raises ConfigError for a chat template that cannot be
+    read."""
+    if config.server.http_port < 0:
+        return None
+    return HttpSettings(config.server.http_port, load_chat_template(config.model.path))
+
+
+class HttpDoor:
+    """HTTP for an engine, on the event loop that `start` is called on. Raises ConfigError if the
+    port is taken."""
+
+    def __init__(self, engine: ServedEngine, host: str, settings: HttpSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._server = HttpServer(host, settings.port)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        return self._server.address
+
+    def start(self, requests: EngineRequests, batches: Batches | None) -> None:
+        """Takes calls from now on, and hands them to `requests` and `batches`."""
+        front = Front(self._engine, requests, self._settings.template)
+        store = None
+        if batches is not None:
+            store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
+        self._server.start(build_app(front, batches, store))
+
+    def close(self) -> None:
+        """Frees the port of a door that was never started."""
+        self._server.close()
+
+    async def stop(self, patience: float) -> None:
+        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        await self._server.stop(patience)

@@ -1,0 +1,63 @@
+"""What every route has: the engine, its name, and requests made of bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.sched.request import Request
+from jaxserve.server.http import options
+from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.schema import Generation
+from jaxserve.server.requests.chat_template import ChatTemplate
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.requests import MAX_REQUEST_ID, EngineRequests
+
+
+class Front:
+    """engine: what serves. requests: the way to it, which other doors use, too."""
+
+    def __init__(
+        self, engine: ServedEngine, requests: EngineRequests, template: ChatTemplate
+    ) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.template = template
+        self.model = requests.info().model
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError for a model that is not the one here."""
+        if model not in (None, "", self.model):
+            problem = f"there is no model {model!r} here; this server has {self.model!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    async def build(
+        self,
+        body: Generation,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Mapping[str, Any],
+    ) -> list[Request]:
+        """One request a prompt. Raises InvalidRequest and ApiError, before any is submitted."""
+        self.check_model(body.model)
+        slo, tier = options.slo(body.slo), options.tier(body)
+        name = body.request_id or ""
+        wanted = []
+        for place, prompt in enumerate(prompts):
+            request = await self.requests.make(
+                prompt,
+                sampling=sampling,
+                request_id=_numbered(name, place),
+                slo=slo,
+                tier=tier,
+            )
+            self.requests.check(request)
+            wanted.append(request)
+        return wanted
+
+
+def _numbered(name: str, place: int) -> str:
+    """The first prompt has the call's own id."""
+    if not name or not place:
+        return name
+    ending = f"-{place}"
+    return name[: MAX_REQUEST_ID - len(ending)] + ending

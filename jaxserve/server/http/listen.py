@@ -1,0 +1,76 @@
+"""The HTTP server, on the event loop of whoever starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxserve.engine.errors import ConfigError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+
+
+class HttpServer:
+    """A port, and the application on it. host: as for gRPC; port: 0 takes a free one. Raises
+    ConfigError if it is taken."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = _bind(host, port)
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        host, port = self._socket.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def start(self, app: FastAPI) -> None:
+        """Takes calls from now on."""
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        self._server = uvicorn.Server(config)
+        # Not `serve`: signals are the process's affair.
+        self._serving = asyncio.create_task(self._server._serve([self._socket]))
+
+    def close(self) -> None:
+        """Frees the port where `start` was never called."""
+        self._socket.close()
+
+    async def stop(self, patience: float) -> None:
+        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        if self._server is None or self._serving is None:
+            self._socket.close()
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(patience))
+        self._server.should_exit = True
+        await self._serving
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # from now on callers wait, until the server takes them
+    except OSError as error:
+        listener.close()
+        where = f"cannot listen on {host}:{port} ({error.strerror})"
+        raise ConfigError(f"server.http_port: {where}; 0 takes any free port") from None
+    return listener

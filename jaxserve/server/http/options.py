@@ -1,0 +1,93 @@
+"""From a body's fields to the engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.server.http.schema import CompletionRequest, Generation, SloFields
+
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+_TIERS = {"realtime": Tier.REALTIME, "best_effort": Tier.BEST_EFFORT}
+_SERVICE_TIERS = {
+    "auto": Tier.REALTIME,
+    "default": Tier.REALTIME,
+    "priority": Tier.REALTIME,
+    "flex": Tier.BEST_EFFORT,
+}
+SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
+"""What a response calls the tier in `service_tier`."""
+
+
+def sampling_fields(body: Generation) -> dict[str, Any]:
+    """Fields of SamplingParams by its own names, but for max_tokens and logprobs; null is the
+    default. Raises InvalidRequest."""
+    fields = {name: getattr(body, name) for name in _PLAIN}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if body.top_k is not None:
+        fields["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if body.stop is not None:
+        fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.stop_token_ids is not None:
+        fields["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logit_bias is not None:
+        fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+    return fields
+
+
+def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
+    """All of them, of a completion. Raises InvalidRequest."""
+    fields = sampling_fields(body)
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo", "log-probabilities of prompts are not computed here")
+    if body.best_of not in (None, 1, body.n):
+        raise InvalidRequest("best_of", "only as many as n are generated")
+    return fields
+
+
+def slo(fields: SloFields | None) -> SLO:
+    """Seconds from milliseconds. Raises InvalidRequest, naming the target."""
+    seconds = {}
+    for name, value in ({} if fields is None else fields.model_dump()).items():
+        if value is None:
+            continue
+        if value <= 0:
+            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+        seconds[name.removesuffix("_ms")] = value / 1000
+    return SLO(**seconds)
+
+
+def tier(body: Generation) -> Tier:
+    """`tier`, else what `service_tier` says. Raises InvalidRequest if they contradict."""
+    of_service = _SERVICE_TIERS.get(body.service_tier or "")
+    own = None if body.tier is None else _TIERS[body.tier]
+    if own is not None and of_service is not None and own is not of_service:
+        raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")
+    return next((one for one in (own, of_service) if one is not None), Tier.REALTIME)
+
+
+def check_stream_options(body: Generation) -> None:
+    """Raises InvalidRequest for options of a stream where there is none."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "is only for stream: true")
+
+
+def _bias(key: str, bias: float) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit()):
+        raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
+    return int(key), bias

@@ -1,0 +1,135 @@
+"""The bodies of requests: OpenAI's fields, vLLM's further sampling fields, and our own.
+
+A field that is not here is refused by its name; one that is here and cannot be served as asked is
+refused too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+MAX_PROMPTS = 128
+"""Prompts of one call."""
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage of all. continuous_usage_stats: the usage so far
+    in every chunk."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+
+
+class SloFields(Body):
+    """Targets in milliseconds: to the first token, between two tokens, to the last token."""
+
+    ttft_ms: Number | None = None
+    tbt_ms: Number | None = None
+    jct_ms: Number | None = None
+
+
+class Generation(Body):
+    """What completions and chats have in common."""
+
+    model: StrictStr | None = None
+    temperature: Number | None = 1.0
+    top_p: Number | None = 1.0
+    n: StrictInt | None = 1
+    stop: StrictStr | list[StrictStr] | None = None
+    seed: StrictInt | None = None
+    presence_penalty: Number | None = 0.0
+    frequency_penalty: Number | None = 0.0
+    logit_bias: dict[str, Number] | None = None
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    # As vLLM has them; its -1 for top_k is 0 here.
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    # Our own.
+    request_id: StrictStr | None = None
+    slo: SloFields | None = None
+    tier: Literal["realtime", "best_effort"] | None = None
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: StrictStr | list[StrictStr] | list[TokenId] | list[list[TokenId]]
+    max_tokens: StrictInt | None = 16
+    logprobs: StrictInt | None = None
+    echo: StrictBool | None = False
+    best_of: StrictInt | None = None
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: StrictStr | list[TextPart]
+    name: StrictStr | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **named}
+
+
+class ResponseFormat(Body):
+    """Only plain text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: StrictInt | None = None
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = False
+    top_logprobs: StrictInt | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool = True
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, or a chat."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: StrictBool = True
+    add_generation_prompt: StrictBool = True
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,57 @@
+"""Server-sent events, as OpenAI's API streams them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.http.errors import as_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event with a JSON object."""
+    return (
+        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+class EventStream(StreamingResponse):
+    """Events until the generator ends, then [DONE]; an error ends it as an event with the error
+    object, for the status has long been sent. on_end is called however it ends, even if nothing
+    was ever sent."""
+
+    def __init__(self, chunks: AsyncGenerator[Any, None], on_end: Callable[[], None]) -> None:
+        super().__init__(
+            _events(chunks),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield event(chunk)
+    except Exception as error:
+        told = as_api_error(error)
+        if told is None:
+            raise
+        yield event(told.body())
+        return
+    yield DONE

@@ -1,0 +1,100 @@
+"""The engine without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+import jaxserve
+from jaxserve import LLM, SLO, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.output import FinishReason
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
+from tests.engine.harness import engine as small_engine
+
+TEN = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    shape = write_shape(tmp_path_factory.mktemp("shape"), "opt")
+    with small_engine(shape, scheduler__max_queue=0, **SCARCE) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Engine) -> LLM:
+    return LLM.over(engine, ChatTemplate(PLAIN, {}, own=False))
+
+
+def test_tokens_are_the_engines_however_many_prompts(llm: LLM, engine: Engine) -> None:
+    """The queue takes 8 at once."""
+    prompts = [[5 + k % 7, 6, 7] for k in range(30)]
+    found = llm.generate(prompts, TEN, progress=False)
+    expected = generate(engine, prompts[:7], max_tokens=10, ignore_eos=True)
+    assert [request.prompt_token_ids for request in found] == [tuple(p) for p in prompts]
+    for k, request in enumerate(found):
+        (output,) = request.outputs
+        assert output.token_ids == list(expected[k % 7])
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.usage is not None and output.usage.output_tokens == 10
+
+
+def test_one_prompt_and_several_continuations(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=1, logprobs=2)
+    (request,) = llm.generate([5, 6, 7], sampling, slo=SLO(ttft=1.0), progress=False)
+    assert [output.index for output in request.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in request.outputs}) > 1
+    for output in request.outputs:
+        assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_a_stream_says_what_generate_says(llm: LLM) -> None:
+    pieces = list(llm.stream([8, 9], TEN))
+    (whole,) = llm.generate([[8, 9]], TEN, progress=False)
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    assert tokens == whole.outputs[0].token_ids
+    assert pieces[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_who_stops_asking_cancels(llm: LLM, engine: Engine) -> None:
+    stream = llm.stream([8, 9], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    wait_until_idle(engine)
+
+
+def test_on_an_event_loop_of_ones_own(llm: LLM) -> None:
+    async def both() -> list[list[int]]:
+        found = await asyncio.gather(llm.agenerate([[5]], TEN), llm.agenerate([[6]], TEN))
+        return [request.outputs[0].token_ids for (request,) in found]
+
+    one, other = asyncio.run(both())
+    assert one == llm.generate([5], TEN, progress=False)[0].outputs[0].token_ids
+    assert other == llm.generate([6], TEN, progress=False)[0].outputs[0].token_ids
+
+
+def test_one_bad_prompt_and_none_is_served(llm: LLM, engine: Engine) -> None:
+    steps = engine.stats().steps
+    with pytest.raises(InvalidRequest, match="token id 999"):
+        llm.generate([[5], [999]], TEN, progress=False)
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        llm.generate("text", TEN, progress=False)
+    with pytest.raises(ValueError, match="2 of them for 1 prompts"):
+        llm.generate([[5]], [TEN, TEN], progress=False)
+    assert engine.stats().steps == steps
+    assert llm.generate([], TEN, progress=False) == []
+
+
+def test_what_it_cannot_start_with() -> None:
+    with pytest.raises(ConfigError, match="scheduler__rows: there is no such field"):
+        LLM(scheduler__rows=3)
+    with pytest.raises(ConfigError, match=r"scheduler\.max_rows: must be int"):
+        LLM(scheduler__max_rows="3")
+    with pytest.raises(AttributeError, match="LLMs"):
+        jaxserve.LLMs  # noqa: B018

@@ -1,0 +1,70 @@
+"""A server with both doors over a fake engine, OpenAI's client, and a plain one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import PATIENCE, FakeEngine
+
+SETTINGS = HttpSettings(port=0, template=ChatTemplate(PLAIN, {}, own=False))
+
+
+class Plain:
+    """JSON calls, as they come."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.address, timeout=PATIENCE)
+
+    def call(
+        self, method: str, path: str, body: Any = None
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        connection = self.connect()
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return response.status, json.loads(text or b"null"), dict(response.getheaders())
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def server(engine: FakeEngine) -> Iterator[Server]:
+    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture
+def plain(server: Server) -> Plain:
+    assert server.http_address is not None
+    return Plain(server.http_address)
+
+
+@pytest.fixture
+def running(server: Server, engine: FakeEngine) -> FakeEngine:
+    """The engine, once it steps by itself."""
+    return engine.run()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{server.http_address}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client

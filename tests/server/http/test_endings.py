@@ -1,0 +1,99 @@
+"""Clients that leave, servers that stop, engines that fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.client import HTTPConnection
+
+import pytest
+
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
+
+JSON = {"Content-Type": "application/json"}
+
+
+def begin(plain: Plain, **fields: object) -> HTTPConnection:
+    connection = plain.connect()
+    body = json.dumps({"prompt": "a", "max_tokens": 50, **fields})
+    connection.request("POST", "/v1/completions", body, JSON)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]], ids=["one", "two"])
+def test_who_hangs_up_is_cancelled(
+    plain: Plain, engine: FakeEngine, stream: bool, prompt: object
+) -> None:
+    connection = begin(plain, stream=stream, prompt=prompt)
+    engine.wait(lambda: len(engine.live) == (1 if prompt == "a" else 2))
+    if stream:
+        engine.step()
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: {")
+        response.close()
+    connection.close()
+    engine.wait(lambda: not engine.live and engine.cancelled)
+
+
+def test_an_engine_that_fails_ends_calls_with_an_error(plain: Plain, engine: FakeEngine) -> None:
+    whole, stream = begin(plain), begin(plain, stream=True)
+    engine.wait(lambda: len(engine.live) == 2)
+    engine.step()
+    events = stream.getresponse()
+    assert events.status == 200
+    engine.fail(RuntimeError("out of luck"))
+    response = whole.getresponse()
+    assert response.status == 500
+    assert "out of luck" in json.loads(response.read())["error"]["message"]
+    assert b'"engine_failed"' in events.read()
+    status, answer, _ = plain.call("GET", "/health")
+    assert status == 503 and "out of luck" in answer["error"]["message"]
+    assert plain.call("GET", "/ready")[0] == 503
+
+
+def test_a_server_that_stops_lets_calls_end() -> None:
+    engine = FakeEngine()
+    server = Server(engine, grace_s=PATIENCE, http=SETTINGS)
+    server.start()
+    assert server.http_address is not None
+    plain = Plain(server.http_address)
+    assert plain.call("GET", "/ready")[0] == 200
+    running = begin(plain, max_tokens=2)
+    engine.wait(lambda: engine.live)
+    server.request_stop()
+    engine.wait(lambda: not engine.open)
+    status, answer, headers = plain.call("GET", "/ready")
+    assert status == 503 and "shutting down" in answer["error"]["message"]
+    status, answer, headers = plain.call("POST", "/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["type"]) == (503, "service_unavailable")
+    assert int(headers["retry-after"]) >= 1
+    engine.step(2)
+    assert json.loads(running.getresponse().read())["choices"][0]["text"] == " w0 w1"
+    running.close()
+    assert server.stop(PATIENCE)
+
+
+def test_calls_beyond_the_grace_are_told(engine: FakeEngine, plain: Plain, server: Server) -> None:
+    whole, stream = begin(plain), begin(plain, stream=True)
+    engine.wait(lambda: len(engine.live) == 2)
+    stopping = threading.Thread(target=server.stop)  # the grace is 0 s
+    stopping.start()
+    assert whole.getresponse().status == 503
+    assert b"shutting down" in stream.getresponse().read()
+    whole.close()
+    stream.close()
+    stopping.join(PATIENCE)
+    assert not stopping.is_alive()
+
+
+def test_a_reader_that_stalls_loses_nothing(plain: Plain, engine: FakeEngine) -> None:
+    connection = begin(plain, stream=True, max_tokens=500)
+    engine.wait(lambda: engine.live)
+    engine.step(500)
+    events = connection.getresponse().read().split(b"\n\n")
+    texts = [json.loads(e[6:])["choices"][0]["text"] for e in events if e.startswith(b"data: {")]
+    assert "".join(texts) == "".join(f" w{k}" for k in range(500))
+    assert b"data: [DONE]" in events

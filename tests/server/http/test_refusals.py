@@ -1,0 +1,128 @@
+"""What the HTTP door refuses, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import Plain
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+COMPLETION = {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says"),
+    [
+        ("completions", {"foo": 1}, "foo", "no such field"),
+        ("completions", {"suffix": "x"}, "suffix", "no such field"),
+        ("completions", {"slo": {"ttft": 1}}, "slo.ttft", "no such field"),
+        ("completions", {"temperature": "hot"}, "temperature", "valid number"),
+        ("completions", {"temperature": -1}, "temperature", "at least 0"),
+        ("completions", {"temperature": float("nan")}, "temperature", "finite"),
+        ("completions", {"prompt": []}, "prompt", "1 to 128 prompts"),
+        ("completions", {"prompt": ["a"] * 129}, "prompt", "1 to 128 prompts"),
+        ("completions", {"prompt": ""}, "prompt", "empty"),
+        ("completions", {"prompt": [[1], []]}, "prompt", "empty"),
+        ("completions", {"prompt": [[1, -2]]}, "prompt.0.1", "greater than or equal to 0"),
+        ("completions", {"prompt": [100_000]}, "prompt", "outside 0..99999"),
+        ("completions", {"max_tokens": 0}, "max_tokens", "at least 1"),
+        ("completions", {"max_tokens": 9999}, "max_tokens", "at most 4096"),
+        ("completions", {"n": 17}, "n", "at most 16"),
+        ("completions", {"best_of": 3}, "best_of", "as many as n"),
+        ("completions", {"echo": True, "logprobs": 1}, "echo", "not computed"),
+        ("completions", {"logprobs": 21}, "logprobs", "at most 20"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
+        ("completions", {"stream_options": {}}, "stream_options", "stream: true"),
+        ("completions", {"slo": {"tbt_ms": -5}}, "slo.tbt_ms", "positive"),
+        ("completions", {"tier": "gold"}, "tier", "realtime"),
+        ("completions", {"tier": "realtime", "service_tier": "flex"}, "tier", "contradicts"),
+        ("completions", {"request_id": "x" * 129}, "request_id", "at most 128"),
+        ("chat/completions", {"messages": []}, "messages", "at least 1"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, None, "user"),
+        ("chat/completions", {"tools": []}, "tools", "no such field"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        (
+            "chat/completions",
+            {"max_tokens": 3, "max_completion_tokens": 4},
+            "max_tokens",
+            "contradicts",
+        ),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(
+    plain: Plain, engine: FakeEngine, path: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    body = {**(CHAT if path.startswith("chat") else COMPLETION), **fields}
+    status, answer, _ = plain.call("POST", f"/v1/{path}", body)
+    assert status == 400
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
+    if param is not None:
+        assert error["param"] == param
+        assert error["message"].startswith(param)
+    assert not engine.requests and not engine.live
+
+
+def test_one_bad_prompt_of_many_submits_none(plain: Plain, engine: FakeEngine) -> None:
+    status, answer, _ = plain.call("POST", "/v1/completions", {"prompt": ["a", "b" * 5000]})
+    assert status == 400
+    assert "5000 tokens" in answer["error"]["message"]
+    assert not engine.requests
+
+
+def test_a_call_that_does_not_fit_the_queue_leaves_nothing(
+    plain: Plain, engine: FakeEngine
+) -> None:
+    engine.max_requests = 2
+    status, answer, headers = plain.call("POST", "/v1/completions", {"prompt": ["a", "b", "c"]})
+    assert status == 429
+    assert answer["error"]["type"] == "rate_limit_error"
+    assert int(headers["retry-after"]) >= 1
+    engine.wait(lambda: not engine.live)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "says"),
+    [
+        ("POST", "/v1/completions", b"{", 400, "not JSON"),
+        ("POST", "/v1/completions", b"[]", 400, "an object"),
+        ("POST", "/v1/completions", b'{"prompt": "\xff"}', 400, ""),
+        ("GET", "/v1/completions", None, 405, "Method Not Allowed"),
+        ("GET", "/v1/nothing", None, 404, "there is no GET /v1/nothing"),
+        ("GET", "/v1/models/other", None, 404, "no model 'other'"),
+        ("POST", "/tokenize", {}, 400, "either prompt or messages"),
+        ("POST", "/detokenize", {"tokens": ["a"]}, 400, "tokens.0"),
+        ("POST", "/detokenize", {"tokens": [100_000]}, 400, "outside 0..99999"),
+    ],
+)
+def test_other_calls_that_are_wrong(
+    plain: Plain, method: str, path: str, body: Any, status: int, says: str
+) -> None:
+    got, answer, _ = plain.call(method, path, body)
+    assert got == status
+    assert says in answer["error"]["message"]
+
+
+def test_a_request_id_in_use_is_refused(plain: Plain, engine: FakeEngine) -> None:
+    first = plain.connect()
+    body = b'{"prompt": "a", "request_id": "mine"}'
+    first.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    engine.wait(lambda: "mine" in engine.live)
+    status, answer, _ = plain.call("POST", "/v1/completions", body)
+    assert status == 409
+    assert "already running" in answer["error"]["message"]
+    engine.step(16)
+    assert first.getresponse().status == 200
+
+
+def test_tokens_there_and_back(plain: Plain) -> None:
+    status, answer, _ = plain.call("POST", "/tokenize", {"prompt": "Hey"})
+    assert (status, answer["tokens"], answer["count"]) == (200, [72, 101, 121], 3)
+    _, back, _ = plain.call("POST", "/detokenize", {"tokens": answer["tokens"]})
+    assert back == {"prompt": "Hey"}
+    _, chat, _ = plain.call("POST", "/tokenize", CHAT)
+    assert "".join(map(chr, chat["tokens"])) == "user: a\nassistant:"
