@@ -16,7 +16,12 @@ from tests.server.fake_engine import FakeEngine
 def main() -> int:
     engine = FakeEngine()
     server = SimpleNamespace(
-        host="localhost", port=0, http_port=-1, metrics_port=-1, grace_s=float(sys.argv[1])
+        host="localhost",
+        port=0,
+        http_port=-1,
+        metrics_port=-1,
+        slo_classes={},
+        grace_s=float(sys.argv[1]),
     )
 
     def obey() -> None:
