@@ -16,7 +16,7 @@ from absl import app
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.batch_options import open_batches
-from jaxserve.server.runner import run_server
+from jaxserve.server.process import run_server
 
 _STARTED = time.monotonic()
 _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"

@@ -106,8 +106,18 @@ class Engine:
     # What any thread may call.
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens included as the model wants them."""
-        return self.tokenizer.encode(text)
+        """Token ids of a prompt, special tokens included as the model wants them. Raises
+        InvalidRequest for a text that is too long to be served; most of those it need not encode.
+        """
+        return self.tokenizer.encode(text, self._longest_prompt)
+
+    def max_text_bytes(self) -> int | None:
+        """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
+        return self.tokenizer.max_bytes(self._longest_prompt)
+
+    @property
+    def _longest_prompt(self) -> int:
+        return min(self._info.max_model_len, self._info.pool_tokens) - 1
 
     def info(self) -> EngineInfo:
         """What is served; the same object from start to stop."""

@@ -104,6 +104,9 @@ class FakeEngine:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def max_text_bytes(self) -> int | None:
+        return 4 * INFO.max_model_len
+
     def info(self) -> EngineInfo:
         return INFO
 

@@ -25,8 +25,13 @@ class ServedEngine(Protocol):
         """Idempotent; a final Output with CANCELLED follows for each unfinished continuation."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model expects. Raises InvalidRequest
-        where the model has no tokenizer."""
+        """Token ids of a prompt, with the special tokens the model expects. Other threads run
+        meanwhile. Raises InvalidRequest where the model has no tokenizer, and for a text that is
+        too long to be served, at once where its bytes alone say so."""
+        ...
+
+    def max_text_bytes(self) -> int | None:
+        """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
         ...
 
     def info(self) -> EngineInfo:
