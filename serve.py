@@ -17,7 +17,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.batch_options import open_batches
 from jaxserve.server.http.door import http_settings
-from jaxserve.server.runner import run_server
+from jaxserve.server.process import run_server
 
 _STARTED = time.monotonic()
 _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"

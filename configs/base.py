@@ -110,6 +110,9 @@ def _engine() -> dict[str, Any]:
         "overlap": True,
         # A compilation after the warm-up is an engine failure.
         "forbid_compile": False,
+        # Seconds without a finished step, though there are requests, after which the engine counts
+        # as hung: health turns to NOT_SERVING until it goes on. 0: never.
+        "stall_s": 60.0,
         # File that all that is served is written to, without any text, so that
         # python -m jaxserve.simulate --replay=FILE can serve it again; empty: nowhere.
         "record": "",
@@ -130,7 +133,8 @@ def _mesh() -> dict[str, Any]:
 def _server() -> dict[str, Any]:
     """Where it listens."""
     return {
-        # localhost: this machine only. 0.0.0.0: everyone; there is no authentication.
+        # localhost: this machine only. 0.0.0.0: everyone; there is no authentication, and a line
+        # in the log says so.
         "host": "localhost",
         # 0: any free one.
         "port": 50051,
@@ -140,6 +144,21 @@ def _server() -> dict[str, Any]:
         "metrics_port": 9464,
         # Seconds that running requests get after SIGTERM.
         "grace_s": 30.0,
+        # Generate calls that are open at once, those included that wait for a slow reader; beyond
+        # them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and max_rows.
+        "max_calls": 0,
+        # KiB of output that may wait for the reader of one call, and seconds that it may take to
+        # read a message; then the call ends with RESOURCE_EXHAUSTED.
+        "stream_buffer_kib": 1024,
+        "write_timeout_s": 30.0,
+        # Log one line a call: id, lengths, times and how it ended; nothing of what was said.
+        "request_log": False,
+        # Whether the process ends, with exit code 1, once the engine has failed or hung, after
+        # calls got their INTERNAL: auto (where Kubernetes or systemd has started it, which start
+        # it again) | on | off.
+        "exit_on_failure": "auto",
+        # gRPC server reflection, with which tools such as grpcurl need no proto file.
+        "reflection": True,
         # Folder of the batches, which survive the server there; only one server at a time, on a
         # local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port. Empty:
         # batches are refused.

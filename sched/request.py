@@ -102,11 +102,11 @@ class SamplingParams:
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         _in_range("n", self.n, 1, MAX_N)
-        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        at_most_entries("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        at_most_entries("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        at_most_entries("stop", len(self.stop), MAX_STOP_STRINGS)
         for string in self.stop:
             if not 1 <= len(string) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(
@@ -156,7 +156,7 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
     length = len(request.prompt)
     limit = min(max_model_len, pool_tokens)
     if length >= limit:
-        raise InvalidRequest("prompt", f"has {length} tokens; at most {limit - 1} can be served")
+        raise too_many_tokens(length, limit - 1)
     total = length + request.sampling.max_tokens
     if total > limit:
         raise InvalidRequest(
@@ -175,6 +175,11 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
             raise InvalidRequest(name, f"token id {bad} is outside 0..{vocab_size - 1}")
 
 
+def too_many_tokens(length: int, most: int) -> InvalidRequest:
+    """Of a prompt that is too long; for whoever knows before there is a Request."""
+    return InvalidRequest("prompt", f"has {length} tokens; at most {most} can be served")
+
+
 def _in_range(
     name: str, value: float, low: float, high: float | None, *, low_open: bool = False
 ) -> None:
@@ -185,6 +190,7 @@ def _in_range(
         raise InvalidRequest(name, f"must be {above}{below}, got {value}")
 
 
-def _at_most(name: str, count: int, limit: int) -> None:
+def at_most_entries(name: str, count: int, limit: int) -> None:
+    """Raises InvalidRequest, naming the field, for a longer list."""
     if count > limit:
         raise InvalidRequest(name, f"has {count} entries; at most {limit} are allowed")

@@ -7,6 +7,7 @@ character, whose bytes may come in several tokens. Special tokens say nothing.
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,8 @@ import tokenizers
 from tokenizers import decoders
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.sched.request import InvalidRequest
+from jaxserve.engine.text_limit import BYTE_OF_CHAR, text_limit
+from jaxserve.sched.request import InvalidRequest, too_many_tokens
 
 FILE_NAME = "tokenizer.json"
 _CHARACTER = 4  # most bytes, and so most tokens, that make one character
@@ -39,9 +41,18 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """From text to token ids and back, for one model. Thread-safe."""
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
         """Token ids, with the special tokens the model expects (such as a first one) unless the
-        text has them itself. Raises InvalidRequest, naming `text`, if this model takes none."""
+        text has them itself (special=False). Other threads run meanwhile.
+
+        most: more tokens than that are refused, and texts that are too long for that for sure are
+        not even encoded. Raises InvalidRequest, naming `prompt`, for those, and `text` if this
+        model takes none.
+        """
+        ...
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """UTF-8 of the longest text that may make so many tokens; None: any text may."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -70,11 +81,24 @@ class HFTokenizer:
         self._bytes: list[bytes | None] | None = None
         if isinstance(tokenizer.decoder, decoders.ByteLevel):
             self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
+        self._limit = text_limit(json.loads(tokenizer.to_str()))
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
         """Never cut and never padded, whatever the file says."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        if most is not None and self._limit is not None:
+            problem = self._limit.exceeded(text, most)
+            if problem is not None:
+                raise InvalidRequest("prompt", problem)
+        # `encode` alone holds the interpreter until it is done, this one does not.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if most is not None and len(encoding) > most:
+            raise too_many_tokens(len(encoding), most)
+        ids: list[int] = encoding.ids
         return ids
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """By the longest token, where every byte of a text is in some token."""
+        return None if self._limit is None else self._limit.max_bytes(tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Bytes that make no character become U+FFFD."""
@@ -113,17 +137,21 @@ class HFTokenizer:
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._special:
             return b""
-        if all(char in _BYTE_OF_CHAR for char in token):
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        if all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
         return token.encode()  # an added token, kept as it is written
 
 
 class NullTokenizer:
     """For a model without one, such as random weights: token ids in, token ids out, no text."""
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
         """Raises InvalidRequest."""
         raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """0: it takes none."""
+        return 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """No text, whatever the ids."""
@@ -230,16 +258,3 @@ class _WindowDetokenizer:
             self._settled, self._pending = self._pending, []
             self._settled_text = self._decode(self._settled)
         return delta
-
-
-def _byte_of_char() -> dict[str, int]:
-    """How byte-level vocabularies write bytes (Radford et al. 2019, GPT-2): printable Latin-1 as
-    itself, the others, in order, as the characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update((chr(0x100 + i), byte) for i, byte in enumerate(others))
-    return table
-
-
-_BYTE_OF_CHAR = _byte_of_char()

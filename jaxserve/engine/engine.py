@@ -109,8 +109,18 @@ class Engine:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, special tokens included as the model wants them, unless the text
-        has them itself."""
-        return self.tokenizer.encode(text, special=special)
+        has them itself. Raises InvalidRequest for a text that is too long to be served; most of
+        those it need not encode.
+        """
+        return self.tokenizer.encode(text, self._longest_prompt, special=special)
+
+    def max_text_bytes(self) -> int | None:
+        """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
+        return self.tokenizer.max_bytes(self._longest_prompt)
+
+    @property
+    def _longest_prompt(self) -> int:
+        return min(self._info.max_model_len, self._info.pool_tokens) - 1
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, without special tokens."""

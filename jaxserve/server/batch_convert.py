@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import convert
 from jaxserve.server.batches.batches import Progress
@@ -35,15 +37,18 @@ def line(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
     """A line, and what is wrong with it that its message shows. Of an overlong id, which its result
     would have too, the beginning."""
     prompt: str | tuple[int, ...] = ""
+    sampling: dict[str, Any] = {}
     problem = None
     try:
         convert.no_unknown_fields("line", message)
         convert.at_most("id", message.id, MAX_ID)
-        prompt = convert.prompt(message)
+        sampling = convert.sampling_fields(message.sampling)
+        found = convert.prompt(message)
+        prompt = found if isinstance(found, str) else tuple(found)
     except InvalidRequest as error:
         problem = error
     name = message.id[:MAX_ID]
-    return Line(prompt, convert.sampling_fields(message.sampling), name), problem
+    return Line(prompt, sampling, name), problem
 
 
 def status(progress: Progress) -> pb.BatchStatus:

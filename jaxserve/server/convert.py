@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,12 +14,26 @@ from jaxserve import __version__
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.reachability import SloProblemKind
-from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.sched.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SLO,
+    InvalidRequest,
+    Tier,
+    at_most_entries,
+)
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.verdict import Verdict
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.streams import Delta
 from jaxserve.server.slo_classes import ServiceLevel, named
+
+_LISTS = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop": MAX_STOP_STRINGS,
+}
 
 TIERS = {
     pb.TIER_UNSPECIFIED: None,
@@ -46,9 +60,9 @@ def check_message(message: pb.GenerateRequest) -> None:
         raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
 
 
-def prompt(message: Any) -> str | tuple[int, ...]:
-    """Of a message with `text` and `token_ids` in a oneof `prompt`. Raises InvalidRequest without
-    one, or for an empty one."""
+def prompt(message: Any) -> str | Sequence[int]:
+    """Of a message with `text` and `token_ids` in a oneof `prompt`; ids are not copied yet, for
+    there may be too many. Raises InvalidRequest without a prompt, or for an empty one."""
     which = message.WhichOneof("prompt")
     if which is None:
         raise InvalidRequest("prompt", "is missing; set text or token_ids")
@@ -58,13 +72,17 @@ def prompt(message: Any) -> str | tuple[int, ...]:
         return str(message.text)
     if not message.token_ids.ids:
         raise InvalidRequest("prompt", "token_ids is empty; at least 1 token is needed")
-    return tuple(message.token_ids.ids)
+    ids: Sequence[int] = message.token_ids.ids
+    return ids
 
 
 def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
-    """Those of the request's sampling parameters that are set, by SamplingParams' names."""
+    """Those of the request's sampling parameters that are set, by SamplingParams' names. Raises
+    InvalidRequest for a list that is too long to look at."""
     fields: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
+        if descriptor.name in _LISTS:
+            at_most_entries(descriptor.name, len(value), _LISTS[descriptor.name])
         if descriptor.name == "logit_bias":
             fields[descriptor.name] = tuple(sorted(value.items()))
         elif isinstance(value, (bool, int, float)):

@@ -22,12 +22,12 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.batch_options import check_batches
+from jaxserve.server.requests.options import check_options
 from jaxserve.server.runner import Server
 from jaxserve.server.slo_classes import slo_classes
 
 DEFAULT_PORT = 50051
 _PORTS = ("port", "http_port", "metrics_port")
-MAX_GRACE_S = 86_400
 _OPEN = {  # sections whose fields are the user's own, and what one is called
     "scheduler.params": "parameter",
     "server.slo_classes": "class",
@@ -103,9 +103,7 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
         if not low <= config.server[name] <= 65535:
             limits = f"must be {low} to 65535, got {config.server[name]}"
             raise ConfigError(f"server.{name}: {limits}")
-    if not 0 <= config.server.grace_s <= MAX_GRACE_S:
-        limits = f"must be 0 to {MAX_GRACE_S}, got {config.server.grace_s}"
-        raise ConfigError(f"server.grace_s: {limits}")
+    check_options(config)
     check_batches(config)
     slo_classes(config)
     return config

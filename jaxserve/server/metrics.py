@@ -8,13 +8,11 @@ the scraper without a lock, which may see a histogram's sum one observation ahea
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,7 +26,9 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Tier
 from jaxserve.sched.terms import TARGETS
+from jaxserve.server.metrics_http import MetricsHttp
 from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.endings import Endings
 
 PREFIX = "jaxserve:"
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -75,8 +75,8 @@ class Histogram:
 class EngineMetrics(Collector, Observer):
     """Observer of the engine (its thread writes) and collector for Prometheus (a scrape reads)."""
 
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
+        self._engine, self._endings = engine, endings
         self._model = engine.info().model
         self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
         self._tbt = {tier: Histogram(_LATENCY) for tier in Tier}
@@ -193,6 +193,13 @@ class EngineMetrics(Collector, Observer):
             finished.add_metric((self._model, label), self._finished.get(reason, 0))
         yield finished
         yield from self._slo()
+        text = "Calls that have ended, by method and how."
+        calls = CounterMetricFamily(
+            PREFIX + "calls", text, labels=("model_name", "method", "ending")
+        )
+        for (method, ending), count in self._endings.counts.items():
+            calls.add_metric((self._model, method, ending), count)
+        yield calls
 
     def _slo(self) -> Iterator[Metric]:
         """Of those that had targets, whatever ended them; for each of them both counters, so that
@@ -261,28 +268,24 @@ class EngineMetrics(Collector, Observer):
 
 
 class MetricsServer:
-    """Serves /metrics of one engine from a thread of its own; port 0 takes a free one.
+    """Serves /metrics of one engine; port 0 takes a free one.
 
     address: "host:port". Each has its own registry, so that several can live in one process. Raises
     ConfigError if the port is taken.
     """
 
-    def __init__(self, engine: ServedEngine, host: str, port: int) -> None:
-        metrics = EngineMetrics(engine)
+    def __init__(self, engine: ServedEngine, endings: Endings, host: str, port: int) -> None:
+        metrics = EngineMetrics(engine, endings)
         registry = CollectorRegistry()
         registry.register(metrics)
-        self._http: Any
-        self._thread: threading.Thread
         try:
-            self._http, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._http = MetricsHttp(registry, host, port)
         except OSError as error:
             problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
             raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
         engine.add_observer(metrics)
-        self.address = f"{host}:{self._http.server_port}"
+        self.address = f"{host}:{self._http.port}"
 
     def stop(self) -> None:
         """Closes the port and ends the thread."""
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._http.stop()

@@ -4,51 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2
 
-from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
+from jaxserve.server.calls import Calls
 from jaxserve.server.http.door import HttpDoor, HttpSettings
 from jaxserve.server.metrics import MetricsServer
-from jaxserve.server.proto import (
-    batches_pb2,
-    batches_pb2_grpc,
-    generation_pb2,
-    generation_pb2_grpc,
-)
+from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.endings import Endings
+from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.service import GenerationService
-from jaxserve.server.slo_classes import ServiceLevel, slo_classes
+from jaxserve.server.slo_classes import ServiceLevel
+from jaxserve.server.transport import METHODS, SERVICES, listen, longest_message, make_server
 
-SERVICES = (
-    generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
-    batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name,
-)
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_OPTIONS = (
-    # Longer prompts than any model takes still get the message that names the limit; and what one
-    # call may add to a batch.
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.so_reuseport", 0),  # else a second server shares the port silently
-    # A client that vanished without closing its connection is noticed within 30 s.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
-_FLUSH_S = 1.0  # what clients get at least to read their last message once all has finished
+log = logging.getLogger(__name__)
+
+# What clients get, once all has finished, to read what waits for them.
+_FLUSH_S, _MAX_FLUSH_S = 1.0, 5.0
 _HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
 _CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
 
@@ -59,10 +43,11 @@ class Server:
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
     grace_s: seconds that running requests get when the server stops; lines of batches wait for the
     next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
-    The engine must be started; stopping the server drains and stops it.
+    options: the defaults without any. The engine must be started; stopping the server drains and
+    stops it.
 
-    failed: the engine has failed, and every call gets an error. hung: it did not answer when the
-    server stopped.
+    failed: the engine has failed, and every call gets an error. hung: it does not answer, and the
+    server has stopped, or is about to, without it.
 
         with Server(engine, port=0) as server:
             print(server.address)
@@ -79,7 +64,9 @@ class Server:
         batches: BatchSettings | None = None,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         http: HttpSettings | None = None,
+        options: ServerOptions | None = None,
     ) -> None:
+        self._options = options or ServerOptions()
         self._engine = engine
         self._host, self._port = host, port
         self._metrics_port = metrics_port
@@ -92,8 +79,9 @@ class Server:
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
+        self._endings = Endings(METHODS, log_calls=self._options.request_log)
         self._requests: EngineRequests
-        self._service: GenerationService
+        self._admission: Admission
         self._health: health.aio.HealthServicer
         self._metrics: MetricsServer | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
@@ -104,7 +92,9 @@ class Server:
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
         if self._metrics_port >= 0:
-            self._metrics = MetricsServer(self._engine, self._host, self._metrics_port)
+            self._metrics = MetricsServer(
+                self._engine, self._endings, self._host, self._metrics_port
+            )
         try:
             if self._http_settings is not None:
                 self._http = HttpDoor(self._engine, self._host, self._http_settings)
@@ -137,9 +127,24 @@ class Server:
         """Where batches are kept; None where they are refused."""
         return None if self._batch_settings is None else self._batch_settings.journal.path
 
-    def request_stop(self) -> None:
-        """Begins to stop: no new calls, running ones get the grace period. Returns at once."""
-        self._call(lambda: self._stop_requested.set())
+    def request_stop(self, say: Callable[[str], None] = log.info) -> None:
+        """Begins to stop: no new calls, running ones get the grace period. Returns at once; what
+        there is to wait for is said on the server's thread."""
+
+        def stop() -> None:
+            if not self._stop_requested.is_set():
+                say(self._stopping_text())
+            self._stop_requested.set()
+
+        self._call(stop)
+
+    def _stopping_text(self) -> str:
+        running = self._requests.running
+        if not running:
+            return "stopping: nothing runs"
+        requests = "1 request" if running == 1 else f"{running} requests"
+        grace = f"up to {self._grace_s:g} s for {requests}; a second signal cancels them"
+        return f"stopping: {grace}"
 
     def cancel_running(self) -> None:
         """Cuts the grace period short."""
@@ -189,28 +194,54 @@ class Server:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
-        self._requests = EngineRequests(self._engine)
-        self._service = GenerationService(self._requests, self._slo_classes)
+        options = self._options
+        self._requests = EngineRequests(self._engine, options.stream_buffer_bytes)
+        self._admission = Admission(options.max_calls, "server.max_calls")
         if self._batch_settings is not None:
             self._batches = Batches(self._requests, self._batch_settings)
         self._health = health.aio.HealthServicer()
-        server = grpc.aio.server(options=_OPTIONS)
-        generation_pb2_grpc.add_GenerationServicer_to_server(self._service, server)
-        batches_pb2_grpc.add_BatchesServicer_to_server(BatchesService(self._batches), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*SERVICES, _HEALTH), server)
-        address = _listen(server, self._host, self._port)
-        for service in SERVICES:
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        server = make_server(
+            Calls(self._endings, options.write_timeout_s),
+            GenerationService(self._requests, self._slo_classes),
+            BatchesService(self._batches),
+            self._health,
+            admission=self._admission,
+            message_bytes=longest_message(self._engine, batches=self._batches is not None),
+            reflects=options.reflection,
+        )
+        address = listen(server, self._host, self._port)
+        await self._set_health(serving=True)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
             self._http.start(self._requests, self._batches)
         if self._batches is not None:
             self._batches.start()
+        watching = None
+        if options.stall_s:
+            watching = asyncio.create_task(watch(self._engine, options.stall_s, self._on_stall))
         self._bound.set_result(address)
         await self._stop_requested.wait()
+        if watching is not None:
+            watching.cancel()
         await self._shut_down(server)
+        self._requests.close()
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for service in ("", *SERVICES):
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def _on_stall(self, why: str | None) -> None:
+        """The engine has stalled, or goes on (None)."""
+        self._requests.stalled = why
+        await self._set_health(serving=why is None)
+        if why is not None and self._batches is not None:
+            self._batches.closed()
+        if why is not None and self._options.exit_on_failure:
+            self.hung = True
+            self._requests.fail(why)
+            self._stop_requested.set()
 
     def _on_failure(self, error: BaseException) -> None:
         """On the engine's thread."""
@@ -221,8 +252,10 @@ class Server:
             self._requests.fail(text)
             if self._batches is not None:
                 self._batches.closed()
-            for service in ("", *SERVICES):
-                await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._set_health(serving=False)
+            if self._options.exit_on_failure:
+                log.error("the server stops: %s", text)
+                self._stop_requested.set()
 
         assert self._loop is not None
         coroutine = tell()
@@ -239,19 +272,16 @@ class Server:
         if self._batches is not None:
             with contextlib.suppress(TimeoutError):  # a disk that does not answer
                 await asyncio.wait_for(self._batches.stop(), self._grace_s + _HUNG_S)
-        drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
-        try:
-            limit = self._grace_s + _HUNG_S
-            self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
-        except TimeoutError:  # the device does not answer: whoever waits must still be let go
-            self.hung = True
-            self._requests.fail(f"the engine did not stop within {limit:g} s")
+        if not self.hung:
+            await self._drain()
+        # A reader that does not read holds nobody up.
+        flush = min(max(deadline - loop.time(), _FLUSH_S), _MAX_FLUSH_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._admission.wait_idle(), flush)
+        if self.hung:
             await asyncio.gather(server.stop(_CLOSE_S), self._stop_http(_CLOSE_S))
             return
-        flush = max(deadline - loop.time(), _FLUSH_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._service.wait_idle(), flush)
-        await self._stop_http(max(deadline - loop.time(), _FLUSH_S))
+        await self._stop_http(max(min(deadline - loop.time(), _MAX_FLUSH_S), _FLUSH_S))
         if self._metrics is not None:
             await asyncio.gather(server.stop(_CLOSE_S), asyncio.to_thread(self._metrics.stop))
         else:
@@ -262,51 +292,14 @@ class Server:
         if self._http is not None:
             await self._http.stop(patience)
 
-
-def run_server(
-    engine: ServedEngine,
-    config: Any,
-    on_ready: Callable[[Server], None] | None = None,
-    batches: BatchSettings | None = None,
-    http: HttpSettings | None = None,
-) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code: 0, or 1 if the engine has failed.
-
-    config: has `config.server` (configs/base.py). on_ready is called once calls are taken. A second
-    signal cuts the grace period short. Must run in the main thread.
-    """
-    server = Server(
-        engine,
-        host=config.server.host,
-        port=config.server.port,
-        metrics_port=config.server.metrics_port,
-        grace_s=config.server.grace_s,
-        batches=batches,
-        slo_classes=slo_classes(config),
-        http=http,
-    )
-    signals = 0
-
-    def on_signal(number: int, frame: object) -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            server.request_stop()
-        else:
-            server.cancel_running()
-
-    server.start()
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        if on_ready is not None:
-            on_ready(server)
-        server.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 1 if server.failed or server.hung else 0
+    async def _drain(self) -> None:
+        drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
+        limit = self._grace_s + _HUNG_S
+        try:
+            self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
+        except TimeoutError:  # the device does not answer: whoever waits must still be let go
+            self.hung = True
+            self._requests.fail(f"the engine did not stop within {limit:g} s")
 
 
 def _in_daemon_thread(function: Callable[[], bool]) -> Future[bool]:
@@ -324,13 +317,3 @@ def _in_daemon_thread(function: Callable[[], bool]) -> Future[bool]:
 
     threading.Thread(target=run, name="jaxserve-drain", daemon=True).start()
     return future
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
-    bracketed = f"[{host}]" if ":" in host else host
-    try:
-        bound = server.add_insecure_port(f"{bracketed}:{port}")
-    except RuntimeError:
-        problem = f"cannot listen on {bracketed}:{port} (is another server running there?)"
-        raise ConfigError(f"server.port: {problem}; 0 takes any free port") from None
-    return f"{bracketed}:{bound}"

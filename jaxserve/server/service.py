@@ -1,25 +1,27 @@
-"""jaxserve.v1.Generation over an engine, on grpc.aio."""
+"""jaxserve.v1.Generation over an engine."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import grpc
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.engine.output import FinishReason
+from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import convert
-from jaxserve.server.abort import abort
+from jaxserve.server.calls import Call, Method
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.proto import generation_pb2_grpc
-from jaxserve.server.requests.requests import SHUTTING_DOWN, EngineRequests
+from jaxserve.server.requests.admission import retry_s
+from jaxserve.server.requests.endings import Ending
+from jaxserve.server.requests.requests import MAX_REQUEST_ID, SHUTTING_DOWN, EngineRequests
 from jaxserve.server.requests.streams import DuplicateRequest, Stream, StreamFailed
 from jaxserve.server.slo_classes import ServiceLevel
 
+Code = grpc.StatusCode
 
-class GenerationService(generation_pb2_grpc.GenerationServicer):
+
+class GenerationService:
     """The two RPCs of jaxserve.v1.Generation.
 
     Whatever ends a call early (cancelled, past its deadline, connection lost) cancels the request
@@ -28,63 +30,50 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     def __init__(self, requests: EngineRequests, classes: Mapping[str, ServiceLevel]) -> None:
         self._requests, self._classes = requests, classes
-        self._active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.methods: Mapping[str, Method] = {
+            "Generate": self.generate,
+            "GetServerInfo": self.get_server_info,
+        }
 
-    async def wait_idle(self) -> None:
-        """Returns once no Generate call is running."""
-        await self._idle.wait()
-
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    async def get_server_info(
+        self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
         """The RPC: what the engine serves, and the server's version and SLO classes."""
         return convert.server_info(self._requests.info(), self._classes)
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """The RPC: streams what each continuation generates, in messages of its own.
 
         Ends with INVALID_ARGUMENT, ALREADY_EXISTS (the request_id is running), RESOURCE_EXHAUSTED
-        (the queue is full), UNAVAILABLE (shutting down, or failed before), INTERNAL (failed while
-        it ran) or CANCELLED.
+        (the queue is full), UNAVAILABLE (shutting down, stalled, or failed before), INTERNAL
+        (failed while it ran) or CANCELLED.
         """
-        self._active += 1
-        self._idle.clear()
+        call.record.request_id = message.request_id[:MAX_REQUEST_ID]
+        await self._refuse_if_closed(call)
         try:
-            await self._generate(request, context)
-        finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
-
-    async def _generate(
-        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
-        await self._refuse_if_closed(context)
-        try:
-            stream = await self._submit(message)
+            stream = await self._submit(message, call)
         except InvalidRequest as error:
-            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await call.abort(Code.INVALID_ARGUMENT, str(error), Ending.INVALID)
         except DuplicateRequest as error:
-            await abort(context, grpc.StatusCode.ALREADY_EXISTS, str(error))
+            await call.abort(Code.ALREADY_EXISTS, str(error), Ending.DUPLICATE)
         except QueueFull as error:
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await call.abort(Code.RESOURCE_EXHAUSTED, str(error), Ending.QUEUE_FULL, retry_s())
         except EngineStopped as error:
-            await self._refuse_if_closed(context)
-            await abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+            await self._refuse_if_closed(call)
+            await call.abort(Code.UNAVAILABLE, str(error), Ending.ENGINE_FAILED)
         try:
-            await self._send(stream, context)
+            await self._send(stream, call)
         finally:
             self._requests.end(stream)
 
-    async def _refuse_if_closed(self, context: grpc.aio.ServicerContext) -> None:
-        if self._requests.closed is not None:
-            await abort(context, grpc.StatusCode.UNAVAILABLE, self._requests.closed)
+    async def _refuse_if_closed(self, call: Call) -> None:
+        closed = self._requests.closed
+        if closed is not None:
+            stopping = closed == SHUTTING_DOWN
+            ending = Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
+            await call.abort(Code.UNAVAILABLE, closed, ending)
 
-    async def _submit(self, message: pb.GenerateRequest) -> Stream:
+    async def _submit(self, message: pb.GenerateRequest, call: Call) -> Stream:
         convert.check_message(message)
         level = convert.service_level(message, self._classes)
         request = await self._requests.make(
@@ -95,21 +84,32 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             tier=level.tier,
             slo_class=level.slo_class,
         )
+        call.record.request_id = request.id
+        call.record.prompt_tokens = len(request.prompt)
         return self._requests.open(request)
 
-    async def _send(self, stream: Stream, context: grpc.aio.ServicerContext) -> None:
+    async def _send(self, stream: Stream, call: Call) -> None:
         cancelled = False
         try:
             # write() returns once the transport has taken the message, so a client that does not
             # read stops us here, and its news pile up merged in the stream.
             while (delta := await stream.next()) is not None:
-                await context.write(convert.response(stream.request_id, delta))
+                await call.write(convert.response(stream.request_id, delta))
+                call.record.output_tokens += len(delta.token_ids)
                 if delta.last is not None:
+                    _note(call, delta.last)
                     cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         except StreamFailed as error:
             self._requests.cancel(stream)  # if only one continuation failed
-            await abort(context, grpc.StatusCode.INTERNAL, str(error))
+            await call.abort(Code.INTERNAL, str(error), Ending.ENGINE_FAILED)
         if cancelled and self._requests.draining:
-            await abort(context, grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+            await call.abort(Code.UNAVAILABLE, SHUTTING_DOWN, Ending.SHUTTING_DOWN)
         if cancelled:
-            await abort(context, grpc.StatusCode.CANCELLED, "the request was cancelled")
+            await call.abort(Code.CANCELLED, "the request was cancelled", Ending.CANCELLED)
+
+
+def _note(call: Call, last: Output) -> None:
+    """The times of the continuation that took longest."""
+    record, timings = call.record, last.timings
+    if timings is not None and (record.timings is None or timings.total > record.timings.total):
+        record.timings = timings

@@ -114,6 +114,9 @@ class FakeEngine:
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
+    def max_text_bytes(self) -> int | None:
+        return 4 * INFO.max_model_len
+
     def info(self) -> EngineInfo:
         return INFO
 

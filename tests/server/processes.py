@@ -27,7 +27,14 @@ class ServedProcess:
 
 def serve_command(*flags: str) -> list[str]:
     """serve.py, on free ports: whoever runs the tests may have a server of their own."""
-    return [sys.executable, str(ROOT / "serve.py"), "--port=0", "--http_port=0", "--metrics_port=0", *flags]
+    return [
+        sys.executable,
+        str(ROOT / "serve.py"),
+        "--port=0",
+        "--http_port=0",
+        "--metrics_port=0",
+        *flags,
+    ]
 
 
 def refused(*flags: str, code: int = 1, **environment: str) -> str:

@@ -1,28 +1,27 @@
 """A server process over the fake engine, which does what it is told on stdin: step, fail.
 
-argv: the grace period in seconds. Prints its address once it takes calls.
+argv: the grace period in seconds, and fields of the config's server, NAME=VALUE. Prints its address
+once it takes calls.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from types import SimpleNamespace
 
-from jaxserve.server.runner import run_server
+from jaxserve.configs import base
+from jaxserve.server.process import run_server
 from tests.server.fake_engine import FakeEngine
 
 
 def main() -> int:
     engine = FakeEngine()
-    server = SimpleNamespace(
-        host="localhost",
-        port=0,
-        http_port=-1,
-        metrics_port=-1,
-        slo_classes={},
-        grace_s=float(sys.argv[1]),
-    )
+    config = base.get_config()
+    config.server.update(port=0, http_port=-1, metrics_port=-1, grace_s=float(sys.argv[1]))
+    config.server.exit_on_failure = "off"
+    for field in sys.argv[2:]:
+        name, _, value = field.partition("=")
+        config.server[name] = value
 
     def obey() -> None:
         for line in sys.stdin:
@@ -33,9 +32,7 @@ def main() -> int:
                 engine.fail(RuntimeError("told to"))
 
     threading.Thread(target=obey, daemon=True).start()
-    return run_server(
-        engine, SimpleNamespace(server=server), lambda ready: print(ready.address, flush=True)
-    )
+    return run_server(engine, config, lambda ready: print(ready.address, flush=True))
 
 
 if __name__ == "__main__":

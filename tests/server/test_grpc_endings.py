@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client import Client, ServerError, make_request
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FIRST, FakeEngine
 
@@ -118,17 +119,20 @@ def test_tokens_before_a_failure_are_delivered(client: Client, engine: FakeEngin
     assert tokens == list(range(FIRST, FIRST + 20))
 
 
-def test_a_slow_reader_gets_fewer_messages_and_all_of_the_text(
-    server: Server, client: Client, engine: FakeEngine
-) -> None:
-    steps = 80
-    engine.text = lambda k: f"{k:03d}" + "x" * 250_000  # fills the transport's buffers soon
-    call = client.generate("hi", max_tokens=steps)
-    engine.wait(lambda: engine.live)
-    for _ in range(steps):
-        engine.step()
-        _let_loop_run(server)  # else all would be one batch, and merged for another reason
-    messages = list(call)
+def test_a_slow_reader_gets_fewer_messages_and_all_of_the_text(engine: FakeEngine) -> None:
+    steps = 800
+    engine.text = lambda k: f"{k:03d}" + "x" * 25_000  # fills the transport's buffers soon
+    options = ServerOptions(stream_buffer_bytes=steps * 26_000)
+    with (
+        Server(engine, grace_s=0.0, options=options) as server,
+        Client(server.address) as client,
+    ):
+        call = client.generate("hi", max_tokens=steps)
+        engine.wait(lambda: engine.live)
+        for _ in range(steps):
+            engine.step()
+            _let_loop_run(server)  # else all would be one batch, and merged for another reason
+        messages = list(call)
     assert "".join(m.text for m in messages) == "".join(engine.text(k) for k in range(steps))
     assert [t for m in messages for t in m.token_ids] == list(range(FIRST, FIRST + steps))
     assert len(messages) < steps / 2

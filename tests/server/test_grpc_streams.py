@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 from jaxserve.server.requests.streams import (
-    MAX_DELTA_TOKENS,
+    MAX_DELTA_BYTES,
     Delta,
     DuplicateRequest,
     OutputRouter,
+    SlowReader,
     Stream,
     StreamFailed,
 )
@@ -26,11 +28,16 @@ def test_nothing_is_lost_or_reordered_however_late_the_reader_comes(
 ) -> None:
     """news: (continuation, tokens at once, whether the reader takes one message after it)."""
 
-    async def play() -> tuple[dict[int, list[int]], list[Delta]]:
+    async def play() -> tuple[dict[int, list[int]], dict[int, list], list[Delta]]:
         stream, sent, got = Stream("r", 3), {0: [], 1: [], 2: []}, []
+        logged: dict[int, list[TokenLogprobs]] = {0: [], 1: [], 2: []}
         for count, (index, tokens, reads) in enumerate(news):
             ids = tuple(range(100 * count, 100 * count + tokens))
-            logprobs = tuple(TokenLogprobs(token, -1.0) for token in ids)
+            top = [tuple((token + i, -0.1 * i) for i in range(tokens)) for token in ids]
+            logprobs = tuple(
+                TokenLogprobs(token, -1.0, pairs) for token, pairs in zip(ids, top, strict=True)
+            )
+            logged[index].extend(logprobs)
             text = "".join(f"<{token}>" for token in ids)
             stream.push(Output("r", index, ids, text, logprobs))
             sent[index].extend(ids)
@@ -41,29 +48,75 @@ def test_nothing_is_lost_or_reordered_however_late_the_reader_comes(
         while (delta := await stream.next()) is not None:
             got.append(delta)
         assert stream.finished
-        return sent, got
+        return sent, logged, got
 
-    sent, got = asyncio.run(play())
+    sent, logged, got = asyncio.run(play())
     for index, ids in sent.items():
         mine = [delta for delta in got if delta.index == index]
         assert [token for delta in mine for token in delta.token_ids] == ids
         assert "".join(t for d in mine for t in d.text) == "".join(f"<{i}>" for i in ids)
-        assert [entry.token_id for delta in mine for entry in delta.logprobs] == ids
+        assert [entry for delta in mine for entry in delta.logprobs] == logged[index]
         assert [delta.last is not None for delta in mine] == [False] * (len(mine) - 1) + [True]
 
 
 def test_what_is_pending_is_one_message_up_to_a_limit() -> None:
+    third = "x" * (MAX_DELTA_BYTES // 3)
+
     async def play() -> list[int]:
         stream = Stream("r", 1)
-        for token in range(MAX_DELTA_TOKENS + 10):
-            stream.push(Output("r", 0, (token,), "x"))
+        for token in range(5):
+            stream.push(Output("r", 0, (token,), third))
         stream.push(Output("r", 0, finish_reason=FinishReason.STOP))
         sizes = []
         while (delta := await stream.next()) is not None:
             sizes.append(len(delta.token_ids))
         return sizes
 
-    assert asyncio.run(play()) == [MAX_DELTA_TOKENS, 10]
+    assert asyncio.run(play()) == [3, 2]
+
+
+def test_what_waits_for_a_reader_is_bounded_and_ends_the_request() -> None:
+    top = tuple((token, -0.5) for token in range(20))
+    cancelled = []
+
+    def output(token: int) -> Output:
+        return Output("r", 0, (token,), "x", (TokenLogprobs(token, -0.5, top),))
+
+    async def play() -> None:
+        router = OutputRouter(
+            asyncio.get_running_loop(), buffer_bytes=256 << 10, cancel=cancelled.append
+        )
+        stream = router.open("r", 1)
+        tracemalloc.start()
+        for token in range(20_000):
+            stream.push(output(token))
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 512 << 10
+        assert cancelled == ["r"]
+        with pytest.raises(SlowReader, match=r"server\.stream_buffer_kib"):
+            await stream.next()
+        router.on_output(Output("r", 0, finish_reason=FinishReason.CANCELLED))
+        await asyncio.sleep(0)
+        assert router.unfinished() == []
+        whole = router.open("s", 1, bounded=False)
+        for token in range(20_000):
+            whole.push(output(token))
+        assert (await whole.next()).token_ids[0] == 0
+        assert cancelled == ["r"]
+
+    asyncio.run(play())
+
+
+def test_a_reader_that_keeps_up_may_read_any_amount() -> None:
+    async def play() -> None:
+        stream = Stream("r", 2, buffer_bytes=64 << 10, cancel=lambda: pytest.fail("cancelled"))
+        for token in range(100):
+            for index in range(2):
+                stream.push(Output("r", index, (token,), "x" * 4000))
+                assert (await stream.next()).token_ids == [token]
+
+    asyncio.run(play())
 
 
 def test_an_abandoned_stream_keeps_nothing_and_still_finishes() -> None:

@@ -116,8 +116,10 @@ class BatchRunner:
                 await self._room(request.sampling.n)
                 while work.batch not in self._dropped:
                     try:
-                        stream = self._requests.open(request)
-                    except QueueFull:
+                        stream = self._requests.open(request, bounded=False)
+                    except (QueueFull, EngineStopped) as error:
+                        if isinstance(error, EngineStopped) and not self._requests.stalled:
+                            return
                         await _wait(self._freed, RETRY_S)
                     else:
                         key = (work.batch, work.line)
@@ -126,8 +128,6 @@ class BatchRunner:
                         break
             except InvalidRequest as error:  # the model is another one of the same name
                 self._finish(work, Result(line.name, error=LineError.of(error)))
-            except EngineStopped:
-                return
 
     async def _next(self) -> Work:
         while not self._ahead:
@@ -197,10 +197,7 @@ async def _completions(stream: Stream) -> tuple[Completion, ...] | None:
     while (delta := await stream.next()) is not None:
         known = whole.setdefault(delta.index, delta)
         if known is not delta:
-            known.token_ids += delta.token_ids
-            known.text += delta.text
-            known.logprobs += delta.logprobs
-            known.last = delta.last
+            known.extend(delta)
     found = []
     for index, each in sorted(whole.items()):
         last = each.last

@@ -26,7 +26,12 @@ class ServedEngine(Protocol):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the model expects unless the text has them
-        itself. Raises InvalidRequest where the model has no tokenizer."""
+        itself. Other threads run meanwhile. Raises InvalidRequest where the model has no tokenizer,
+        and for a text that is too long to be served, at once where its bytes alone say so."""
+        ...
+
+    def max_text_bytes(self) -> int | None:
+        """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import os
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.engine.errors import EngineStopped
@@ -17,31 +20,47 @@ from jaxserve.sched.request import (
     Request,
     SamplingParams,
     Tier,
+    too_many_tokens,
     validate,
 )
 from jaxserve.server.requests.contract import ServedEngine
-from jaxserve.server.requests.streams import OutputRouter, Stream
+from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
 
 MAX_REQUEST_ID = 128  # characters
 SHUTTING_DOWN = "the server is shutting down"
-# Encoding takes about a microsecond a character; longer texts leave the event loop to others.
+# Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
+# so few of them are encoded at once that the engine's thread, too, has a core.
 _ENCODE_INLINE_CHARS = 2000
+_ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 class EngineRequests:
     """Makes requests, hands them to the engine, and knows whether it takes any. Create it on the
-    event loop that serves; all but `build` and `check` run there."""
+    event loop that serves; all but `build` and `check` run there. buffer_bytes: what may wait for
+    the reader of a request's stream.
 
-    def __init__(self, engine: ServedEngine) -> None:
+    stalled: why the engine takes no requests for now, if so.
+    """
+
+    def __init__(self, engine: ServedEngine, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._engine = engine
-        self._router = OutputRouter(asyncio.get_running_loop())
+        self._router = OutputRouter(
+            asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
+        )
+        self._encoders = ThreadPoolExecutor(_ENCODERS, "jaxserve-encode")
         self.draining = False
         self.failure: str | None = None
+        self.stalled: str | None = None
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken any more; None while they are."""
-        return self.failure or (SHUTTING_DOWN if self.draining else None)
+        """Why no requests are taken; None while they are."""
+        return self.failure or (SHUTTING_DOWN if self.draining else self.stalled)
+
+    @property
+    def running(self) -> int:
+        """Requests on which the engine has not said its last word."""
+        return len(self._router.unfinished())
 
     def info(self) -> EngineInfo:
         """What is served, the same from start to stop."""
@@ -56,6 +75,10 @@ class EngineRequests:
         self.failure = error
         self._router.fail_all(error)
 
+    def close(self) -> None:
+        """Nothing is made any more."""
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+
     def cancel_all(self) -> None:
         """Cancels every running request; its stream ends once the engine has said its last word."""
         for request_id in self._router.unfinished():
@@ -64,13 +87,15 @@ class EngineRequests:
     async def make(self, prompt: str | Sequence[int], **options: Any) -> Request:
         """`build`, of long texts beside the event loop."""
         if isinstance(prompt, str) and len(prompt) > _ENCODE_INLINE_CHARS:
-            return await asyncio.to_thread(self.build, prompt, **options)
+            build = functools.partial(self.build, prompt, **options)
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, build)
         return self.build(prompt, **options)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, a long one beside the event loop. Raises InvalidRequest."""
         if len(text) > _ENCODE_INLINE_CHARS:
-            return await asyncio.to_thread(self._engine.encode, text, special=special)
+            encode = functools.partial(self._engine.encode, text, special=special)
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         return self._engine.encode(text, special=special)
 
     def room(self, prompt_tokens: int) -> int:
@@ -98,6 +123,10 @@ class EngineRequests:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")
         params = SamplingParams(**sampling)
+        info = self._engine.info()
+        limit = min(info.max_model_len, info.pool_tokens)
+        if not isinstance(prompt, str) and len(prompt) >= limit:  # before they are copied
+            raise too_many_tokens(len(prompt), limit - 1)
         tokens = tuple(self._engine.encode(prompt) if isinstance(prompt, str) else prompt)
         if "max_tokens" not in sampling:
             room = self.room(len(tokens))
@@ -123,15 +152,16 @@ class EngineRequests:
             pool_tokens=info.pool_tokens,
         )
 
-    def open(self, request: Request) -> Stream:
+    def open(self, request: Request, *, bounded: bool = True) -> Stream:
         """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
+        bounded: what waits in it is; a reader of our own is never too slow.
 
         Raises EngineStopped where none are taken, DuplicateRequest, InvalidRequest, QueueFull.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         if self.closed is not None:
             raise EngineStopped(self.closed)
-        stream = self._router.open(request.id, request.sampling.n)
+        stream = self._router.open(request.id, request.sampling.n, bounded=bounded)
         try:
             self._engine.submit(request, self._router.on_output)
         except BaseException:

@@ -2,20 +2,28 @@
 
 The engine calls `OutputRouter.on_output` once a row and step. That only appends to a deque; the
 loop is woken at most once until it has emptied it. What a call has not sent yet is merged, so a
-client that reads slowly costs its pending tokens, not a message for each.
+client that reads slowly costs its pending tokens, not a message for each; and where these take
+more than the stream's buffer, the request ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
+from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 
 FAILED = "the engine failed"
-MAX_DELTA_TOKENS = 1024
-"""Keeps a message with 20 logprobs a token well below the 4 MiB that gRPC clients take."""
+BUFFER_BYTES = 1 << 20
+MAX_DELTA_BYTES = 64 << 10
+"""Beyond it begins another message, so that each is well below the 4 MiB that gRPC clients take,
+and one that nobody reads is small."""
+_TOKEN_BYTES = 40  # an int, and its place in a list
 
 
 class DuplicateRequest(ValueError):
@@ -26,39 +34,88 @@ class StreamFailed(RuntimeError):
     """The engine failed; the message says how."""
 
 
+class SlowReader(RuntimeError):
+    """What waits for the reader is more than is kept, or waits longer."""
+
+
 @dataclass
 class Delta:
     """What one continuation has produced and the client has not been sent.
 
     index: which of the n continuations. text: pieces, in order. last: the output that ended it,
-    None while more is to come.
+    None while more is to come. size: bytes that it takes, about.
     """
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: Output | None = None
+    size: int = 0
+    # Log-probabilities, a tenth of the size of the objects: ids and values of all tokens in one
+    # array each, the chosen one's before its top ones; and how many there are of each token.
+    _ids: array[int] = field(default_factory=lambda: array("i"))
+    _values: array[float] = field(default_factory=lambda: array("d"))
+    _counts: array[int] = field(default_factory=lambda: array("i"))
 
     def add(self, output: Output) -> None:
         """Appends what the engine says next of this continuation."""
         self.token_ids.extend(output.token_ids)
+        self.size += _TOKEN_BYTES * len(output.token_ids)
         if output.text:
             self.text.append(output.text)
-        self.logprobs.extend(output.logprobs)
+            self.size += sys.getsizeof(output.text)
+        for entry in output.logprobs:
+            pairs = ((entry.token_id, entry.logprob), *entry.top)
+            self._counts.append(len(pairs))
+            self._ids.extend([token for token, _ in pairs])
+            self._values.extend([value for _, value in pairs])
+            self.size += 12 * len(pairs) + 4
         if output.finish_reason is not None:
             self.last = output
 
+    def extend(self, later: Delta) -> None:
+        """Appends what came after it of the same continuation."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        self._counts += later._counts
+        self._ids += later._ids
+        self._values += later._values
+        self.size += later.size
+        self.last = later.last
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token, if asked for."""
+        found, begin = [], 0
+        for count in self._counts:
+            end = begin + count
+            top = tuple(zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True))
+            found.append(TokenLogprobs(self._ids[begin], self._values[begin], top))
+            begin = end
+        return found
+
 
 class Stream:
-    """The outputs of one request, for one reader. Lives on the event loop's thread."""
+    """The outputs of one request, for one reader. Lives on the event loop's thread.
 
-    def __init__(self, request_id: str, n: int) -> None:
+    buffer_bytes: what may wait for the reader. cancel: ends the request in the engine.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        n: int,
+        *,
+        buffer_bytes: float = BUFFER_BYTES,
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         self.request_id = request_id
         self._unfinished = set(range(n))
         self._pending: deque[Delta] = deque()
         self._growing: dict[int, Delta] = {}  # by index, the pending one that more is added to
-        self._error: str | None = None
+        self._size, self._most = 0, buffer_bytes
+        self._cancel = cancel
+        self._error: Exception | None = None
         self._news = asyncio.Event()
         self._abandoned = False
 
@@ -69,7 +126,7 @@ class Stream:
 
     def push(self, output: Output) -> None:
         """Takes in what the engine says next, merged with what the reader has not had yet. An ERROR
-        ends the stream as `fail` does."""
+        ends the stream as `fail` does; more than the buffer holds ends it at once."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         if self._abandoned:
@@ -78,37 +135,51 @@ class Stream:
             self.fail(output.error or FAILED)
             return
         delta = self._growing.get(output.index)
-        if delta is None or len(delta.token_ids) >= MAX_DELTA_TOKENS:
+        if delta is None or delta.size >= MAX_DELTA_BYTES:
             delta = self._growing[output.index] = Delta(output.index)
             self._pending.append(delta)
+        before = delta.size
         delta.add(output)
+        self._size += delta.size - before
+        # One message may always wait, however large the text of a step is.
+        if self._size > self._most and len(self._pending) > 1:
+            self._overflow()
         self._news.set()
+
+    def _overflow(self) -> None:
+        limit = f"{self._size >> 10} KiB wait, more than server.stream_buffer_kib"
+        self._error = SlowReader(f"the call is read too slowly: {limit}")
+        self.abandon()
+        if not self.finished:
+            self._cancel()
 
     def fail(self, error: str) -> None:
         """Ends the stream with `StreamFailed` once what is pending has been read."""
         self._unfinished.clear()
-        self._error = error
+        self._error = self._error or StreamFailed(error)
         self._news.set()
 
     def abandon(self) -> None:
         """Nobody reads any more; the engine may still have a last word."""
         self._abandoned = True
+        self._size = 0
         self._pending.clear()
         self._growing.clear()
 
     async def next(self) -> Delta | None:
         """What is pending of one continuation, the oldest first; None at the end.
 
-        Raises StreamFailed.
+        Raises StreamFailed, SlowReader.
         """
         while True:
             if self._pending:
                 delta = self._pending.popleft()
+                self._size -= delta.size
                 if self._growing[delta.index] is delta:
                     del self._growing[delta.index]
                 return delta
             if self._error is not None:
-                raise StreamFailed(self._error)
+                raise self._error
             if self.finished:
                 return None
             self._news.clear()
@@ -116,20 +187,35 @@ class Stream:
 
 
 class OutputRouter:
-    """Hands each output to its request's stream. All but `on_output` run on the loop's thread."""
+    """Hands each output to its request's stream. All but `on_output` run on the loop's thread.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    buffer_bytes: what may wait for a reader. cancel(request_id): ends a request in the engine.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        buffer_bytes: int = BUFFER_BYTES,
+        cancel: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._loop = loop
+        self._buffer_bytes, self._cancel = buffer_bytes, cancel
         self._inbox: deque[Output] = deque()
         self._wake_pending = False
         self._streams: dict[str, Stream] = {}
 
-    def open(self, request_id: str, n: int) -> Stream:
+    def open(self, request_id: str, n: int, *, bounded: bool = True) -> Stream:
         """The stream of a new request of n continuations. Raises DuplicateRequest while one of that
         id is open."""
         if request_id in self._streams:
             raise DuplicateRequest(f"request_id: {request_id!r} is already running")
-        stream = self._streams[request_id] = Stream(request_id, n)
+        stream = self._streams[request_id] = Stream(
+            request_id,
+            n,
+            buffer_bytes=self._buffer_bytes if bounded else math.inf,
+            cancel=lambda: self._cancel(request_id),
+        )
         return stream
 
     def forget(self, request_id: str) -> None:

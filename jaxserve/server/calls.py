@@ -1,0 +1,183 @@
+"""gRPC calls with one request: admitted, read, parsed, answered, and ended with a status whatever
+happens.
+
+To gRPC each method is one of streams, so that a call that is refused is not even read, and what is
+no message of the API is ours to answer; on the wire it is what the .proto says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
+from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.streams import SlowReader
+
+RETRY_KEY = "grpc-retry-pushback-ms"
+_READ_S = 30.0  # what a request may take from its first byte to its last
+_NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
+Method = Callable[[Any, "Call"], Awaitable[Message | None]]
+
+
+class Call:
+    """One running call, for its method. record: what the log is to say of it."""
+
+    def __init__(
+        self, context: grpc.aio.ServicerContext, record: CallRecord, write_timeout_s: float
+    ) -> None:
+        self.record = record
+        self._context = context
+        self._write_timeout_s = write_timeout_s
+
+    async def write(self, message: Message) -> None:
+        """Sends a message; returns once the transport has taken it. Raises SlowReader."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._context.write(message)
+        except TimeoutError:
+            limit = f"server.write_timeout_s is {self._write_timeout_s:g}"
+            raise SlowReader(f"the call is read too slowly: {limit}") from None
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        ending: Ending,
+        retry_after_s: float | None = None,
+    ) -> NoReturn:
+        """Raises what ends the call with that status; details are for a person. retry_after_s: the
+        same call may succeed then."""
+        self.record.ending = ending
+        trailing: tuple[tuple[str, str], ...] = ()
+        if retry_after_s is not None:
+            trailing = ((RETRY_KEY, f"{1000 * retry_after_s:.0f}"),)
+        await self._context.abort(code, details, trailing)
+        raise AssertionError("abort returned")  # it always raises; this tells the type checker
+
+    def ended_by_client(self) -> None:
+        """Cancelled, past its deadline, or nobody is there any more."""
+        left = self._context.time_remaining()
+        self.record.ending = Ending.TIMED_OUT if left == 0 else Ending.CANCELLED
+
+
+class Calls:
+    """Runs the calls of one server. write_timeout_s: what a client may take to read a message."""
+
+    def __init__(self, endings: Endings, write_timeout_s: float) -> None:
+        self._endings = endings
+        self._write_timeout_s = write_timeout_s
+        self._log = RateLimitedLog()
+
+    def handler(
+        self,
+        service: ServiceDescriptor,
+        methods: Mapping[str, Method],
+        admissions: Mapping[str, Admission],
+    ) -> grpc.GenericRpcHandler:
+        """Of a service. methods: by name; one that answers with a single message returns it.
+        admissions: of those whose calls are counted."""
+        handlers = {
+            each.name: self._rpc(each, methods[each.name], admissions.get(each.name))
+            for each in service.methods
+        }
+        return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+    def _rpc(
+        self, descriptor: MethodDescriptor, method: Method, admission: Admission | None
+    ) -> grpc.RpcMethodHandler:
+        request_type = message_factory.GetMessageClass(descriptor.input_type)
+
+        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
+            record = CallRecord(descriptor.name, context.peer())
+            call = Call(context, record, self._write_timeout_s)
+            try:
+                await self._admitted(context, call, request_type, method, admission)
+            except asyncio.CancelledError:
+                call.ended_by_client()
+                raise
+            except grpc.aio.InternalError:  # the connection was lost while we wrote
+                call.ended_by_client()
+                raise asyncio.CancelledError from None
+            finally:
+                self._endings.ended(record)
+
+        return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
+
+    async def _admitted(
+        self,
+        context: grpc.aio.ServicerContext,
+        call: Call,
+        request_type: type[Message],
+        method: Method,
+        admission: Admission | None,
+    ) -> None:
+        if admission is None:
+            return await self._answered(context, call, request_type, method)
+        try:
+            admission.enter()
+        except Overloaded as error:
+            self._log.warning("overload", "refused a call: %s", error)
+            await call.abort(_NO_PLACE, str(error), Ending.TOO_MANY_CALLS, retry_s())
+        leave = admission.leave
+        try:
+            await self._answered(context, call, request_type, method)
+        except SlowReader as error:
+            admission.give_up()
+            leave = admission.unstick
+            self._log.warning("slow", "gave up on %s: %s", call.record.request_id, error)
+            # The client hears of it once it has read what is on its way.
+            await call.abort(_NO_PLACE, str(error), Ending.SLOW_READER)
+        finally:
+            leave()
+
+    async def _answered(
+        self,
+        context: grpc.aio.ServicerContext,
+        call: Call,
+        request_type: type[Message],
+        method: Method,
+    ) -> None:
+        raw = await self._received(context, call)
+        try:
+            request = request_type.FromString(raw)
+        except DecodeError as error:
+            name = request_type.DESCRIPTOR.full_name
+            self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
+            details = f"request: is not a {name}: {error}"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+        del raw
+        try:
+            answer = await method(request, call)
+        except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
+            raise
+        except Exception as error:
+            logging.exception("%s failed", call.record.method)
+            details = f"the server failed: {error!r}"
+            await call.abort(grpc.StatusCode.INTERNAL, details, Ending.FAILED)
+        if answer is not None:
+            await call.write(answer)
+
+    async def _received(self, context: grpc.aio.ServicerContext, call: Call) -> bytes:
+        try:
+            async with asyncio.timeout(_READ_S):
+                raw = await context.read()
+        except TimeoutError:
+            details = f"request: has not come within {_READ_S:g} s"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+        if raw is grpc.aio.EOF:
+            details = "request: there is none, or it is larger than the server takes"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+        assert isinstance(raw, bytes)
+        return raw
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()

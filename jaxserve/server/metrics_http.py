@@ -1,0 +1,74 @@
+"""Prometheus' HTTP server with a bound on its connections: idle ones make room for new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import OrderedDict
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+MAX_CONNECTIONS = 16
+_TIMEOUT_S = 10.0  # without a byte
+
+
+class MetricsHttp:
+    """Serves a registry from a thread of its own, and from one more for each of at most
+    MAX_CONNECTIONS connections; one more closes the oldest. Raises OSError if the port is taken."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = info[0]
+        kind = type("_Server", (_Server,), {"address_family": family})
+        self._http: Any = make_server(
+            str(address[0]), port, make_wsgi_app(registry), kind, handler_class=_Handler
+        )
+        self.port: int = self._http.server_port
+        self._thread = threading.Thread(target=self._http.serve_forever, name="jaxserve-metrics")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the port and ends the thread."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+class _Server(ThreadingWSGIServer):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        super().__init__(*arguments, **named)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, once there is room for it."""
+        with self._lock:
+            self._open[id(request)] = request
+            oldest = None
+            if len(self._open) > MAX_CONNECTIONS:
+                _, oldest = self._open.popitem(last=False)
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # its thread finds it closed, and ends
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """At the end of its thread."""
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a scraper that has gone is not the server's trouble."""

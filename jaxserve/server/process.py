@@ -1,0 +1,77 @@
+"""A server as the process's one purpose: signals, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.options import server_options
+from jaxserve.server.runner import Server
+from jaxserve.server.slo_classes import slo_classes
+
+
+def run_server(
+    engine: ServedEngine,
+    config: Any,
+    on_ready: Callable[[Server], None] | None = None,
+    batches: BatchSettings | None = None,
+    http: HttpSettings | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, or until the engine has failed where the config says so, and
+    returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
+    would hold the process up, it ends here and now.
+
+    config: as in configs/base.py, checked. on_ready is called once calls are taken. A second signal
+    cuts the grace period short. Must run in the main thread.
+    """
+    server = Server(
+        engine,
+        host=config.server.host,
+        port=config.server.port,
+        metrics_port=config.server.metrics_port,
+        grace_s=config.server.grace_s,
+        batches=batches,
+        slo_classes=slo_classes(config),
+        http=http,
+        options=server_options(config),
+    )
+    signals = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            server.request_stop(_say)
+        else:
+            server.cancel_running()
+
+    server.start()
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        if on_ready is not None:
+            on_ready(server)
+        server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.hung:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+    return 1 if server.failed else 0
+
+
+def _say(text: str) -> None:
+    """For whoever has pressed Ctrl-C, if anybody still reads."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

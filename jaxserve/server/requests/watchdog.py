@@ -1,0 +1,42 @@
+"""Notices an engine that does not answer: work in flight, and no step finished for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from jaxserve.server.requests.contract import ServedEngine
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 8  # in the time after which an engine has stalled
+
+
+async def watch(
+    engine: ServedEngine,
+    stall_s: float,
+    tell: Callable[[str | None], Awaitable[None]],
+    *,
+    clock: Callable[[], float] | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Looks at the engine until it is cancelled. tell(why) is called once it has finished no step
+    for stall_s seconds though it has requests, tell(None) once it goes on. clock: seconds."""
+    now = clock or asyncio.get_running_loop().time
+    since, steps, stalled = now(), engine.stats().steps, False
+    while True:
+        await sleep(stall_s / _LOOKS)
+        stats = engine.stats()
+        if stats.steps != steps or not stats.running + stats.waiting:
+            since, steps = now(), stats.steps
+            if stalled:
+                stalled = False
+                log.warning("the engine goes on")
+                await tell(None)
+        elif not stalled and now() - since >= stall_s:
+            stalled = True
+            work = f"{stats.running + stats.waiting} requests in flight"
+            why = f"the engine has finished no step for {stall_s:g} s, with {work}"
+            log.error("%s", why)
+            await tell(why)

@@ -1,0 +1,90 @@
+"""The gRPC server: what it takes, and where it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.batch_service import BatchesService
+from jaxserve.server.calls import Calls
+from jaxserve.server.proto import batches_pb2, generation_pb2
+from jaxserve.server.requests.admission import Admission
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.service import GenerationService
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
+SERVICES = (GENERATION.full_name, BATCHES.full_name)
+METHODS = tuple(each.name for service in (GENERATION, BATCHES) for each in service.methods)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_MIB = 1 << 20
+_BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
+_BATCH_CALLS = 64
+_TEXT_BYTES = 63 * _MIB  # where no length of text is too long for sure
+_ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server shares the port silently
+    # A client that vanished without closing its connection is noticed within 30 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Calls that have come and that nobody has looked at yet. gRPC itself cancels what is beyond,
+    # by 1,000 of them at random; each is refused properly in a tenth of a millisecond.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 50_000),
+    ("grpc.max_concurrent_streams", 20_000),  # of one connection
+)
+
+
+def make_server(
+    calls: Calls,
+    generation: GenerationService,
+    batches: BatchesService,
+    health_servicer: health.aio.HealthServicer,
+    *,
+    admission: Admission,
+    message_bytes: int,
+    reflects: bool,
+) -> grpc.aio.Server:
+    """With all services, listening nowhere yet. admission: of Generate's calls. message_bytes: the
+    longest request. reflects: offers server reflection."""
+    options = (*_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
+    server = grpc.aio.server(options=options)
+    few = Admission(_BATCH_CALLS, "this server takes of batches")
+    of_batches: Mapping[str, Admission] = dict.fromkeys(batches.methods, few)
+    server.add_generic_rpc_handlers(
+        (
+            calls.handler(GENERATION, generation.methods, {"Generate": admission}),
+            calls.handler(BATCHES, batches.methods, of_batches),
+        )
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    if reflects:
+        reflection.enable_server_reflection((*SERVICES, _HEALTH), server)
+    return server
+
+
+def longest_message(engine: ServedEngine, *, batches: bool) -> int:
+    """Bytes of the longest request that may be served, with room for what is too long to get an
+    answer that says so."""
+    info = engine.info()
+    tokens = min(info.max_model_len, info.pool_tokens)
+    text = engine.max_text_bytes()
+    prompt = max(_TEXT_BYTES if text is None else text, _ID_BYTES * tokens)
+    return max(_BATCH_CALL_BYTES if batches else 0, prompt + _MIB)
+
+
+def listen(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Returns "host:port". Raises ConfigError if the port is taken."""
+    bracketed = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{bracketed}:{port}")
+    except RuntimeError:
+        problem = f"cannot listen on {bracketed}:{port} (is another server running there?)"
+        raise ConfigError(f"server.port: {problem}; 0 takes any free port") from None
+    return f"{bracketed}:{bound}"
