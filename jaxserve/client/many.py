@@ -62,15 +62,15 @@ class ManyPrompts:
 
     def _write(self, futures: dict[int, Future[dict[str, Any]]], answers: Answers) -> int:
         failed = 0
-        waiting = iter(list(futures.items()))
         try:
-            for line, future in waiting:
+            for line, future in futures.items():
                 record = future.result()
                 failed += "error" in record
                 answers.write(line, record)
         except (ServerError, KeyboardInterrupt):
-            for line, future in waiting:
-                if future.done() and not future.cancelled() and future.exception() is None:
+            for line, future in futures.items():
+                there = future.done() and not future.cancelled() and future.exception() is None
+                if there and line not in answers.done:
                     answers.write(line, future.result())
             raise
         return failed
