@@ -26,8 +26,8 @@ from jaxserve.sched.request import (
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.verdict import Verdict
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import Delta
-from jaxserve.server.slo_classes import ServiceLevel, named
 
 _LISTS = {
     "logit_bias": MAX_LOGIT_BIAS,

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -267,23 +267,31 @@ class EngineMetrics(Collector, Observer):
         return family
 
 
-class MetricsServer:
-    """Serves /metrics of one engine; port 0 takes a free one.
+class MetricsRegistry:
+    """The metrics of one engine. Each has its own registry, so that several can live in one
+    process."""
 
-    address: "host:port". Each has its own registry, so that several can live in one process. Raises
-    ConfigError if the port is taken.
-    """
-
-    def __init__(self, engine: ServedEngine, endings: Endings, host: str, port: int) -> None:
+    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
         metrics = EngineMetrics(engine, endings)
-        registry = CollectorRegistry()
-        registry.register(metrics)
+        self.registry = CollectorRegistry()
+        self.registry.register(metrics)
+        engine.add_observer(metrics)
+
+    def page(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class MetricsServer:
+    """Serves /metrics; port 0 takes a free one. address: "host:port". Raises ConfigError if the
+    port is taken."""
+
+    def __init__(self, metrics: MetricsRegistry, host: str, port: int) -> None:
         try:
-            self._http = MetricsHttp(registry, host, port)
+            self._http = MetricsHttp(metrics.registry, host, port)
         except OSError as error:
             problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
             raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
-        engine.add_observer(metrics)
         self.address = f"{host}:{self._http.port}"
 
     def stop(self) -> None:

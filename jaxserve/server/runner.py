@@ -18,15 +18,17 @@ from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
 from jaxserve.server.calls import Calls
 from jaxserve.server.http.door import HttpDoor, HttpSettings
-from jaxserve.server.metrics import MetricsServer
+from jaxserve.server.http.doorkeeper import METHODS as HTTP_METHODS
+from jaxserve.server.http.doorkeeper import Doorkeeper
+from jaxserve.server.metrics import MetricsRegistry, MetricsServer
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Endings
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.service import GenerationService
-from jaxserve.server.slo_classes import ServiceLevel
 from jaxserve.server.transport import METHODS, SERVICES, listen, longest_message, make_server
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class Server:
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
-        self._endings = Endings(METHODS, log_calls=self._options.request_log)
+        self._endings = Endings((*METHODS, *HTTP_METHODS), log_calls=self._options.request_log)
         self._requests: EngineRequests
         self._admission: Admission
         self._health: health.aio.HealthServicer
@@ -91,13 +93,13 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
-        if self._metrics_port >= 0:
-            self._metrics = MetricsServer(
-                self._engine, self._endings, self._host, self._metrics_port
-            )
+        if self._metrics_port >= 0 or self._http_settings is not None:
+            metrics = MetricsRegistry(self._engine, self._endings)
         try:
+            if self._metrics_port >= 0:
+                self._metrics = MetricsServer(metrics, self._host, self._metrics_port)
             if self._http_settings is not None:
-                self._http = HttpDoor(self._engine, self._host, self._http_settings)
+                self._http = HttpDoor(self._engine, self._host, self._http_settings, metrics.page)
             self._thread.start()
             return self._bound.result()
         except BaseException:
@@ -200,13 +202,20 @@ class Server:
         if self._batch_settings is not None:
             self._batches = Batches(self._requests, self._batch_settings)
         self._health = health.aio.HealthServicer()
+        body_bytes = longest_message(self._engine, batches=self._batches is not None)
+        keeper = Doorkeeper(
+            self._admission,
+            self._endings,
+            body_bytes=body_bytes,
+            write_timeout_s=options.write_timeout_s,
+        )
         server = make_server(
             Calls(self._endings, options.write_timeout_s),
             GenerationService(self._requests, self._slo_classes),
             BatchesService(self._batches),
             self._health,
             admission=self._admission,
-            message_bytes=longest_message(self._engine, batches=self._batches is not None),
+            message_bytes=body_bytes,
             reflects=options.reflection,
         )
         address = listen(server, self._host, self._port)
@@ -214,7 +223,7 @@ class Server:
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
-            self._http.start(self._requests, self._batches)
+            self._http.start(self._requests, self._batches, self._slo_classes, keeper)
         if self._batches is not None:
             self._batches.start()
         watching = None

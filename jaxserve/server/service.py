@@ -15,8 +15,8 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, SHUTTING_DOWN, EngineRequests
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.streams import DuplicateRequest, Stream, StreamFailed
-from jaxserve.server.slo_classes import ServiceLevel
 
 Code = grpc.StatusCode
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxserve.engine.output import Output, Timings
 from jaxserve.sched.request import Request
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.verdict import Verdict
 from jaxserve.server.http.options import SERVED_AS
 
 
@@ -48,12 +50,36 @@ def ending(last: Output) -> dict[str, Any]:
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
         fields["timings"] = _milliseconds(last.timings)
+    if last.verdict is not None:
+        fields["slo"] = _judged(last.verdict)
     return fields
 
 
-def _milliseconds(timings: Timings) -> dict[str, float]:
+def _milliseconds(timings: Timings) -> dict[str, float | None]:
     return {
         "queue_ms": timings.queue * 1000,
         "ttft_ms": timings.ttft * 1000,
+        "tbt_ms": None if timings.tbt is None else timings.tbt * 1000,
         "total_ms": timings.total * 1000,
+    }
+
+
+def _judged(verdict: Verdict) -> dict[str, Any]:
+    """What was asked for and whether it was met; `timings` has what was got."""
+    asked = {name: getattr(verdict.slo, name) for name in TARGETS}
+    asked = {name: target for name, target in asked.items() if target is not None}
+    return {
+        "class": verdict.slo_class,
+        "tier": verdict.tier.name.lower(),
+        "targets": {f"{name}_ms": target * 1000 for name, target in asked.items()},
+        "met": verdict.met,
+        **{f"{name}_met": getattr(verdict, name) for name in asked},
+        "problems": [
+            {
+                "kind": problem.kind.name.lower(),
+                "target_ms": problem.target * 1000,
+                "limit_ms": problem.limit * 1000,
+            }
+            for problem in verdict.problems
+        ],
     }

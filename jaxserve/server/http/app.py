@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
@@ -15,7 +17,7 @@ from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.batch_routes import add_batch_routes
 from jaxserve.server.http.chat import chat
 from jaxserve.server.http.completions import complete
-from jaxserve.server.http.errors import ApiError, add_handlers
+from jaxserve.server.http.errors import ApiError, add_handlers, record_of
 from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import ClientGone
@@ -25,6 +27,7 @@ from jaxserve.server.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from jaxserve.server.requests.endings import Ending
 
 _GONE = 499  # nobody reads it; it is for the log
 
@@ -33,10 +36,10 @@ def build_app(
     front: Front,
     batches: Batches | None = None,
     store: FileStore | None = None,
-    metrics: Callable[[], tuple[bytes, str]] | None = None,
+    metrics: Callable[[], bytes] | None = None,
 ) -> FastAPI:
-    """The application. batches, store: None takes no batches. metrics: the page for Prometheus and
-    its type; None without one."""
+    """The application. batches, store: None takes no batches. metrics: the page for Prometheus;
+    None without one."""
     app = FastAPI(title="jaxserve", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
     app.add_exception_handler(ClientGone, _nobody)
@@ -49,8 +52,7 @@ def build_app(
 
         @app.get("/metrics", include_in_schema=False)
         async def _metrics() -> Response:
-            content, kind = metrics()
-            return Response(content, media_type=kind)
+            return Response(await asyncio.to_thread(metrics), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
@@ -133,4 +135,5 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 
 async def _nobody(request: Request, error: Exception) -> JSONResponse:
+    record_of(request).ending = Ending.CANCELLED
     return JSONResponse(None, _GONE)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from jaxserve.sched.request import SLO, InvalidRequest
+from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.lines import Completion, Line, Result
 from jaxserve.server.http import options
 from jaxserve.server.http.chat import chat_sampling
@@ -85,8 +85,8 @@ def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
     front.check_model(body.model)
     if body.stream:
         raise InvalidRequest("stream", "a batch has no streams")
-    if options.slo(body.slo) != SLO() or body.tier == "realtime":
-        raise InvalidRequest("slo", "a batch is best-effort")
+    if body.slo is not None or body.tier == "realtime":
+        raise InvalidRequest("slo", "a batch is best-effort, and has no targets")
     if isinstance(body, ChatRequest):
         return chat_sampling(front, body)
     assert isinstance(body, CompletionRequest)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.http import options
 from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import Generating, unless_gone
 from jaxserve.server.http.logprobs import chat_logprobs
@@ -22,10 +23,10 @@ from jaxserve.server.http.sse import EventStream
 async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     wanted = await _wanted(front, body)
-    generating = Generating(front.requests, wanted)
+    generating = Generating(front.requests, wanted, record_of(http))
     answer = _Answer(front, body, generating)
     if body.stream:
-        return EventStream(answer.chunks(), generating.end)
+        return EventStream(answer.chunks(), generating.end, generating.record)
     try:
         return JSONResponse(await unless_gone(http, answer.whole()))
     finally:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.http import options
 from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import Generating, unless_gone
 from jaxserve.server.http.logprobs import CompletionLogprobs
@@ -26,14 +27,14 @@ async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> 
     """The answer, whole or as a stream of events."""
     prompts = _prompts(body)
     wanted = await _wanted(front, body, prompts)
-    generating = Generating(front.requests, wanted)
+    generating = Generating(front.requests, wanted, record_of(http))
     try:
         answer = _Answer(front, body, prompts, generating)
     except BaseException:
         generating.end()
         raise
     if body.stream:
-        return EventStream(answer.chunks(), generating.end)
+        return EventStream(answer.chunks(), generating.end, generating.record)
     try:
         return JSONResponse(await unless_gone(http, answer.whole()))
     finally:

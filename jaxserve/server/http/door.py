@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.app import build_app
+from jaxserve.server.http.doorkeeper import Doorkeeper
 from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.listen import HttpServer
 from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.slo_classes import ServiceLevel
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,18 @@ def http_settings(config: Any) -> HttpSettings | None:
 
 
 class HttpDoor:
-    """HTTP for an engine, on the event loop that `start` is called on. Raises ConfigError if the
-    port is taken."""
+    """HTTP for an engine, on the event loop that `start` is called on. metrics: the page for
+    Prometheus. Raises ConfigError if the port is taken."""
 
-    def __init__(self, engine: ServedEngine, host: str, settings: HttpSettings) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        host: str,
+        settings: HttpSettings,
+        metrics: Callable[[], bytes],
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._settings = settings
         self._server = HttpServer(host, settings.port)
 
@@ -45,13 +55,21 @@ class HttpDoor:
         """Where it listens, as "host:port"."""
         return self._server.address
 
-    def start(self, requests: EngineRequests, batches: Batches | None) -> None:
-        """Takes calls from now on, and hands them to `requests` and `batches`."""
-        front = Front(self._engine, requests, self._settings.template)
+    def start(
+        self,
+        requests: EngineRequests,
+        batches: Batches | None,
+        classes: Mapping[str, ServiceLevel],
+        keeper: Doorkeeper,
+    ) -> None:
+        """Takes calls from now on, as many as `keeper` lets in, and hands them to `requests` and
+        `batches`. classes: SLO classes, by name."""
+        front = Front(self._engine, requests, self._settings.template, classes)
         store = None
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
-        self._server.start(build_app(front, batches, store))
+        app = build_app(front, batches, store, self._metrics)
+        self._server.start(keeper.around(app), keeper.write_timeout_s)
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

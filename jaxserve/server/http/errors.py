@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +14,13 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.admission import retry_s
+from jaxserve.server.requests.endings import CallRecord, Ending
+from jaxserve.server.requests.requests import SHUTTING_DOWN
 from jaxserve.server.requests.streams import DuplicateRequest, StreamFailed
 
-RETRY_AFTER_S = 1
-"""When a call that was refused for want of room may come again."""
+RECORD = "jaxserve.record"
+"""Where the scope of a call has its CallRecord, if somebody keeps one."""
 
 
 class ApiError(Exception):
@@ -34,6 +39,16 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
 
+    @property
+    def ending(self) -> Ending:
+        """What the log calls it."""
+        if self.code in _ENDINGS:
+            return _ENDINGS[self.code]
+        if self.status == 503:
+            stopping = str(self) == SHUTTING_DOWN
+            return Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
+        return Ending.FAILED if self.status == 500 else Ending.INVALID
+
     def body(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else _INVALID)
@@ -47,7 +62,25 @@ class ApiError(Exception):
 
 _INVALID = "invalid_request_error"
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
-_RETRY = {"Retry-After": str(RETRY_AFTER_S)}
+_ENDINGS = {
+    "queue_full": Ending.QUEUE_FULL,
+    "too_many_calls": Ending.TOO_MANY_CALLS,
+    "duplicate": Ending.DUPLICATE,
+    "cancelled": Ending.CANCELLED,
+    "engine_failed": Ending.ENGINE_FAILED,
+    "not_json": Ending.MALFORMED,
+    "internal": Ending.FAILED,
+}
+
+
+def retry_after() -> dict[str, str]:
+    """The header that says when a call that was refused for want of room may come again."""
+    return {"Retry-After": str(math.ceil(retry_s()))}
+
+
+def too_many_calls(message: str) -> ApiError:
+    """More are open than the server takes."""
+    return ApiError(429, message, code="too_many_calls", headers=retry_after())
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -60,9 +93,9 @@ def as_api_error(error: Exception) -> ApiError | None:
         case DuplicateRequest():
             return ApiError(409, str(error), param="request_id", code="duplicate")
         case QueueFull():
-            return ApiError(429, str(error), code="queue_full", headers=_RETRY)
+            return ApiError(429, str(error), code="queue_full", headers=retry_after())
         case EngineStopped():
-            return ApiError(503, str(error), code="unavailable", headers=_RETRY)
+            return ApiError(503, str(error), code="unavailable", headers=retry_after())
         case StreamFailed():
             return ApiError(500, str(error), code="engine_failed")
     return None
@@ -87,12 +120,25 @@ def add_handlers(app: FastAPI) -> None:
 async def _known(request: Request, error: Exception) -> JSONResponse:
     told = as_api_error(error)
     assert told is not None
-    return told.response()
+    return answered(request, told)
+
+
+def answered(request: Request, error: ApiError) -> JSONResponse:
+    """The error's answer, once the call's record has how it ended."""
+    record_of(request).ending = error.ending
+    return error.response()
+
+
+def record_of(request: Request) -> CallRecord:
+    """What the log is to say of the call; nobody keeps it where nothing is logged."""
+    record = request.scope.get(RECORD)
+    return record if isinstance(record, CallRecord) else CallRecord("")
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """The server's own fault, which goes to the log, too."""
-    return ApiError(500, f"internal error: {type(error).__name__}", code="internal").response()
+    told = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
+    return answered(request, told)
 
 
 async def _of_http(request: Request, error: Exception) -> JSONResponse:
@@ -100,16 +146,19 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
     text = str(error.detail)
     if error.status_code == 404:
         text = f"there is no {request.method} {request.url.path}"
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    return answered(request, ApiError(error.status_code, text, headers=error.headers))
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
     where, message = validation_message(found)
-    unknown = _most_telling(found)["type"] == "extra_forbidden"
-    code = "unknown_field" if unknown else "invalid_value" if where else None
-    return ApiError(400, message, param=where, code=code).response()
+    code = _CODES.get(_most_telling(found)["type"], "invalid_value")
+    return answered(request, ApiError(400, message, param=where, code=code))
+
+
+_TYPE = re.compile(r"str|int|float|[A-Z]\w*|[a-z-]+\[.*\]|constrained-\w+")
+_CODES = {"extra_forbidden": "unknown_field", "json_invalid": "not_json"}
 
 
 def validation_message(found: Sequence[Any]) -> tuple[str | None, str]:
@@ -125,11 +174,10 @@ def validation_message(found: Sequence[Any]) -> tuple[str | None, str]:
     return where, f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
 
 
-def _place(location: Any) -> str | None:
-    """The way into the body; pydantic's has the alternatives of a union in it, too."""
-    types = ("str", "list[", "Message", "constrained-", "TextPart", "float", "int")
-    parts = [str(part) for part in location if not str(part).startswith(types)]
-    return ".".join(part for part in parts if part != "body") or None
+def _place(location: Sequence[Any]) -> str | None:
+    """The way into the body; pydantic's has the alternatives of a union in it, too: types."""
+    names = (part for part in map(str, location) if part != "body")
+    return ".".join(name for name in names if not _TYPE.fullmatch(name)) or None
 
 
 def _most_telling(errors: Any) -> Any:

@@ -12,17 +12,24 @@ from jaxserve.server.http.schema import Generation
 from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, EngineRequests
+from jaxserve.server.requests.slo_classes import ServiceLevel
 
 
 class Front:
-    """engine: what serves. requests: the way to it, which other doors use, too."""
+    """engine: what serves. requests: the way to it, which other doors use, too. classes: SLO
+    classes, by name."""
 
     def __init__(
-        self, engine: ServedEngine, requests: EngineRequests, template: ChatTemplate
+        self,
+        engine: ServedEngine,
+        requests: EngineRequests,
+        template: ChatTemplate,
+        classes: Mapping[str, ServiceLevel],
     ) -> None:
         self.engine = engine
         self.requests = requests
         self.template = template
+        self.classes = classes
         self.model = requests.info().model
 
     def check_model(self, model: str | None) -> None:
@@ -39,7 +46,7 @@ class Front:
     ) -> list[Request]:
         """One request a prompt. Raises InvalidRequest and ApiError, before any is submitted."""
         self.check_model(body.model)
-        slo, tier = options.slo(body.slo), options.tier(body)
+        level = options.service_level(body, self.classes)
         name = body.request_id or ""
         wanted = []
         for place, prompt in enumerate(prompts):
@@ -47,8 +54,9 @@ class Front:
                 prompt,
                 sampling=sampling,
                 request_id=_numbered(name, place),
-                slo=slo,
-                tier=tier,
+                slo=level.slo,
+                tier=level.tier,
+                slo_class=level.slo_class,
             )
             self.requests.check(request)
             wanted.append(request)

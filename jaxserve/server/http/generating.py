@@ -11,7 +11,8 @@ from fastapi import Request as HttpRequest
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import Request
-from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.errors import ApiError, retry_after
+from jaxserve.server.requests.endings import CallRecord
 from jaxserve.server.requests.requests import SHUTTING_DOWN, EngineRequests
 from jaxserve.server.requests.streams import Delta, Stream
 
@@ -28,10 +29,15 @@ class Generating:
     Continuation j of prompt i has the number i * n + j in the answer. `end` it, however it ends.
     """
 
-    def __init__(self, requests: EngineRequests, wanted: Sequence[Request]) -> None:
-        """Submits all, or none: raises what EngineRequests.open raises."""
+    def __init__(
+        self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
+    ) -> None:
+        """Submits all, or none: raises what EngineRequests.open raises. record: of the call."""
         self._requests = requests
         self.wanted = wanted
+        self.record = record
+        record.request_id = wanted[0].id
+        record.prompt_tokens = sum(len(request.prompt) for request in wanted)
         self._streams: list[Stream] = []
         try:
             for request in wanted:
@@ -80,13 +86,22 @@ class Generating:
     async def _of(self, place: int) -> AsyncGenerator[tuple[int, Delta], None]:
         stream, n = self._streams[place], self.wanted[place].sampling.n
         while (delta := await stream.next()) is not None:
+            self._note(delta)
             if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
                 raise self._cancelled()
             yield place * n + delta.index, delta
 
+    def _note(self, delta: Delta) -> None:
+        """The tokens of all, and the times of the one that took longest."""
+        record = self.record
+        record.output_tokens += len(delta.token_ids)
+        timings = None if delta.last is None else delta.last.timings
+        if timings is not None and (record.timings is None or timings.total > record.timings.total):
+            record.timings = timings
+
     def _cancelled(self) -> ApiError:
         if self._requests.draining:
-            return ApiError(503, SHUTTING_DOWN, code="unavailable", headers={"Retry-After": "1"})
+            return ApiError(503, SHUTTING_DOWN, code="unavailable", headers=retry_after())
         return ApiError(499, "the request was cancelled", code="cancelled")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from jaxserve.engine.errors import ConfigError
 
@@ -29,13 +29,18 @@ class HttpServer:
         host, port = self._socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def start(self, app: FastAPI) -> None:
-        """Takes calls from now on."""
+    def start(self, app: ASGIApp, write_timeout_s: float) -> None:
+        """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so
+        long are dropped, where the system does that."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            timeout = round(write_timeout_s * 1000)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
         config = uvicorn.Config(
             app,
             loop="none",
             lifespan="off",
             log_config=None,
+            log_level="critical",  # what goes wrong is logged by whoever knows what it is
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,

@@ -31,8 +31,10 @@ class StreamOptions(Body):
 
 
 class SloFields(Body):
-    """Targets in milliseconds: to the first token, between two tokens, to the last token."""
+    """Targets in milliseconds: to the first token, between two tokens, to the last token. class:
+    a named one of the server's, for those that are not given."""
 
+    named: StrictStr = Field("", alias="class")
     ttft_ms: Number | None = None
     tbt_ms: Number | None = None
     jct_ms: Number | None = None
@@ -62,7 +64,7 @@ class Generation(Body):
     stop_token_ids: list[TokenId] | None = None
     # Our own.
     request_id: StrictStr | None = None
-    slo: SloFields | None = None
+    slo: SloFields | StrictStr | None = None
     tier: Literal["realtime", "best_effort"] | None = None
 
 

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.http.errors import as_api_error
+from jaxserve.server.requests.endings import CallRecord
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,11 +26,13 @@ def event(data: Any) -> bytes:
 class EventStream(StreamingResponse):
     """Events until the generator ends, then [DONE]; an error ends it as an event with the error
     object, for the status has long been sent. on_end is called however it ends, even if nothing
-    was ever sent."""
+    was ever sent. record: of the call."""
 
-    def __init__(self, chunks: AsyncGenerator[Any, None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[Any, None], on_end: Callable[[], None], record: CallRecord
+    ) -> None:
         super().__init__(
-            _events(chunks),
+            _events(chunks, record),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -43,7 +46,9 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    chunks: AsyncGenerator[Any, None], record: CallRecord
+) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -52,6 +57,7 @@ async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, No
         told = as_api_error(error)
         if told is None:
             raise
+        record.ending = told.ending
         yield event(told.body())
         return
     yield DONE

@@ -10,12 +10,16 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 
 SETTINGS = HttpSettings(port=0, template=ChatTemplate(PLAIN, {}, own=False))
+
+CLASSES = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}
 
 
 class Plain:
@@ -46,7 +50,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def server(engine: FakeEngine) -> Iterator[Server]:
-    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
+    with Server(engine, grace_s=0.0, http=SETTINGS, slo_classes=CLASSES) as server:
         yield server
 
 

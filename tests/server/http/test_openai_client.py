@@ -158,6 +158,14 @@ def test_targets_and_tiers_reach_the_engine(client: openai.OpenAI, running: Fake
     assert request() == (SLO(), Tier.REALTIME)
     assert request(slo={"ttft_ms": 500, "tbt_ms": 50}) == (SLO(ttft=0.5, tbt=0.05), Tier.REALTIME)
     assert request(slo={"jct_ms": 9000}, tier="best_effort") == (SLO(jct=9.0), Tier.BEST_EFFORT)
+    assert request(slo="offline") == (SLO(jct=60.0), Tier.BEST_EFFORT)
+    assert request(slo="offline", tier="realtime") == (SLO(jct=60.0), Tier.REALTIME)
+    assert request(slo={"class": "offline", "ttft_ms": 100}) == (
+        SLO(ttft=0.1, jct=60.0),
+        Tier.BEST_EFFORT,
+    )
+    assert running.requests[-1].slo_class == "offline"
+    assert request(service_tier="auto", slo="offline")[1] is Tier.BEST_EFFORT
     assert request(service_tier="flex")[1] is Tier.BEST_EFFORT
     assert request(service_tier="priority")[1] is Tier.REALTIME
 

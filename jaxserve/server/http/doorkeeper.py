@@ -1,0 +1,182 @@
+"""What stands before the application: how many calls are open, how long they are, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.http.errors import RECORD, ApiError, too_many_calls
+from jaxserve.server.http.files import MAX_FILE_BYTES
+from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.streams import SlowReader
+
+_FILES = "/v1/files"
+_COUNTED = ("/v1/completions", "/v1/chat/completions")
+_LABELS = {
+    path: f"http {path}"
+    for path in (*_COUNTED, "/v1/models", _FILES, "/v1/batches", "/tokenize", "/detokenize")
+}
+_OTHER = "http other"
+_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds; nobody counts them
+METHODS = (*_LABELS.values(), _OTHER)
+_BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
+_FORM_BYTES = 1 << 20  # what a form has besides its file
+
+
+class Doorkeeper:
+    """Admits, measures and counts the calls of one application.
+
+    admission: of calls that generate, whichever door they come through. body_bytes: the longest
+    body but for uploads. write_timeout_s: what a client may take to read a piece.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        endings: Endings,
+        *,
+        body_bytes: int,
+        write_timeout_s: float,
+    ) -> None:
+        self._admission = admission
+        self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
+        self._endings = endings
+        self._body_bytes = body_bytes
+        self.write_timeout_s = write_timeout_s
+        self._log = RateLimitedLog()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application with all that."""
+
+        async def kept(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in _QUIET:
+                await app(scope, receive, send)
+            else:
+                await _Visit(self, app, scope, send).run(receive)
+
+        return kept
+
+    def admission_of(self, scope: Scope) -> Admission | None:
+        """Who counts the call; None: nobody."""
+        if scope["method"] != "POST":
+            return None
+        return self._admission if scope["path"] in _COUNTED else self._few
+
+    def body_limit(self, scope: Scope) -> int:
+        """Bytes of its body."""
+        if scope["path"] == _FILES:
+            return MAX_FILE_BYTES + _FORM_BYTES
+        return self._body_bytes
+
+    def ended(self, record: CallRecord) -> None:
+        """Counts it."""
+        self._endings.ended(record)
+
+    def warning(self, kind: str, text: str, *arguments: object) -> None:
+        """As RateLimitedLog has it."""
+        self._log.warning(kind, text, *arguments)
+
+
+class _Visit:
+    """One call."""
+
+    def __init__(self, keeper: Doorkeeper, app: ASGIApp, scope: Scope, send: Send) -> None:
+        self._keeper, self._app, self._send = keeper, app, send
+        client = scope.get("client")
+        peer = f"{client[0]}:{client[1]}" if client else ""
+        self._record = CallRecord(_label(scope["path"]), peer)
+        self._scope: dict[str, Any] = {**scope, RECORD: self._record}
+        self._begun = self._done = False
+
+    async def run(self, receive: Receive) -> None:
+        """Answers it, whatever happens."""
+        record = self._record
+        try:
+            await self._admitted(receive)
+        except asyncio.CancelledError:
+            record.ending = Ending.CANCELLED
+            raise
+        except Exception as error:
+            record.ending = Ending.FAILED
+            self._keeper.warning("failed", "%s failed: %r", record.method, error)
+        finally:
+            if not self._done and record.ending is Ending.OK:
+                record.ending = Ending.CANCELLED
+            self._keeper.ended(record)
+
+    async def _admitted(self, receive: Receive) -> None:
+        admission = self._keeper.admission_of(self._scope)
+        leave = None
+        if admission is not None:
+            try:
+                admission.enter()
+            except Overloaded as error:
+                self._keeper.warning("overload", "refused a call: %s", error)
+                return await self._refuse(too_many_calls(str(error)), receive)
+            leave = admission.leave
+        try:
+            await self._app(self._scope, self._limited(receive), self._sent)
+        except SlowReader as error:
+            self._record.ending = Ending.SLOW_READER
+            self._keeper.warning("slow", "gave up on %s: %s", self._record.request_id, error)
+        finally:
+            if leave is not None:
+                leave()
+
+    async def _refuse(self, error: ApiError, receive: Receive) -> None:
+        self._record.ending = error.ending
+        await error.response()(self._scope, receive, self._sent)
+
+    def _limited(self, receive: Receive) -> Receive:
+        limit = self._keeper.body_limit(self._scope)
+        length = _content_length(self._scope)
+        got = 0
+
+        async def limited() -> Message:
+            nonlocal got
+            if length > limit:
+                raise _too_long(limit)
+            message = await receive()
+            got += len(message.get("body", b""))
+            if got > limit:
+                raise _too_long(limit)
+            return message
+
+        return limited
+
+    async def _sent(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._keeper.write_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            limit = f"server.write_timeout_s is {self._keeper.write_timeout_s:g}"
+            raise SlowReader(f"the call is read too slowly: {limit}") from None
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._done = True
+
+
+def _label(path: str) -> str:
+    for known, label in _LABELS.items():
+        if path == known or path.startswith(known + "/"):
+            return label
+    return _OTHER
+
+
+def _content_length(scope: Mapping[str, Any]) -> float:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            try:
+                return int(value)
+            except ValueError:
+                return math.inf
+    return 0
+
+
+def _too_long(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body: at most {limit:,} bytes are taken")

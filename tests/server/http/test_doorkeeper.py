@@ -1,0 +1,136 @@
+"""What stands before the application."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from jaxserve.server.http.schema import SloFields
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
+from tests.server.http.test_endings import begin
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(engine: FakeEngine) -> Iterator[Server]:
+    options = ServerOptions(max_calls=2, write_timeout_s=0.2, request_log=True)
+    with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
+        yield server
+
+
+def counted(plain: Plain, method: str, ending: str) -> float:
+    connection = plain.connect()
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith("jaxserve:calls_total")
+        and f'method="{method}"' in line
+        and f'ending="{ending}"' in line
+    )
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_more_calls_than_are_taken_get_429(plain: Plain, engine: FakeEngine) -> None:
+    running = [begin(plain), begin(plain, stream=True)]
+    engine.wait(lambda: len(engine.live) == 2)
+    status, answer, headers = plain.call("POST", "/v1/completions", {"prompt": "a"})
+    assert (status, answer["error"]["code"]) == (429, "too_many_calls")
+    assert int(headers["retry-after"]) >= 1
+    assert plain.call("GET", "/health")[0] == 200
+    assert counted(plain, "http /v1/completions", "too_many_calls") == 1
+    engine.step(50)
+    for connection in running:
+        assert connection.getresponse().read()
+        connection.close()
+    engine.run()
+    assert plain.call("POST", "/v1/completions", {"prompt": "a"})[0] == 200
+
+
+def test_a_body_that_is_too_long_is_not_read(plain: Plain, engine: FakeEngine) -> None:
+    connection = plain.connect()
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(10 << 30))
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 413
+    assert "at most" in json.loads(response.read())["error"]["message"]
+    connection.close()
+
+
+def test_nor_one_that_does_not_say_how_long_it_is(plain: Plain) -> None:
+    connection = plain.connect()
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    piece = b"%x\r\n%s\r\n" % (MIB, b" " * MIB)
+    try:
+        for _ in range(100):
+            connection.send(piece)
+    except OSError:
+        return  # the server has hung up on it
+    assert connection.getresponse().status == 413
+
+
+def test_a_reader_that_does_not_read_is_given_up(
+    plain: Plain, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.text = lambda k: "x" * 4096
+    host, port = plain.address.split(":")
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        engine.wait(lambda: engine.live)
+        engine.run()
+        engine.wait(lambda: not engine.live)
+        while counted(plain, "http /v1/completions", "slow_reader") == 0:
+            pass  # each look is a call
+    assert "gave up on" in caplog.text
+
+
+def test_every_call_is_a_line_without_its_prompt(
+    client: openai.OpenAI, running: FakeEngine, plain: Plain, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    client.completions.create(
+        model="fake", prompt="secret", max_tokens=3, extra_body={"request_id": "mine"}
+    )
+    plain.call("POST", "/v1/completions", {"prompt": "secret", "foo": 1})
+    plain.call("POST", "/v1/completions", b"secret")
+    plain.call("GET", "/ready")
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("http ")]
+    assert len(lines) == 3, lines
+    assert lines[0].startswith("http /v1/completions mine from 127.0.0.1:")
+    assert ": ok; 6 + 3 tokens; queue" in lines[0]
+    assert ": invalid;" in lines[1]
+    assert ": malformed;" in lines[2]
+    assert "secret" not in caplog.text
+
+
+def test_a_call_that_the_client_leaves_is_counted_so(plain: Plain, engine: FakeEngine) -> None:
+    for stream in (True, False):
+        connection = begin(plain, stream=stream)
+        engine.wait(lambda: engine.live)
+        connection.close()
+        engine.wait(lambda: not engine.live)
+    while counted(plain, "http /v1/completions", "cancelled") < 2:
+        pass
+
+
+def test_a_class_has_its_own_name_in_json() -> None:
+    assert SloFields.model_validate({"class": "x"}).named == "x"
