@@ -67,22 +67,24 @@ class SloCase:
 
 @dataclass(frozen=True)
 class SloNumbers:
-    """A second, from the first arrival to the last token: tokens, tokens written; requests, that
-    ended; goodput, tokens within their own target, TTFT or TBT; jobs, requests that ended within
-    their JCT, see `jct_targets`. Shares: iterations, of the tokens in time; in_jct, of the
-    requests; ttft, tbt, slo, of the requests within that target or all (`sched/metrics.py`);
-    reachable, of those whose TTFT is no less than their prompt takes alone.
+    """A second, from the first arrival to the last token: tokens, written; requests, that ended;
+    goodput, tokens within their own target, TTFT or TBT; jobs, requests that ended within their
+    JCT, see `jct_targets`; met, within all of their own targets (`sched/metrics.py`). Shares:
+    iterations, of the tokens in time; in_jct, ttft, tbt, slo, of the requests within that target,
+    slo within all; reachable, of those whose TTFT is no less than their prompt takes alone.
 
     Seconds: jct, mean; jct_long, of those with LONG tokens; jct_last, until all have ended; step,
     mean. reading: share of the steps within READING. compute: tokens of a step over the pivot, 1 at
     most, mean over steps; cache: share in use, mean over time. preemptions. plan, plan_p99: seconds
     of a plan, mean and 99th percentile; 0 if not measured. steps: their times' QUANTILES, if asked
-    for."""
+    for. bound: of met, which no schedule has more of, 0 where nobody searched, or it is not
+    known."""
 
     tokens: float
     requests: float
     goodput: float
     jobs: float
+    met: float
     iterations: float
     in_jct: float
     ttft: float
@@ -100,6 +102,7 @@ class SloNumbers:
     plan: float = 0.0
     plan_p99: float = 0.0
     steps: tuple[float, ...] = ()
+    bound: float = 0.0
 
 
 SloResults = dict[SloCase, SloNumbers]
@@ -157,6 +160,7 @@ def run(case: SloCase) -> SloNumbers:
         "requests": len(times) / seconds,
         "goodput": met / seconds,
         "jobs": np.count_nonzero(in_jct) / seconds,
+        "met": summary["goodput_per_s"],
         "iterations": met / of,
         "in_jct": in_jct.mean(),
         **{name: summary[f"{name}_attainment"] for name in ("ttft", "tbt", "slo")},
@@ -168,6 +172,7 @@ def run(case: SloCase) -> SloNumbers:
         "reading": (batches.duration <= READING).mean(),
         "compute": compute.mean(),
         "cache": summary["mean_kv_used"],
+        "bound": summary.get("goodput_bound_per_s") or 0.0,
         "plan": np.mean(timed.seconds) if timed else 0.0,
         "plan_p99": np.quantile(timed.seconds, 0.99) if timed else 0.0,
     }

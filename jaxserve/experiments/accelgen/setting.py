@@ -31,6 +31,7 @@ COLUMNS: tuple[Column, ...] = (
     ("requests/s", "requests", ".2f", 1.0),
     ("tokens/s", "tokens", ".0f", 1.0),
     ("goodput, tokens/s", "goodput", ".0f", 1.0),
+    ("goodput, requests/s", "met", ".3f", 1.0),
     ("iterations in time, %", "iterations", ".1f", 100.0),
     ("TTFT, %", "ttft", ".1f", 100.0),
     ("jobs in time, %", "in_jct", ".1f", 100.0),
@@ -45,11 +46,13 @@ COLUMNS: tuple[Column, ...] = (
 @dataclass(frozen=True)
 class Scale:
     """How much is run. seeds: traces of each point; requests: of a trace, and of one whose outputs
-    are long; books: shares of BookCorpus in Figure 13; plans: requests of the traces whose plans
-    are timed."""
+    are long; at: which of RATES; varied: models on which more than policies and rates varies;
+    books: shares of BookCorpus in Figure 13; system_slos: seconds, of Figure 5; plans: requests of
+    the traces whose plans are timed; searched: of those whose schedules are searched for, with so
+    many searches, at TTFTs times `eases`."""
 
     seeds: int = 3
-    requests: int = 150
+    requests: int = 200
     long_requests: int = 80
     models: tuple[str, ...] = tuple(RATES)
     at: tuple[int, ...] = (0, 1, 2, 3)  # of RATES
@@ -57,6 +60,9 @@ class Scale:
     books: tuple[float, ...] = (0.0, 0.2, 0.35, 0.5, 0.8)
     system_slos: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
     plans: int = 100
+    searched: int = 24
+    searches: int = 300
+    eases: tuple[float, ...] = (1.0, 10.0)
 
     def rates(self, model: str) -> tuple[float, ...]:
         """Requests/s, ascending."""
@@ -68,7 +74,7 @@ class Scale:
         return self.models[0]
 
 
-QUICK = Scale(2, 3, 3, ("OPT-13B",), (1, 3), ("OPT-13B",), (0.0, 0.35), (0.2, 1.0), 3)
+QUICK = Scale(2, 3, 3, ("OPT-13B",), (1, 3), ("OPT-13B",), (0.0, 0.35), (0.2, 1.0), 3, 3, 2)
 
 
 class Part(ABC):
