@@ -173,6 +173,22 @@ def attained(times: Times, terms: Terms) -> Attained:
     )
 
 
+def tokens_in_time(times: Times, terms: Terms) -> tuple[int, int]:
+    """How many tokens came within their own target, TTFT for a request's first one and TBT for the
+    others, and of how many: AccelGen's iteration-level attainment (section 3.2) is the ratio. Who
+    was refused or failed misses one; who goes on misses one if its next token is late at the
+    end."""
+    tbt, shares = times.tbt
+    have = times.tokens > 0
+    met = int((times.ttft[have] <= terms.ttft[have]).sum())
+    met += int((tbt <= np.repeat(terms.tbt, shares)).sum())
+    since = np.where(have, times.last_token, times.due)
+    target = np.where(have, terms.tbt, terms.ttft)
+    going = np.zeros(len(times), bool) if times.going is None else times.going
+    lost = ~times.finished & (~going | (times.end - since > target))
+    return met, len(times.token_times) + int(lost.sum())
+
+
 def group_metrics(
     times: Times, terms: Terms, met: Attained, duration: float | None = None
 ) -> dict[str, Any]:

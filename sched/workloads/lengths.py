@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -42,6 +43,13 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
         choices = np.array([GROUPS[part][side] for part in parts], np.int64)
         drawn.append(choices[which, rng.integers(0, 2, count)])
     return Lengths(drawn[0], drawn[1])
+
+
+class Distribution(Protocol):
+    """Of lengths, in tokens."""
+
+    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths, each at least 1, int64 [count]."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +111,40 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class LogUniform:
+    """From low to high, both included: each length as likely as another in proportion, so that
+    every doubling is equally likely. Tokens."""
+
+    low: int
+    high: int
+
+    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths in tokens, int64 [count]."""
+        drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high), count))
+        return np.asarray(np.rint(drawn).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How often lengths are in which range, as histograms are printed. parts: shares, of which only
+    the ratios count, and the lengths within."""
+
+    parts: tuple[tuple[float, Distribution], ...]
+
+    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """`count` lengths in tokens, int64 [count]."""
+        which = _drawn(tuple(share for share, _ in self.parts), count, rng)
+        drawn = np.stack([part.sample(count, rng) for _, part in self.parts])
+        return np.asarray(drawn[which, np.arange(count)])
+
+
+@dataclass(frozen=True)
 class DataSet:
     """prompt and output are drawn independently. source: who printed the statistics. total: limit
     of both together, to which outputs are cut."""
 
-    prompt: Moments | Quartered | Uniform
-    output: Moments | Quartered | Uniform
+    prompt: Distribution
+    output: Distribution
     source: str
     total: int | None = None
 
@@ -120,6 +156,21 @@ class DataSet:
         if self.total is not None:
             output = np.minimum(output, self.total - prompt)
         return Lengths(prompt, output)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Requests of several data sets, shuffled. parts: shares, of which only the ratios count."""
+
+    parts: tuple[tuple[float, DataSet], ...]
+    source: str
+
+    def sample(self, count: int, rng: np.random.Generator) -> Lengths:
+        """Prompt and output lengths of `count` requests. WorkloadError where it is less than 1."""
+        drawn = [data.sample(count, rng) for _, data in self.parts]
+        which = _drawn(tuple(share for share, _ in self.parts), count, rng), np.arange(count)
+        prompts, outputs = ([getattr(d, f"{of}_len") for d in drawn] for of in ("prompt", "output"))
+        return Lengths(np.stack(prompts)[which], np.stack(outputs)[which])
 
 
 DATA_SETS = {
@@ -164,19 +215,76 @@ DATA_SETS = {
 }
 
 
+SETS = (52, 90)  # thousands of requests in Alpaca and in ShareGPT (AccelGen section 3.1)
+LONGEST_OUTPUT = 2048  # tokens that a request of AccelGen's may write (section 3.1)
+
+
+def mixed_prompts(
+    books: float = 0.35, longest: int = 100_000, *, printed_outputs: bool = False
+) -> Blend:
+    """AccelGen's mixed prompts: that share from BookCorpus, prompts of up to `longest` tokens; the
+    others from Alpaca and ShareGPT, as many of each as these have (section 3.1).
+
+    Prompts are as Figure 8 prints them: 34% in [10, 512], 52% in [512, 4K], 14% above, of all.
+    With 35% from BookCorpus that is so if 40% of these have 4K tokens and more, and a quarter of
+    ShareGPT's prompts at most 512, which here are longer than in `sharegpt`. Within a range nothing
+    is printed: `LogUniform`.
+
+    Outputs are those of `alpaca`, `sharegpt` and `bookcorpus`. printed_outputs: of Figure 8
+    instead, 51% in [10, 512], 36% in [512, 4K], 13% above, Alpaca's being short; they are cut to
+    the 2,048 tokens that section 3.1 allows.
+    """
+    parts = mixed_prompt_sets(longest, printed_outputs=printed_outputs)
+    rest = (1 - books) / sum(SETS)
+    shares = (SETS[0] * rest, SETS[1] * rest, books)
+    return Blend(
+        tuple(zip(shares, parts.values(), strict=True)),
+        "AccelGen sections 3.1 and 3.2, Figure 8; outputs as of the data sets' own",
+    )
+
+
+def mixed_prompt_sets(longest: int, *, printed_outputs: bool = False) -> dict[str, DataSet]:
+    """The three data sets of `mixed_prompts`, by name."""
+    middle = LogUniform(512, LONGEST_OUTPUT)
+    most = LogUniform(LONGEST_OUTPUT, LONGEST_OUTPUT)
+    printed = Ranges(((0.36, LogUniform(10, 512)), (0.47, middle), (0.17, most)))
+    prompts: dict[str, Distribution] = {
+        "alpaca": DATA_SETS["alpaca"].prompt,
+        "sharegpt": Ranges(((0.25, LogUniform(10, 512)), (0.75, LogUniform(512, 2048)))),
+        "bookcorpus": Ranges(((0.6, LogUniform(512, 4096)), (0.4, LogUniform(4096, longest)))),
+    }
+    source = "AccelGen sections 3.1 and 3.2, Figure 8"
+    return {
+        name: DataSet(
+            prompt,
+            printed if printed_outputs and name != "alpaca" else DATA_SETS[name].output,
+            source,
+        )
+        for name, prompt in prompts.items()
+    }
+
+
+BLENDS = {"mixed-prompts": mixed_prompts()}
+
+
 def sampler(name: str) -> Sampler:
     """A mix's or a data set's, by name. WorkloadError lists the names."""
     lower = name.lower()
     if "+" in lower:
         return lambda count, rng: mix_lengths(lower, count, rng)
-    if lower not in DATA_SETS:
+    if lower not in names():
         raise WorkloadError(f"there is no workload {name!r}; known: {', '.join(names())}")
-    return DATA_SETS[lower].sample
+    return (BLENDS[lower] if lower in BLENDS else DATA_SETS[lower]).sample
 
 
 def names() -> list[str]:
     """Of all samplers."""
-    return [*MIXES, *DATA_SETS]
+    return [*MIXES, *DATA_SETS, *BLENDS]
+
+
+def _drawn(shares: tuple[float, ...], count: int, rng: np.random.Generator) -> np.ndarray:
+    """Which part each of `count` is of, int64 [count]."""
+    return rng.choice(len(shares), count, p=np.array(shares) / sum(shares))
 
 
 def _redrawn(

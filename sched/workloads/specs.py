@@ -37,8 +37,8 @@ MaxTokens = int | Literal["length"] | None
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix such as `lilo+siso`, a
-    data set of `lengths.DATA_SETS`, or the path of a trace. num_requests: how many, or the first so
+    """lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
+    `lengths.names()`, or the path of a trace. num_requests: how many, or the first so
     many of a trace; None for 1,000, or all of a trace.
 
     arrivals: `all` at once; `replay` as the trace has them; `poisson`; `gamma` with cv; `on_off`
@@ -189,7 +189,7 @@ class WorkloadSpec:
 
 def _is_sampled(name: str) -> bool:
     lower = name.lower()
-    return lower in lengths.DATA_SETS or set(lower.split("+")) <= set(lengths.GROUPS)
+    return lower in lengths.names() or set(lower.split("+")) <= set(lengths.GROUPS)
 
 
 def _without_terms(found: Lengths) -> Trace:

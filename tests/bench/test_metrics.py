@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.steps import step_metrics
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.metrics import Times, attained, load_metrics, request_p99_tbt, summarise
+from jaxserve.sched.metrics import (
+    Times,
+    attained,
+    load_metrics,
+    request_p99_tbt,
+    summarise,
+    tokens_in_time,
+)
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import parse_classes, with_targets
@@ -209,6 +216,29 @@ def test_the_numbers_of_tiers_and_classes_add_up(seed: int, count: int) -> None:
 def test_the_99th_percentile_is_each_requests_own() -> None:
     times = load((0.0, [1.0, 2.0, 4.0]), (0.0, [9.0]), (0.0, [1.0, 1.5]))
     assert request_p99_tbt(times).tolist() == [pytest.approx(1.99), 0.5]
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (SLO(), 7),
+        (SLO(ttft=0.3), 6),
+        (SLO(tbt=0.2), 5),
+        (SLO(tbt=0.6), 6),
+        (SLO(ttft=0.15, tbt=0.2), 3),
+    ],
+)
+def test_tokens_are_judged_one_by_one(slo: SLO, met: int) -> None:
+    assert tokens_in_time(LOAD, wanting(4, slo)) == (met, 8)  # the refused one lacks its first
+
+
+@pytest.mark.parametrize(("end", "of"), [(5.05, 4), (5.2, 5), (5.6, 6)])
+def test_tokens_that_are_late_at_the_end_count(end: float, of: int) -> None:
+    # The first has its third token at 5 and goes on, as does the second, which has none.
+    times = load((4.0, [4.2, 4.3, 5.0]), (4.6, []), (1.0, [1.1]), refused=(0, 1))
+    cut = dataclasses.replace(times, going=np.array([True, True, False]), end=end)
+    met = 3  # within 0.5 s to the first and 0.15 s to the others
+    assert tokens_in_time(cut, wanting(3, SLO(ttft=0.9, tbt=0.15))) == (met, of)
 
 
 def step(rows: int, decodes: int, tokens: int, step_time: float, host_time: float) -> StepStats:

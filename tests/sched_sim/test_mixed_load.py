@@ -12,15 +12,16 @@ from jaxserve.experiments.bros import mixed
 from jaxserve.experiments.bros.mixed import (
     MixedCase,
     MixedNumbers,
-    Timed,
     latency_of,
     run,
     within_tpot,
 )
-from jaxserve.experiments.bros.setting import MODELS, Number, Scale, over
+from jaxserve.experiments.bros.setting import MODELS, Scale
 from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
 from jaxserve.experiments.bros.verdict import Verdict
 from jaxserve.experiments.common.figures import Panel, chart
+from jaxserve.experiments.common.seeds import Number, over
+from jaxserve.experiments.common.timed import Timed
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.metrics import Times
 from jaxserve.sched.policy import Policy

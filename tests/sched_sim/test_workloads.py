@@ -11,8 +11,11 @@ from jaxserve.sched.workloads.lengths import (
     DATA_SETS,
     GROUPS,
     MIXES,
+    LogUniform,
     Quartered,
     mix_lengths,
+    mixed_prompt_sets,
+    mixed_prompts,
     sampler,
 )
 from jaxserve.sched.workloads.specs import WorkloadSpec
@@ -194,8 +197,42 @@ def test_long_samplers_have_the_printed_quartiles(
         assert values.mean() == pytest.approx(mean, rel=0.02)
 
 
+def shares(values: np.ndarray) -> tuple[float, ...]:
+    """Within [1, 512], (512, 4096], above."""
+    counts = np.histogram(values, [0.5, 512.5, 4096.5, np.inf])[0]
+    return tuple((counts / len(values)).tolist())
+
+
+def test_mixed_prompts_are_as_figure_8_of_accelgen_prints_them() -> None:
+    found = mixed_prompts().sample(100_000, np.random.default_rng(0))
+    assert shares(found.prompt_len) == pytest.approx((0.34, 0.52, 0.14), abs=0.01)
+    assert 90_000 < found.prompt_len.max() <= 100_000
+    printed = mixed_prompts(printed_outputs=True).sample(100_000, np.random.default_rng(0))
+    # What is above 4K is cut to 2,048.
+    assert shares(printed.output_len) == pytest.approx((0.51, 0.49, 0.0), abs=0.01)
+    assert (printed.output_len == 2048).mean() == pytest.approx(0.13, abs=0.01)
+    named = WorkloadSpec("mixed-prompts", num_requests=30, rate=8.0).make()
+    assert len(named) == 30 and named.prompt_len.max() > 4096
+
+
+def test_mixed_prompts_take_their_share_from_books() -> None:
+    rng = np.random.default_rng(0)
+    for books in (0.0, 0.8, 1.0):
+        long = mixed_prompts(books, 6000).sample(20_000, rng).prompt_len
+        assert (long > 4096).mean() == pytest.approx(0.4 * books, abs=0.02)
+        assert long.max() <= 6000
+    with pytest.raises(WorkloadError, match="at least 1"):
+        mixed_prompts().sample(0, rng)
+
+
+def test_log_uniform_lengths_double_as_often_anywhere() -> None:
+    found = LogUniform(64, 1024).sample(40_000, np.random.default_rng(0))
+    counts = np.histogram(found, [64, 128, 256, 512, 1025])[0]
+    assert counts / len(found) == pytest.approx([0.25] * 4, abs=0.01)
+
+
 def test_every_data_set_says_where_it_comes_from_and_keeps_to_its_limits() -> None:
-    for name, data in DATA_SETS.items():
+    for name, data in (DATA_SETS | mixed_prompt_sets(9000)).items():
         found = data.sample(2000, np.random.default_rng(1))
         assert data.source, name
         if data.total is not None:

@@ -15,14 +15,11 @@ toy sizes that say nothing about the claims.
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.command_line import Parser
 from jaxserve.experiments.aptserve import load, plan, steps
 from jaxserve.experiments.aptserve.departures import Departures
 from jaxserve.experiments.aptserve.effective import Absorbed, Effective
@@ -31,8 +28,9 @@ from jaxserve.experiments.aptserve.latency import Latencies
 from jaxserve.experiments.aptserve.robust import Ablations, Bursts
 from jaxserve.experiments.aptserve.setting import MODELS, QUICK, Part, Scale
 from jaxserve.experiments.common.claims import Section, table
-from jaxserve.experiments.common.grid import Known, dump, run_all
-from jaxserve.experiments.common.online import OnlineResults, read_numbers, run
+from jaxserve.experiments.common.grid import Known, dump, run_asked
+from jaxserve.experiments.common.online import OnlineCase, OnlineResults, read_numbers, run
+from jaxserve.experiments.common.page import Page, flags, write_page
 from jaxserve.sched.simulation.systems import system
 
 # In the order of the page; the time of a plan, which is no simulation, follows the fourth.
@@ -51,33 +49,37 @@ TIMES = "aptserve_plan.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; argv without the program's name. Gives the exit status: 0 if the page is
-    written, 1 after a line on stderr where input or a file is at fault, 130 if interrupted.
-    SystemExit for a wrong flag."""
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    """Runs the command, as `write_page`."""
+    parser = flags("aptserve", __doc__)
+    parser.add_argument(
+        "--measure", type=_measurements, default=[], help="steps, load or both: run the engine"
+    )
+    return write_page("aptserve", parser, argv, _make)
+
+
+def _make(args: Namespace, figures: Path) -> Page:
     scale = QUICK if args.quick else Scale()
     parts = [make(scale) for make in PARTS]
-    figures = Path(args.out) / "figures"
-    try:
-        known = Known(Path(args.numbers), read_numbers) if args.numbers else None
-        numbers = figures / "aptserve.json"
-        results = simulate_all(parts, args.jobs, known, lambda results: dump(results, numbers))
-        earlier = Path(args.numbers).with_name(TIMES) if args.numbers else None
-        times = plan.load(earlier, scale.candidates) if earlier else None
-        times = times or plan.measure(scale)
-        plan.dump(times, figures / TIMES)
-        sections = [part.section(results, figures) for part in parts]
-        sections.insert(PLAN_AT, plan.section(scale, times))
-        sections += _measured(args.measure, figures, args.numbers)
-    except (ValueError, OSError) as error:
-        print(f"jaxserve.experiments.aptserve: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    page = Path(args.out) / "aptserve.md"
-    page.write_text(_page(scale, sections, quick=args.quick), encoding="utf-8")
-    print(f"wrote {page}, its numbers and {sum(len(s.figures) for s in sections)} figures")
-    return 0
+    known = Known(Path(args.numbers), read_numbers) if args.numbers else None
+    numbers = figures / "aptserve.json"
+
+    def asked(results: OnlineResults) -> set[OnlineCase]:
+        return {case for part in parts for case in part.cases(results)}
+
+    results = run_asked(asked, args.jobs, run, known, lambda some: dump(some, numbers))
+    earlier = Path(args.numbers).with_name(TIMES) if args.numbers else None
+    times = plan.load(earlier, scale.candidates) if earlier else None
+    times = times or plan.measure(scale)
+    plan.dump(times, figures / TIMES)
+    sections = [part.section(results, figures) for part in parts]
+    sections.insert(PLAN_AT, plan.section(scale, times))
+    sections += _measured(args.measure, figures, args.numbers)
+    return Page(
+        "Apt-Serve's claims, simulated",
+        "python -m jaxserve.experiments.aptserve",
+        [INTRODUCTION.format(requests=scale.requests), _systems(scale)],
+        sections,
+    )
 
 
 def _measured(wanted: Sequence[str], figures: Path, numbers: str) -> list[Section]:
@@ -102,39 +104,8 @@ def _measurements(text: str) -> list[str]:
     """Of --measure."""
     names = [name for name in text.split(",") if name]
     if unknown := set(names) - {"steps", "load"}:
-        raise argparse.ArgumentTypeError(f"steps, load or both, not {', '.join(sorted(unknown))}")
+        raise ArgumentTypeError(f"steps, load or both, not {', '.join(sorted(unknown))}")
     return names
-
-
-def simulate_all(
-    parts: Sequence[Part], jobs: int, known: Known | None, keep: Callable[[OnlineResults], None]
-) -> OnlineResults:
-    """Runs what the parts ask for until nobody asks for more; known ones are not run again. keep:
-    called now and then with all that there is, so that a run that ends early is not lost."""
-    results: OnlineResults = {}
-    while True:
-        asked = {case for part in parts for case in part.cases(results)}
-        new = asked - set(results)
-        if not new:
-            return results
-        results |= run_all(new, jobs, run, known.of(new) if known else None)
-        keep(results)
-
-
-def _page(scale: Scale, sections: Sequence[Section], quick: bool) -> str:
-    lines = [
-        "# Apt-Serve's claims, simulated",
-        "",
-        "Generated by `python -m jaxserve.experiments.aptserve`; do not edit. "
-        "[aptserve.json](figures/aptserve.json) has the numbers of every run.",
-        "",
-    ]
-    if quick:
-        lines += ["**Toy sizes (`--quick`): these numbers say nothing about the claims.**", ""]
-    lines += [INTRODUCTION.format(requests=scale.requests), "", _systems(scale), ""]
-    for section in sections:
-        lines += section.lines()
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def _systems(scale: Scale) -> str:
@@ -176,17 +147,3 @@ are drawn from distributions with the data sets' \
 published moments (`jaxserve.sched.workloads.lengths`), cut to OPT's 2,048 tokens. C = 2,048 \
 tokens a batch, so that every prompt fits into one; P = 512 for `sarathi`, `fastgen` and \
 `aptserve_s`. Nothing was tuned towards the paper's results."""
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m jaxserve.experiments.aptserve",
-        description=__doc__,
-    )
-    add = parser.add_argument
-    add("--out", default="docs", help="folder of the page; figures go into figures/ (docs)")
-    add("--numbers", metavar="PATH", default="", help="aptserve.json of an earlier run")
-    add("--measure", type=_measurements, default=[], help="steps, load or both: run the engine")
-    add("--quick", action="store_true", help="toy sizes, for the test")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
-    return parser

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.bros.mixed import MixedCase, MixedResults
-from jaxserve.experiments.bros.setting import BROS, HIGHEST, LABELS, Part, over
+from jaxserve.experiments.bros.setting import BROS, HIGHEST, LABELS, Part
 from jaxserve.experiments.common.claims import Row, Section, table
 from jaxserve.experiments.common.figures import bars
+from jaxserve.experiments.common.seeds import over
 
 MODEL = "OPT-30B"
 RATE = 10.0  # section 7.4.1

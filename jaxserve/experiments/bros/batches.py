@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jaxserve.experiments.bros.ablations import COLUMNS
 from jaxserve.experiments.bros.mixed import MixedCase, MixedResults
-from jaxserve.experiments.bros.setting import LABELS, POLICIES, Part, over
+from jaxserve.experiments.bros.setting import LABELS, POLICIES, Part
 from jaxserve.experiments.common.claims import Section, table
+from jaxserve.experiments.common.seeds import over
 
 
 class Batches(Part):

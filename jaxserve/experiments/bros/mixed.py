@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from jaxserve.experiments.common.timed import Timed
 from jaxserve.sched.metrics import Times
-from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.results import SimulationResult
@@ -88,24 +87,6 @@ class MixedNumbers:
 
 
 MixedResults = dict[MixedCase, MixedNumbers]
-
-
-class Timed(Policy):
-    """A policy whose plans are timed: CPU seconds of each."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.seconds: list[float] = []
-        self._policy = policy
-        for name, value in vars(Policy).items():
-            if isinstance(value, bool):  # what it says of itself
-                setattr(self, name, getattr(policy, name))
-
-    def plan(self, view: View, now: float) -> BatchPlan:
-        """The policy's."""
-        begin = time.thread_time()
-        plan = self._policy.plan(view, now)
-        self.seconds.append(time.thread_time() - begin)
-        return plan
 
 
 def run(case: MixedCase) -> MixedNumbers:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.bros.mixed import MixedCase, MixedResults
-from jaxserve.experiments.bros.setting import BROS, POLICIES, Part, over
+from jaxserve.experiments.bros.setting import BROS, POLICIES, Part
 from jaxserve.experiments.common.claims import Row, Section, table
 from jaxserve.experiments.common.figures import bars
+from jaxserve.experiments.common.seeds import over
 
 DATA = "sharegpt"
 PAPER = {"OPT-13B": (9.12, 9.52), "OPT-30B": (7.56, 8.42)}  # percent of an iteration

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxserve.experiments.bros.mixed import MixedCase, MixedResults
 from jaxserve.experiments.common.claims import Section
-from jaxserve.simulate.spread import half_width, mean
 
 MODELS = {
     "OPT-13B": "opt-13b@2xa100-40g",
@@ -46,18 +44,6 @@ class Scale:
 
 
 QUICK = Scale((2,), 4.0, 4, (8,), ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
-
-
-class Number(NamedTuple):
-    """A mean over seeds, and half of its 95% interval; None for one seed."""
-
-    mean: float
-    half: float | None
-
-    def text(self, form: str, factor: float = 1.0) -> str:
-        """As in a table: `0.12 ±0.01`."""
-        half = "" if self.half is None else f" ±{format(factor * self.half, form)}"
-        return format(factor * self.mean, form) + half
 
 
 class Part(ABC):
@@ -107,9 +93,3 @@ class Part(ABC):
             )
             for seed in range(scale.seeds[scale.data_sets.index(data)])
         ]
-
-
-def over(results: MixedResults, cases: Sequence[MixedCase], name: str) -> Number:
-    """That number of the cases, which differ by their seeds."""
-    values = [float(getattr(results[case], name)) for case in cases]
-    return Number(mean(values), half_width(values))

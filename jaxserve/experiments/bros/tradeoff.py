@@ -15,12 +15,11 @@ from jaxserve.experiments.bros.setting import (
     RR,
     STATIC,
     VLLM,
-    Number,
     Part,
-    over,
 )
 from jaxserve.experiments.common.claims import Row, Section, table
 from jaxserve.experiments.common.figures import Panel, chart
+from jaxserve.experiments.common.seeds import Number, over
 
 Get = Callable[[str, str, str, float], Number]  # by policy, model, data set and rate
 

@@ -30,6 +30,10 @@ COLOURS = {
     "round_robin": "#7f7f7f",
     "priority": "#2ca02c",
     "edf": "#9467bd",
+    "accelgen": "#d62728",
+    "orca": "#8c564b",
+    "fastserve": "#7f7f7f",
+    "infermax": "#17becf",
 }
 DASHED = "+ef"
 DPI = 110

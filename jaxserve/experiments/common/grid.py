@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,6 +23,7 @@ from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
 
 UNLIMITED = 10**9  # tokens of cache
+KEEP = 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -133,25 +136,58 @@ N = TypeVar("N")
 
 
 def run_all(
-    cases: Iterable[C], jobs: int, work: Callable[[C], N], known: Mapping[C, N] | None = None
+    cases: Iterable[C],
+    jobs: int,
+    work: Callable[[C], N],
+    known: Mapping[C, N] | None = None,
+    keep: Callable[[dict[C, N]], None] | None = None,
 ) -> dict[C, N]:
-    """Every case once, those that are known apart, with a progress bar on stderr."""
+    """Every case once, those that are known apart, with a progress bar on stderr. keep: called
+    every KEEP seconds or so with all that there is, so that a run that ends early is not lost."""
     wanted = set(cases)
     results = {case: n for case, n in (known or {}).items() if case in wanted}
     todo = sorted(wanted - set(results), key=lambda case: (-case.cost, str(case)))
+    kept = time.monotonic()
     bar = tqdm(total=len(todo), desc="simulations", unit="run", file=sys.stderr)
     with bar:
-        if jobs == 1:
-            for case in todo:
-                results[case] = work(case)
-                bar.update()
-            return results
-        with ProcessPoolExecutor(jobs) as pool:
-            futures = {pool.submit(work, case): case for case in todo}
-            for future in as_completed(futures):
-                results[futures[future]] = future.result()
-                bar.update()
+        for case, numbers in _worked(todo, jobs, work):
+            results[case] = numbers
+            bar.update()
+            if keep is not None and time.monotonic() > kept + KEEP:
+                keep(results)
+                kept = time.monotonic()
     return results
+
+
+def _worked(todo: Iterable[C], jobs: int, work: Callable[[C], N]) -> Iterator[tuple[C, N]]:
+    """Each case with what came of it, as they end."""
+    if jobs == 1:
+        yield from ((case, work(case)) for case in todo)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        futures = {pool.submit(work, case): case for case in todo}
+        yield from ((futures[future], future.result()) for future in as_completed(futures))
+
+
+def run_asked(
+    asked: Callable[[dict[C, N]], Iterable[C]],
+    jobs: int,
+    work: Callable[[C], N],
+    known: Known[N] | None,
+    keep: Callable[[dict[C, N]], None],
+) -> dict[C, N]:
+    """What is asked for, given what there is, until nothing new is. known: not run again; keep: as
+    `run_all` has it, and at the end."""
+    results: dict[C, N] = {}
+    while new := set(asked(results)) - set(results):
+        kept = partial(_keep_both, keep, results)
+        results |= run_all(new, jobs, work, known.of(new) if known else None, kept)
+        keep(results)
+    return results
+
+
+def _keep_both(keep: Callable[[dict[C, N]], None], done: dict[C, N], now: dict[C, N]) -> None:
+    keep(done | now)
 
 
 def dump(results: Mapping[C, Any], path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Makes docs/accelgen.md: what AccelGen claims, and what the simulator says."""

@@ -1,0 +1,76 @@
+"""What comes of it all, in one table: whether AccelGen is better, and than what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from jaxserve.experiments.accelgen.case import SloResults
+from jaxserve.experiments.accelgen.compared import Compared, times
+from jaxserve.experiments.accelgen.setting import ACCELGEN, OTHERS, PAPERS
+from jaxserve.experiments.common.claims import Section, table
+
+COUNTED = ("goodput", "iterations", "in_jct", "jct")
+
+
+class Verdict(Compared):
+    """The first section of the page."""
+
+    def section(self, results: SloResults, figures: Path) -> Section:
+        """AccelGen against each of the others, at all points."""
+        points, rows = list(self.points()), []
+        for name in OTHERS:
+            pairs = {
+                number: [
+                    tuple(
+                        self.mean(results, number, self.seeds(results, who, *point))
+                        for who in (ACCELGEN, name)
+                    )
+                    for point in points
+                ]
+                for number in COUNTED
+            }
+            cells = [f"{fmean(times(*pair) for pair in pairs['goodput']):.2f}x"]
+            for number in ("iterations", "in_jct"):
+                cells.append(f"{100 * fmean(a - b for a, b in pairs[number]):+.1f}")
+            cells.append(f"{fmean(times(*pair) for pair in pairs['jct']):.2f}x")
+            ahead = (sum(a > b for a, b in pairs[number]) for number in ("goodput", "in_jct"))
+            rows.append([f"`{name}`" + ("" if name in PAPERS else " (not there)"), *cells])
+            rows[-1] += [f"{count} of {len(points)}" for count in ahead]
+        header = [
+            "`accelgen` against",
+            "goodput",
+            "iterations in time, points",
+            "jobs in time, points",
+            "JCT",
+            "more goodput at",
+            "more jobs in time at",
+        ]
+        return Section(
+            "In short",
+            f"Means over {len(points)} points: each model and rate, `accelgen` over the other, or "
+            "less it.",
+            [],
+            [],
+            [table(header, rows), *self._said(results)],
+        )
+
+    def _said(self, results: SloResults) -> list[str]:
+        """Who comes first with which model."""
+        said = []
+        for model in self.scale.models:
+            firsts = []
+            for at in (0, -1):
+                rate = self.scale.rates(model)[at]
+                found = {
+                    name: self.mean(results, "goodput", self.seeds(results, name, model, rate))
+                    for name in (ACCELGEN, *OTHERS)
+                }
+                order = sorted(found, key=lambda name: -found[name])
+                place = order.index(ACCELGEN) + 1
+                firsts.append(
+                    f"at {rate:g}/s {order[0]} has most ({found[order[0]]:.0f} tokens/s), "
+                    f"`accelgen` {found[ACCELGEN]:.0f} (place {place})"
+                )
+            said.append(f"{model}: {'; '.join(firsts)}.")
+        return ["Goodput, tokens in time a second:", "\n".join(f"- {line}" for line in said)]
