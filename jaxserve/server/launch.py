@@ -23,8 +23,8 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.batch_options import check_batches
 from jaxserve.server.requests.options import check_options
+from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
-from jaxserve.server.slo_classes import slo_classes
 
 DEFAULT_PORT = 50051
 _PORTS = ("port", "http_port", "metrics_port")

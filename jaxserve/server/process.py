@@ -13,8 +13,8 @@ from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.options import server_options
+from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
-from jaxserve.server.slo_classes import slo_classes
 
 
 def run_server(

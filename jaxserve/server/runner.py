@@ -24,9 +24,9 @@ from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Endings
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.requests import EngineRequests
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.service import GenerationService
-from jaxserve.server.slo_classes import ServiceLevel
 from jaxserve.server.transport import METHODS, SERVICES, listen, longest_message, make_server
 
 log = logging.getLogger(__name__)
@@ -195,14 +195,16 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         options = self._options
-        self._requests = EngineRequests(self._engine, options.stream_buffer_bytes)
+        self._requests = EngineRequests(
+            self._engine, options.stream_buffer_bytes, self._slo_classes
+        )
         self._admission = Admission(options.max_calls, "server.max_calls")
         if self._batch_settings is not None:
             self._batches = Batches(self._requests, self._batch_settings)
         self._health = health.aio.HealthServicer()
         server = make_server(
             Calls(self._endings, options.write_timeout_s),
-            GenerationService(self._requests, self._slo_classes),
+            GenerationService(self._requests),
             BatchesService(self._batches),
             self._health,
             admission=self._admission,

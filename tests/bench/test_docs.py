@@ -21,7 +21,7 @@ from jaxserve.server.batches.journal import MAX_LINES
 from jaxserve.server.batches.lines import MAX_LINE_BYTES
 from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.slo_classes import slo_classes
+from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.simulate import flags as simulate_flags
 
 ROOT = Path(__file__).parents[2]

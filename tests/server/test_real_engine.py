@@ -17,8 +17,8 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
-from jaxserve.server.slo_classes import ServiceLevel
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 from tests.server.processes import PATIENCE, refused, serve

@@ -13,8 +13,8 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
+from jaxserve.server.requests.slo_classes import MAX_CLASSES, ServiceLevel, slo_classes
 from jaxserve.server.runner import Server
-from jaxserve.server.slo_classes import MAX_CLASSES, ServiceLevel, slo_classes
 from tests.server.fake_engine import FakeEngine
 
 

@@ -13,8 +13,8 @@ from jaxserve.client.cli import main
 from jaxserve.sched.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
-from jaxserve.server.slo_classes import ServiceLevel
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_prometheus import scrape, value
 

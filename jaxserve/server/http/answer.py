@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxserve.engine.output import Output, Timings
 from jaxserve.sched.request import Request
+from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.verdict import Verdict
 from jaxserve.server.http.options import SERVED_AS
 
 
@@ -43,17 +45,42 @@ def head(kind: str, prefix: str, model: str, wanted: Sequence[Request]) -> dict[
 
 
 def ending(last: Output) -> dict[str, Any]:
-    """What the last piece of a continuation has besides: why it ended, and its times."""
+    """What the last piece of a continuation has besides: why it ended, its times, and whether its
+    targets were met."""
     assert last.finish_reason is not None
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
         fields["timings"] = _milliseconds(last.timings)
+    if last.verdict is not None:
+        fields["slo"] = _verdict(last.verdict)
     return fields
 
 
-def _milliseconds(timings: Timings) -> dict[str, float]:
+def _milliseconds(timings: Timings) -> dict[str, float | None]:
     return {
         "queue_ms": timings.queue * 1000,
         "ttft_ms": timings.ttft * 1000,
+        "tbt_ms": None if timings.tbt is None else timings.tbt * 1000,
         "total_ms": timings.total * 1000,
+    }
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    """As gRPC's SloVerdict, and the client's lines of answers."""
+    targets = {name: getattr(verdict.slo, name) for name in TARGETS}
+    asked = [name for name in TARGETS if targets[name] is not None]
+    return {
+        "class": verdict.slo_class,
+        "tier": verdict.tier.name.lower(),
+        "targets": {f"{name}_ms": targets[name] * 1000 for name in asked},
+        "targets_met": {f"{name}_ms": getattr(verdict, name) for name in asked},
+        "met": verdict.met,
+        "problems": [
+            {
+                "kind": str(problem.kind),
+                "target_ms": problem.target * 1000,
+                "limit_ms": problem.limit * 1000,
+            }
+            for problem in verdict.problems
+        ],
     }

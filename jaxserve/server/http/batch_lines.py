@@ -87,6 +87,8 @@ def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
         raise InvalidRequest("stream", "a batch has no streams")
     if options.slo(body.slo) != SLO() or body.tier == "realtime":
         raise InvalidRequest("slo", "a batch is best-effort")
+    if body.slo_class:
+        raise InvalidRequest("slo_class", "a batch is best-effort")
     if isinstance(body, ChatRequest):
         return chat_sampling(front, body)
     assert isinstance(body, CompletionRequest)

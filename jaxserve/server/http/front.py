@@ -49,6 +49,7 @@ class Front:
                 request_id=_numbered(name, place),
                 slo=slo,
                 tier=tier,
+                slo_class=body.slo_class or "",
             )
             self.requests.check(request)
             wanted.append(request)

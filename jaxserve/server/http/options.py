@@ -21,7 +21,7 @@ _PLAIN = (
 )
 _TIERS = {"realtime": Tier.REALTIME, "best_effort": Tier.BEST_EFFORT}
 _SERVICE_TIERS = {
-    "auto": Tier.REALTIME,
+    "auto": None,
     "default": Tier.REALTIME,
     "priority": Tier.REALTIME,
     "flex": Tier.BEST_EFFORT,
@@ -72,13 +72,14 @@ def slo(fields: SloFields | None) -> SLO:
     return SLO(**seconds)
 
 
-def tier(body: Generation) -> Tier:
-    """`tier`, else what `service_tier` says. Raises InvalidRequest if they contradict."""
+def tier(body: Generation) -> Tier | None:
+    """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
+    contradict."""
     of_service = _SERVICE_TIERS.get(body.service_tier or "")
     own = None if body.tier is None else _TIERS[body.tier]
     if own is not None and of_service is not None and own is not of_service:
         raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")
-    return next((one for one in (own, of_service) if one is not None), Tier.REALTIME)
+    return of_service if own is None else own
 
 
 def check_stream_options(body: Generation) -> None:

@@ -63,6 +63,7 @@ class Generation(Body):
     # Our own.
     request_id: StrictStr | None = None
     slo: SloFields | None = None
+    slo_class: StrictStr | None = None
     tier: Literal["realtime", "best_effort"] | None = None
 
 

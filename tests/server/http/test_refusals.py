@@ -38,6 +38,7 @@ COMPLETION = {"prompt": "a"}
         ("completions", {"stream_options": {}}, "stream_options", "stream: true"),
         ("completions", {"slo": {"tbt_ms": -5}}, "slo.tbt_ms", "positive"),
         ("completions", {"tier": "gold"}, "tier", "realtime"),
+        ("completions", {"slo_class": "gold"}, "slo_class", "this server has none"),
         ("completions", {"tier": "realtime", "service_tier": "flex"}, "tier", "contradicts"),
         ("completions", {"request_id": "x" * 129}, "request_id", "at most 128"),
         ("chat/completions", {"messages": []}, "messages", "at least 1"),
