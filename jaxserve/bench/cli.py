@@ -8,10 +8,12 @@
     python -m jaxserve.bench plan
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
     python -m jaxserve.bench mixed --rate=16
+    python -m jaxserve.bench slo --load=0.5
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
 
-`mixed` serves real-time requests over a best-effort batch, under several policies; see mixed.py.
+`mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
+requests of several SLO classes; see mixed.py and slo.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `kernels` times the attention kernels, and `gpu` is everything there is to measure on a
 GPU; see kernels.py and gpu.py. For the others the engine runs in this process, with the presets and
@@ -57,6 +59,7 @@ STANDALONE = {
     "kernels": "jaxserve.bench.kernels",
     "gpu": "jaxserve.bench.gpu",
     "mixed": "jaxserve.bench.mixed",
+    "slo": "jaxserve.bench.slo",
 }
 
 

@@ -18,10 +18,8 @@ mean over a request. Flags of serve.py work too: --config=, --config.cache.num_b
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,17 +28,14 @@ from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
-from tqdm import tqdm
 
-from jaxserve.bench import runs
 from jaxserve.bench.config_flags import read_config
-from jaxserve.bench.target import EngineTarget, check_fits, drive, must_finish, random_jobs
+from jaxserve.bench.target import EngineTarget, drive, must_finish, random_jobs
+from jaxserve.bench.turns import WARM_UP, check_numbers, configured, engines, in_turns, policy_names
 from jaxserve.command_line import Parser
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
-from jaxserve.profile import build
-from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation import replay
 from jaxserve.sched.simulation.replay import Recording
@@ -53,8 +48,6 @@ from jaxserve.server.launch import UsageError
 POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
 NUM_BLOCKS, LONGEST = 128, 384  # of the pool; tokens of a request
-HOST_GIB = 0.0625
-WARM_UP = 8  # requests
 RECORD_MIB = 1024  # as good as without limit
 MEASURES = {
     "normalised_ms": ("ms a token", "{:.2f}"),
@@ -92,19 +85,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
     add("--json", action="store_true", help="one JSON object as the last line")
     args, rest = parser.parse_known_args(argv)
-    for name in ("rate", "scale", "ttft_ms", "tbt_ms"):
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name} must be a positive number, got {value}")
-    for name, least in (("num_requests", 1), ("batch", 1), ("repeats", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    args.policies = args.policies.split(",")
-    for name in args.policies:
-        try:
-            make_policy(name)
-        except ValueError as error:
-            raise UsageError(f"--policies: {error}") from error
+    check_numbers(
+        args,
+        ("rate", "scale", "ttft_ms", "tbt_ms"),
+        (("num_requests", 1), ("batch", 1), ("repeats", 1), ("seed", 0)),
+    )
+    args.policies = policy_names(args.policies)
     args.config = read_config(rest)
     if args.config.engine.record:
         raise UsageError("--config.engine.record: mixed makes recordings of its own")
@@ -185,48 +171,27 @@ def _longest(config: ConfigDict) -> int:
     return int(config.engine.max_model_len or LONGEST)
 
 
-def _configured(config: ConfigDict, policy: str, record: Path, requests: int) -> ConfigDict:
-    """For one policy. The pool is small, unless the configuration says how large it is."""
-    config = copy.deepcopy(config)
-    config.scheduler.policy, config.scheduler.params = policy, {}
-    config.scheduler.max_queue = max(config.scheduler.max_queue, requests)
-    config.engine.max_model_len = _longest(config)
-    config.cache.num_blocks = config.cache.num_blocks or NUM_BLOCKS
-    if make_policy(policy).moves_cache:
-        config.cache.host_gib = config.cache.host_gib or HOST_GIB
-    config.engine.record, config.engine.record_mib = str(record), RECORD_MIB
-    return config
-
-
 def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dict[str, Any]:
     """Records all turns of all policies, in folder/NUMBER.jsonl by policy. `steps`: those of each
     turn, by policy; `model`: what served them."""
-    shown, engines = sys.stderr.isatty(), dict[str, Any]()
     steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
-    recorders: dict[str, StepRecorder] = {}
-    try:
-        for number, name in enumerate(args.policies):
-            path = folder / f"{number}.jsonl"
-            config = _configured(args.config, name, path, len(loads[0]))
-            engine = engines[name] = build(config, progress=shown)
-            recorders[name] = StepRecorder()
+    configs: dict[str, ConfigDict] = {}
+    for number, name in enumerate(args.policies):
+        size = {"longest": LONGEST, "num_blocks": NUM_BLOCKS}
+        configs[name] = configured(args.config, name, requests=len(loads[0]), **size)
+        configs[name].engine.record = str(folder / f"{number}.jsonl")
+        configs[name].engine.record_mib = RECORD_MIB
+    with engines(configs, loads, args.seed) as serving:
+        recorders = {name: StepRecorder() for name in serving}
+        for name, engine in serving.items():
             engine.add_observer(recorders[name])
-            engine.start()
-            target = EngineTarget(engine)
-            info = target.info()
-            for load in loads:
-                check_fits(load, info)
-            runs.warm_up(target, WARM_UP, 32, 8, args.seed)
-        turns = [(turn, name) for turn in range(args.repeats) for name in args.policies]
-        for turn, name in tqdm(turns, desc="serving", unit="turn", disable=not shown):
+            info = EngineTarget(engine).info()
+        for turn, name in in_turns(args.policies, args.repeats):
             recorders[name].steps = []
             jobs = random_jobs(loads[turn], info["vocab_size"], np.random.default_rng(args.seed))
-            _, records = drive(EngineTarget(engines[name]), jobs, loads[turn].arrival)
+            _, records = drive(EngineTarget(serving[name]), jobs, loads[turn].arrival)
             must_finish(jobs, records)
             steps[name].append(recorders[name].steps)
-    finally:
-        for engine in engines.values():
-            engine.stop()
     return {"steps": steps, "model": {**info, "policy": ",".join(args.policies)}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.metrics import Times
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.terms import TARGETS
@@ -132,9 +134,9 @@ class ServerTarget:
         self._client = client
 
     def info(self) -> dict[str, Any]:
-        """The fields of EngineInfo that a server tells."""
+        """The fields of EngineInfo, as the server tells them."""
         message = self._client.info(timeout=30.0)
-        return {f.name: getattr(message, f.name) for f in message.DESCRIPTOR.fields}
+        return {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         """See `Target`."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
+from jaxserve.sched.verdict import Verdict
 from jaxserve.server.requests.streams import Delta
 
 
 @dataclass
 class CompletionOutput:
     """One of the n continuations, as far as it has come. finish_reason, usage, timings: once it has
-    ended."""
+    ended. verdict: whether its targets were met; None without any."""
 
     index: int
     text: str = ""
@@ -20,6 +21,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    verdict: Verdict | None = None
 
     def add(self, delta: Delta) -> None:
         """What the engine says next of it."""
@@ -29,6 +31,7 @@ class CompletionOutput:
         if delta.last is not None:
             self.finish_reason = delta.last.finish_reason
             self.usage, self.timings = delta.last.usage, delta.last.timings
+            self.verdict = delta.last.verdict
 
 
 @dataclass

@@ -26,7 +26,7 @@ from jaxserve.sched.request import (
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.verdict import Verdict
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.slo_classes import ServiceLevel, named
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.streams import Delta
 
 _LISTS = {
@@ -90,12 +90,6 @@ def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
         else:
             fields[descriptor.name] = tuple(value)
     return fields
-
-
-def service_level(message: pb.GenerateRequest, classes: Mapping[str, ServiceLevel]) -> ServiceLevel:
-    """Targets and tier: the request's own, and for the rest those of the class that it names.
-    Raises InvalidRequest."""
-    return named(classes, message.slo_class).with_own(slo(message.slo), TIERS[message.tier])
 
 
 def slo(message: pb.Slo) -> SLO:

@@ -197,7 +197,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         options = self._options
-        self._requests = EngineRequests(self._engine, options.stream_buffer_bytes)
+        self._requests = EngineRequests(
+            self._engine, options.stream_buffer_bytes, self._slo_classes
+        )
         self._admission = Admission(options.max_calls, "server.max_calls")
         if self._batch_settings is not None:
             self._batches = Batches(self._requests, self._batch_settings)
@@ -211,7 +213,7 @@ class Server:
         )
         server = make_server(
             Calls(self._endings, options.write_timeout_s),
-            GenerationService(self._requests, self._slo_classes),
+            GenerationService(self._requests),
             BatchesService(self._batches),
             self._health,
             admission=self._admission,
@@ -223,7 +225,7 @@ class Server:
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
-            self._http.start(self._requests, self._batches, self._slo_classes, keeper)
+            self._http.start(self._requests, self._batches, keeper)
         if self._batches is not None:
             self._batches.start()
         watching = None

@@ -15,7 +15,6 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, SHUTTING_DOWN, EngineRequests
-from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.streams import DuplicateRequest, Stream, StreamFailed
 
 Code = grpc.StatusCode
@@ -28,8 +27,8 @@ class GenerationService:
     in the engine, which frees its blocks within one step.
     """
 
-    def __init__(self, requests: EngineRequests, classes: Mapping[str, ServiceLevel]) -> None:
-        self._requests, self._classes = requests, classes
+    def __init__(self, requests: EngineRequests) -> None:
+        self._requests = requests
         self.methods: Mapping[str, Method] = {
             "Generate": self.generate,
             "GetServerInfo": self.get_server_info,
@@ -39,7 +38,7 @@ class GenerationService:
         self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
         """The RPC: what the engine serves, and the server's version and SLO classes."""
-        return convert.server_info(self._requests.info(), self._classes)
+        return convert.server_info(self._requests.info(), self._requests.slo_classes)
 
     async def generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """The RPC: streams what each continuation generates, in messages of its own.
@@ -75,14 +74,13 @@ class GenerationService:
 
     async def _submit(self, message: pb.GenerateRequest, call: Call) -> Stream:
         convert.check_message(message)
-        level = convert.service_level(message, self._classes)
         request = await self._requests.make(
             convert.prompt(message),
             sampling=convert.sampling_fields(message.sampling),
             request_id=message.request_id,
-            slo=level.slo,
-            tier=level.tier,
-            slo_class=level.slo_class,
+            slo=convert.slo(message.slo),
+            tier=convert.TIERS[message.tier],
+            slo_class=message.slo_class,
         )
         call.record.request_id = request.id
         call.record.prompt_tokens = len(request.prompt)

@@ -48,6 +48,10 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
 class Distribution(Protocol):
     """Of lengths, in tokens."""
 
+    @property
+    def high(self) -> int:
+        """The longest."""
+
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """`count` lengths, each at least 1, int64 [count]."""
 
@@ -130,6 +134,11 @@ class Ranges:
     the ratios count, and the lengths within."""
 
     parts: tuple[tuple[float, Distribution], ...]
+
+    @property
+    def high(self) -> int:
+        """The longest."""
+        return max(part.high for _, part in self.parts)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """`count` lengths in tokens, int64 [count]."""

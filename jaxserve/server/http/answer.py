@@ -45,13 +45,14 @@ def head(kind: str, prefix: str, model: str, wanted: Sequence[Request]) -> dict[
 
 
 def ending(last: Output) -> dict[str, Any]:
-    """What the last piece of a continuation has besides: why it ended, and its times."""
+    """What the last piece of a continuation has besides: why it ended, its times, and whether its
+    targets were met."""
     assert last.finish_reason is not None
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
         fields["timings"] = _milliseconds(last.timings)
     if last.verdict is not None:
-        fields["slo"] = _judged(last.verdict)
+        fields["slo"] = _verdict(last.verdict)
     return fields
 
 
@@ -64,19 +65,19 @@ def _milliseconds(timings: Timings) -> dict[str, float | None]:
     }
 
 
-def _judged(verdict: Verdict) -> dict[str, Any]:
-    """What was asked for and whether it was met; `timings` has what was got."""
-    asked = {name: getattr(verdict.slo, name) for name in TARGETS}
-    asked = {name: target for name, target in asked.items() if target is not None}
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    """As gRPC's SloVerdict, and the client's lines of answers."""
+    targets = {name: getattr(verdict.slo, name) for name in TARGETS}
+    asked = [name for name in TARGETS if targets[name] is not None]
     return {
         "class": verdict.slo_class,
         "tier": verdict.tier.name.lower(),
-        "targets": {f"{name}_ms": target * 1000 for name, target in asked.items()},
+        "targets": {f"{name}_ms": targets[name] * 1000 for name in asked},
+        "targets_met": {f"{name}_ms": getattr(verdict, name) for name in asked},
         "met": verdict.met,
-        **{f"{name}_met": getattr(verdict, name) for name in asked},
         "problems": [
             {
-                "kind": problem.kind.name.lower(),
+                "kind": str(problem.kind),
                 "target_ms": problem.target * 1000,
                 "limit_ms": problem.limit * 1000,
             }

@@ -85,8 +85,11 @@ def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
     front.check_model(body.model)
     if body.stream:
         raise InvalidRequest("stream", "a batch has no streams")
-    if body.slo is not None or body.tier == "realtime":
-        raise InvalidRequest("slo", "a batch is best-effort, and has no targets")
+    for name in ("slo", "slo_class"):
+        if getattr(body, name):
+            raise InvalidRequest(name, "a batch is best-effort, and has no targets")
+    if body.tier == "realtime":
+        raise InvalidRequest("tier", "a batch is best-effort")
     if isinstance(body, ChatRequest):
         return chat_sampling(front, body)
     assert isinstance(body, CompletionRequest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from jaxserve.server.http.listen import HttpServer
 from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import EngineRequests
-from jaxserve.server.requests.slo_classes import ServiceLevel
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,11 @@ class HttpDoor:
         self,
         requests: EngineRequests,
         batches: Batches | None,
-        classes: Mapping[str, ServiceLevel],
         keeper: Doorkeeper,
     ) -> None:
         """Takes calls from now on, as many as `keeper` lets in, and hands them to `requests` and
-        `batches`. classes: SLO classes, by name."""
-        front = Front(self._engine, requests, self._settings.template, classes)
+        `batches`."""
+        front = Front(self._engine, requests, self._settings.template)
         store = None
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)

@@ -12,24 +12,17 @@ from jaxserve.server.http.schema import Generation
 from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, EngineRequests
-from jaxserve.server.requests.slo_classes import ServiceLevel
 
 
 class Front:
-    """engine: what serves. requests: the way to it, which other doors use, too. classes: SLO
-    classes, by name."""
+    """engine: what serves. requests: the way to it, which other doors use, too."""
 
     def __init__(
-        self,
-        engine: ServedEngine,
-        requests: EngineRequests,
-        template: ChatTemplate,
-        classes: Mapping[str, ServiceLevel],
+        self, engine: ServedEngine, requests: EngineRequests, template: ChatTemplate
     ) -> None:
         self.engine = engine
         self.requests = requests
         self.template = template
-        self.classes = classes
         self.model = requests.info().model
 
     def check_model(self, model: str | None) -> None:
@@ -46,7 +39,7 @@ class Front:
     ) -> list[Request]:
         """One request a prompt. Raises InvalidRequest and ApiError, before any is submitted."""
         self.check_model(body.model)
-        level = options.service_level(body, self.classes)
+        (slo, slo_class), tier = options.targets(body), options.tier(body)
         name = body.request_id or ""
         wanted = []
         for place, prompt in enumerate(prompts):
@@ -54,9 +47,9 @@ class Front:
                 prompt,
                 sampling=sampling,
                 request_id=_numbered(name, place),
-                slo=level.slo,
-                tier=level.tier,
-                slo_class=level.slo_class,
+                slo=slo,
+                tier=tier,
+                slo_class=slo_class,
             )
             self.requests.check(request)
             wanted.append(request)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
-from jaxserve.sched.terms import TARGETS
 from jaxserve.server.http.schema import CompletionRequest, Generation, SloFields
-from jaxserve.server.requests.slo_classes import ServiceLevel, named
 
 _PLAIN = (
     "temperature",
@@ -24,6 +21,7 @@ _PLAIN = (
 )
 _TIERS = {"realtime": Tier.REALTIME, "best_effort": Tier.BEST_EFFORT}
 _SERVICE_TIERS = {
+    "auto": None,
     "default": Tier.REALTIME,
     "priority": Tier.REALTIME,
     "flex": Tier.BEST_EFFORT,
@@ -62,33 +60,33 @@ def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     return fields
 
 
-def service_level(body: Generation, classes: Mapping[str, ServiceLevel]) -> ServiceLevel:
-    """Targets and tier: the request's own, and for the rest those of the class that it names.
-    Raises InvalidRequest."""
-    own = body.slo
-    if not isinstance(own, SloFields):
-        own = SloFields.model_validate({"class": own or ""})
-    level = named(classes, own.named, field="slo")
-    return level.with_own(_targets(own), _tier(body))
+def targets(body: Generation) -> tuple[SLO, str]:
+    """The request's own targets, in seconds, and the name of its class, or "". Raises
+    InvalidRequest."""
+    given, named = body.slo, body.slo_class or ""
+    if not isinstance(given, str):
+        return _seconds(given or SloFields()), named
+    if named and named != given:
+        raise InvalidRequest("slo", f"{given!r:.80} contradicts slo_class {named!r:.80}")
+    return SLO(), given
 
 
-def _targets(fields: SloFields) -> SLO:
-    """Seconds from milliseconds. Raises InvalidRequest, naming the target."""
+def _seconds(fields: SloFields) -> SLO:
+    """Raises InvalidRequest, naming the target."""
     seconds = {}
-    for target in TARGETS:
-        value = getattr(fields, f"{target}_ms")
+    for name, value in fields.model_dump().items():
         if value is None:
             continue
         if value <= 0:
-            raise InvalidRequest(f"slo.{target}_ms", f"must be a positive time, got {value}")
-        seconds[target] = value / 1000
+            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+        seconds[name.removesuffix("_ms")] = value / 1000
     return SLO(**seconds)
 
 
-def _tier(body: Generation) -> Tier | None:
-    """`tier`, else what `service_tier` says, if anything. Raises InvalidRequest if they
+def tier(body: Generation) -> Tier | None:
+    """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
     contradict."""
-    of_service = _SERVICE_TIERS.get(body.service_tier or "auto")
+    of_service = _SERVICE_TIERS.get(body.service_tier or "")
     own = None if body.tier is None else _TIERS[body.tier]
     if own is not None and of_service is not None and own is not of_service:
         raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")

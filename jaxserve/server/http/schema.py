@@ -31,10 +31,8 @@ class StreamOptions(Body):
 
 
 class SloFields(Body):
-    """Targets in milliseconds: to the first token, between two tokens, to the last token. class:
-    a named one of the server's, for those that are not given."""
+    """Targets in milliseconds: to the first token, between two tokens, to the last token."""
 
-    named: StrictStr = Field("", alias="class")
     ttft_ms: Number | None = None
     tbt_ms: Number | None = None
     jct_ms: Number | None = None
@@ -64,7 +62,8 @@ class Generation(Body):
     stop_token_ids: list[TokenId] | None = None
     # Our own.
     request_id: StrictStr | None = None
-    slo: SloFields | StrictStr | None = None
+    slo: SloFields | StrictStr | None = None  # targets, or the name of a class
+    slo_class: StrictStr | None = None
     tier: Literal["realtime", "best_effort"] | None = None
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.request import (
-    NO_CLASS,
     SLO,
     InvalidRequest,
     Request,
@@ -24,6 +23,7 @@ from jaxserve.sched.request import (
     validate,
 )
 from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
 
 MAX_REQUEST_ID = 128  # characters
@@ -37,13 +37,19 @@ _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 class EngineRequests:
     """Makes requests, hands them to the engine, and knows whether it takes any. Create it on the
     event loop that serves; all but `build` and `check` run there. buffer_bytes: what may wait for
-    the reader of a request's stream.
+    the reader of a request's stream. slo_classes: that requests may name.
 
     stalled: why the engine takes no requests for now, if so.
     """
 
-    def __init__(self, engine: ServedEngine, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        buffer_bytes: int = BUFFER_BYTES,
+        slo_classes: Mapping[str, ServiceLevel] | None = None,
+    ) -> None:
         self._engine = engine
+        self.slo_classes = slo_classes or {}
         self._router = OutputRouter(
             asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
         )
@@ -110,15 +116,17 @@ class EngineRequests:
         sampling: Mapping[str, Any],
         request_id: str = "",
         slo: SLO | None = None,
-        tier: Tier = Tier.REALTIME,
-        slo_class: str = NO_CLASS,
+        tier: Tier | None = None,
+        slo_class: str = "",
     ) -> Request:
         """A request of text or token ids. Safe to call from any thread.
 
         sampling: fields of SamplingParams, its defaults for the absent ones; who asks for no length
         gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
-        Raises InvalidRequest.
+        slo_class: what it has of targets and tier where the request has none; empty is none. Raises
+        InvalidRequest.
         """
+        level = named(self.slo_classes, slo_class).with_own(slo or SLO(), tier)
         if len(request_id) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")
@@ -136,9 +144,9 @@ class EngineRequests:
             id=request_id or uuid.uuid4().hex,
             prompt=tokens,
             sampling=params,
-            slo=slo or SLO(),
-            tier=tier,
-            slo_class=slo_class,
+            slo=level.slo,
+            tier=level.tier,
+            slo_class=level.slo_class,
         )
 
     def check(self, request: Request) -> None:

@@ -103,6 +103,7 @@ def test_a_line_that_is_wrong_fails_by_itself(
         "url": line("url", "/v1/embeddings", prompt="a"),
         "stream": line("stream", prompt="a", stream=True),
         "slo": line("slo", prompt="a", slo={"ttft_ms": 1}),
+        "class": line("class", prompt="a", slo_class="offline"),
         "many": line("many", prompt=["a", "b"]),
         "long": line("long", prompt="a" * 9999),
         "empty": line("empty", prompt=""),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.sched.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
 
 TEXT = " w0 w1 w2 w3"
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -160,7 +165,7 @@ def test_targets_and_tiers_reach_the_engine(client: openai.OpenAI, running: Fake
     assert request(slo={"jct_ms": 9000}, tier="best_effort") == (SLO(jct=9.0), Tier.BEST_EFFORT)
     assert request(slo="offline") == (SLO(jct=60.0), Tier.BEST_EFFORT)
     assert request(slo="offline", tier="realtime") == (SLO(jct=60.0), Tier.REALTIME)
-    assert request(slo={"class": "offline", "ttft_ms": 100}) == (
+    assert request(slo_class="offline", slo={"ttft_ms": 100}) == (
         SLO(ttft=0.1, jct=60.0),
         Tier.BEST_EFFORT,
     )
@@ -168,6 +173,35 @@ def test_targets_and_tiers_reach_the_engine(client: openai.OpenAI, running: Fake
     assert request(service_tier="auto", slo="offline")[1] is Tier.BEST_EFFORT
     assert request(service_tier="flex")[1] is Tier.BEST_EFFORT
     assert request(service_tier="priority")[1] is Tier.REALTIME
+
+
+def test_named_targets_and_what_came_of_them(engine: FakeEngine) -> None:
+    chat = ServiceLevel(SLO(ttft=0.25), Tier.BEST_EFFORT, "chat")
+    engine.problems = (SloProblem(SloProblemKind.TBT_UNREACHABLE, 0.05, 0.06),)
+    server = Server(engine.run(), grace_s=0.0, http=SETTINGS, slo_classes={"chat": chat})
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 4, "slo_class": "chat"}
+    with server:
+        assert server.http_address is not None
+        plain = Plain(server.http_address)
+        status, answer, _ = plain.call("POST", "/v1/completions", {**body, "slo": {"tbt_ms": 50}})
+        refused, problem, _ = plain.call("POST", "/v1/completions", {**body, "slo_class": "gold"})
+        _, auto, _ = plain.call("POST", "/v1/completions", {**body, "service_tier": "auto"})
+        _, prio, _ = plain.call("POST", "/v1/completions", {**body, "service_tier": "priority"})
+    assert status == 200
+    (choice,) = answer["choices"]
+    # The fake engine's tokens come after 200, 220, 240 and 300 ms.
+    assert choice["timings"]["tbt_ms"] == pytest.approx(59.2)
+    assert choice["slo"] == {
+        "class": "chat",
+        "tier": "best_effort",
+        "targets": {"ttft_ms": 250.0, "tbt_ms": 50.0},
+        "targets_met": {"ttft_ms": True, "tbt_ms": False},
+        "met": False,
+        "problems": [{"kind": "tbt_unreachable", "target_ms": 50.0, "limit_ms": 60.0}],
+    }
+    assert refused == 400 and problem["error"]["param"] == "slo_class"
+    assert "this server has chat" in problem["error"]["message"]
+    assert (auto["service_tier"], prio["service_tier"]) == ("flex", "default")
 
 
 def test_further_sampling_fields_reach_the_engine(

@@ -1,0 +1,253 @@
+"""Requests of three SLO classes, served under several policies.
+
+    python -m jaxserve.bench slo
+    python -m jaxserve.bench slo --policies=accelgen:long=160,vllm --load=1.2 --repeats=1 --json
+
+Each policy has an engine of its own, with the same small pool, and they take turns, so that what
+drifts on the machine falls on all of them; each turn has other requests, the same for every policy.
+Numbers are means over the turns with 95% confidence intervals (Student's t).
+
+The requests are AccelGen's mix (section 3.1: Alpaca, ShareGPT, and 35% from BookCorpus), their
+lengths over --scale, and the prompts from BookCorpus over what makes the longest of them fit.
+Targets are multiples of what this machine takes, measured first: of a request's own prompt alone
+for its first token, of a decode step alone for the time between tokens, of both for the whole.
+Which class a request has is drawn, whatever its length. They come at --load times the highest rate
+at which any of the policies serves the first turn's when all of them wait at once.
+
+Flags of serve.py work too: --config=, --config.cache.num_blocks=, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench import runs
+from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.target import EngineTarget, Target
+from jaxserve.bench.turns import check_numbers, configured, engines, in_turns, policy_names
+from jaxserve.command_line import Parser
+from jaxserve.group_table import group_lines
+from jaxserve.machine import machine, versions
+from jaxserve.sched.terms import Terms
+from jaxserve.sched.workloads.lengths import DATA_SETS, sampler
+from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
+from jaxserve.server.launch import UsageError
+from jaxserve.simulate import spread
+
+POLICIES = ("accelgen:long=160", "sarathi", "vllm", "edf")
+MIX = {"alpaca": 0.325, "sharegpt": 0.325, "bookcorpus": 0.35}  # shares of the requests
+DOCUMENTS = "bookcorpus"
+NUM_BLOCKS, LONGEST = 128, 512  # of the pool; tokens of a request
+SHORT, ALONE, OUTPUT = 16, 5, 32  # what is measured alone: a short prompt, how often, tokens out
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """A class: its share of the requests, and its targets as multiples of what a request takes
+    alone; None for no target."""
+
+    share: float
+    ttft: float | None = None
+    tbt: float | None = None
+    jct: float | None = None
+
+
+CLASSES = {
+    "interactive": Multiples(0.4, ttft=6.0, tbt=8.0),
+    "standard": Multiples(0.3, ttft=15.0, tbt=20.0),
+    "offline": Multiples(0.3, jct=8.0),
+}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What requests take on an idle engine, in seconds: ttft [2] of prompts of `lengths` [2]
+    tokens, the short and the longest; tpot, a token after the first."""
+
+    lengths: tuple[int, int]
+    ttft: tuple[float, float]
+    tpot: float
+
+    @classmethod
+    def measured(cls, target: Target, longest: int, seed: int) -> Alone:
+        """On that target, medians of a few requests. longest: tokens of a request."""
+        lengths = (SHORT, longest - OUTPUT)
+        found = [runs.latency(target, ALONE, length, OUTPUT, seed) for length in lengths]
+        short, long = (one["ttft_ms"]["median"] / 1e3 for one in found)
+        tpot = statistics.median(one["tpot_ms"]["median"] for one in found) / 1e3
+        return cls(lengths, (short, max(short, long)), tpot)
+
+    def prompts(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds to the first token of prompts of so many tokens, between the measured ones in a
+        straight line."""
+        return np.interp(lengths, self.lengths, self.ttft)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with the configuration as `config`; argparse exits by itself for
+    --help. Raises UsageError or ConfigError."""
+    parser = Parser(prog="python -m jaxserve.bench slo", description=__doc__)
+    parser.set_defaults(command="slo")
+    add = parser.add_argument
+    add("--policies", default=",".join(POLICIES), help="names, separated by commas (%(default)s)")
+    for name, kind, default, text in (
+        ("load", float, 0.7, "requests/s, as a multiple of the measured capacity"),
+        ("num_requests", int, 150, "requests of a turn"),
+        ("scale", float, 4.0, "what the lengths are divided by"),
+        ("slo_scale", float, 1.0, "what the targets are multiplied by"),
+        ("repeats", int, 3, "turns of each policy"),
+        ("seed", int, 0, "of lengths, classes, arrivals and prompts"),
+    ):
+        add(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args, rest = parser.parse_known_args(argv)
+    check_numbers(
+        args,
+        ("load", "scale", "slo_scale"),
+        (("num_requests", len(CLASSES)), ("repeats", 1), ("seed", 0)),
+    )
+    args.policies = policy_names(args.policies)
+    if len(set(args.policies)) < len(args.policies):
+        raise UsageError("--policies: one is there twice")
+    args.config = read_config(rest)
+    args.longest = args.config.engine.max_model_len or LONGEST
+    if args.longest < 2 * OUTPUT:
+        limits = f"must be at least {2 * OUTPUT}, got {args.longest}"
+        raise UsageError(f"--config.engine.max_model_len {limits}")
+    return args
+
+
+def lengths(args: argparse.Namespace, rng: np.random.Generator) -> Lengths:
+    """Of a turn's requests. Outputs take at most a third of the longest request, and prompts the
+    rest of it."""
+    names = list(MIX)
+    which = rng.choice(len(names), args.num_requests, p=list(MIX.values()))
+    prompt, output = np.empty((2, args.num_requests))
+    most_output = args.longest // 3
+    for index, name in enumerate(names):
+        drawn, mine = sampler(name)(args.num_requests, rng), which == index
+        scale = args.scale
+        if name == DOCUMENTS:
+            longest = args.longest - DATA_SETS[name].output.high / args.scale
+            scale = max(scale, DATA_SETS[name].prompt.high / longest)
+        prompt[mine] = (drawn.prompt_len / scale)[mine]
+        output[mine] = (drawn.output_len / args.scale)[mine]
+    out = np.clip(np.rint(output), 2, most_output).astype(np.int64)
+    return Lengths(np.clip(np.rint(prompt), 2, args.longest - out).astype(np.int64), out)
+
+
+def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> Workload:
+    """What is served in a turn, the same under every policy. rate: requests/s."""
+    rng = np.random.default_rng((args.seed, turn))
+    drawn = lengths(args, rng)
+    arrival = poisson_arrivals(rate, args.num_requests, rng)
+    shares = [one.share for one in CLASSES.values()]
+    slo_class = rng.choice(len(CLASSES), args.num_requests, p=shares)
+    first = alone.prompts(drawn.prompt_len)
+    units = {
+        "ttft": first,
+        "tbt": np.full(len(first), alone.tpot),
+        "jct": first + (drawn.output_len - 1) * alone.tpot,
+    }
+    targets = {}
+    for name, unit in units.items():
+        multiples = np.array([getattr(one, name) or np.inf for one in CLASSES.values()])
+        targets[name] = args.slo_scale * multiples[slo_class] * unit
+    plain = Terms.none(args.num_requests)
+    terms = Terms(
+        plain.tier, **targets, slo_class=slo_class, greedy=plain.greedy, classes=(*CLASSES,)
+    )
+    return Workload.of(arrival, drawn, limit=drawn.output_len, terms=terms)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Serves and prints; the exit code. Raises ConfigError, BenchError and WorkloadError."""
+    result = measure(args)
+    print(text(result), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON object."""
+    where, asked = machine(), {name: v for name, v in vars(args).items() if name != "config"}
+    size = {"requests": args.num_requests, "longest": LONGEST, "num_blocks": NUM_BLOCKS}
+    configs = {name: configured(args.config, name, **size) for name in args.policies}
+    waiting = lengths(args, np.random.default_rng((args.seed, 0)))
+    at_once = Workload.of(all_at_once(len(waiting)), waiting, limit=waiting.output_len)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
+    with engines(configs, [at_once], args.seed) as serving:
+        targets = {name: EngineTarget(engine) for name, engine in serving.items()}
+        first = targets[args.policies[0]]
+        alone = Alone.measured(first, args.longest, args.seed)
+        capacity = {
+            name: runs.load(target, at_once, args.seed)["finished_per_s"]
+            for name, target in targets.items()
+        }
+        rate = args.load * max(capacity.values())
+        for turn, name in in_turns(args.policies, args.repeats):
+            load = workload(args, turn, alone, rate)
+            results[name].append(runs.load(targets[name], load, args.seed + turn))
+        info = first.info()
+    return {
+        "command": "slo",
+        "workload": asked,
+        "alone_ms": {
+            "ttft": {n: 1e3 * t for n, t in zip(alone.lengths, alone.ttft, strict=True)},
+            "tpot": 1e3 * alone.tpot,
+        },
+        "requests_per_s": {"at_once": capacity, "offered": rate},
+        "policies": {name: _over_turns(turns) for name, turns in results.items()},
+        "model": {**info, "policy": ",".join(args.policies)},
+        "config": args.config.to_dict(),
+        "machine": where,
+        "versions": versions(),
+    }
+
+
+def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one policy: of all numbers the mean, and half the width of its interval, None for one
+    turn."""
+    kept = [{k: v for k, v in turn.items() if k != "first_error"} for turn in turns]
+    return {"mean": spread.mean(kept), "half_width": spread.half_width(kept), "turns": list(turns)}
+
+
+def text(result: dict[str, Any]) -> str:
+    """A table a policy, for people."""
+    asked, where, info = result["workload"], result["machine"], result["model"]
+    offered, alone = result["requests_per_s"]["offered"], result["alone_ms"]
+    prompts = ", ".join(f"{t:.1f} ms for {n} tokens" for n, t in alone["ttft"].items())
+    lines = [
+        f"slo: {info['model']} ({info['dtype']}, {info['device']}), {asked['num_requests']} "
+        f"requests a turn at {offered:.1f}/s, {asked['load']:g} of the capacity; means of "
+        f"{asked['repeats']} turns ± half of their 95% intervals",
+        f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}",
+        f"alone: first token {prompts}; then {alone['tpot']:.2f} ms a token",
+    ]
+    for policy, found in result["policies"].items():
+        mean, width = found["mean"], found["half_width"]
+        around = f" ±{width['output_tokens_per_s']:.0f}" if asked["repeats"] > 1 else ""
+        lines.append(
+            f"{policy}: {mean['output_tokens_per_s']:.0f}{around} tokens/s, "
+            f"{mean['preemptions']:.0f} preemptions, "
+            f"{result['requests_per_s']['at_once'][policy]:.1f} requests/s all at once"
+        )
+        groups = (_with_all(mean, asked["num_requests"]), _with_all(width, None))
+        lines += [f"  {line}" for line in group_lines(*groups)]
+    return "\n".join(lines)
+
+
+def _with_all(numbers: Mapping[str, Any], count: int | None) -> dict[str, Any]:
+    """Classes, and beside them all requests as one more, of which there are `count`."""
+    every = {**numbers, "requests": count}
+    return {"tiers": {}, "classes": {**numbers["classes"], "all": every}}
