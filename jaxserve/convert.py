@@ -24,6 +24,7 @@ from jaxserve.models.sharding import TENSOR
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
 from jaxserve.weights.config import DTYPES
 from jaxserve.weights.orbax_io import save_orbax
+from jaxserve.writable import check_folder
 
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template*", "LICENSE*")  # fmt: skip
@@ -36,10 +37,16 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
         dtype: of the stored parameters; "auto" is what config.json states, else float32.
 
     Raises:
-        CheckpointError: `source` cannot be loaded, or `target` already holds other files.
+        CheckpointError: `source` cannot be loaded, or `target` already holds other files, or cannot
+            be written.
+        OSError: there is no room for it.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty directory")
+    try:
+        check_folder("DST", target)
+    except ValueError as error:
+        raise CheckpointError(str(error).removeprefix("--")) from None  # it is no flag
     family, config, hf = load_config(source)
     chosen = (checkpoint_dtype(hf) or jnp.dtype("float32")) if dtype == "auto" else jnp.dtype(dtype)
     # A mesh of the CPU alone: an accelerator may be too small for the whole model.
@@ -72,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         convert(args.source, args.target, args.dtype, progress=True)
-    except CheckpointError as error:
-        print(f"convert: {error}", file=sys.stderr)
+    except (CheckpointError, OSError) as error:
+        print(f"jaxserve.convert: {error}", file=sys.stderr)
         return 1
     print(f"wrote {args.target}")
     return 0

@@ -141,7 +141,7 @@ def make_policy(name: str, **params: Any) -> Policy:
         raise ValueError(f"policy {name!r}: {twice[0]} is given twice")
     if said.path:
         _load(said.path)
-    policy = _known("policy", said.base, policies()).make()
+    policy = _made(_known("policy", said.base, policies()))
     if not isinstance(policy, Policy):
         what = f"{type(policy).__name__} is not derived from jaxserve.sched.policy.Policy"
         raise ValueError(f"policy {said.base!r}: {what}")
@@ -149,6 +149,15 @@ def make_policy(name: str, **params: Any) -> Policy:
         policy = _known("policy variant", suffix, _VARIANTS).of(policy)
     shown = "+".join([said.base, *said.suffixes])
     return with_parameters(shown, policy, {**said.params, **params})
+
+
+def _made(entry: PolicyEntry) -> object:
+    """What the entry makes. It may be anybody's code: ValueError says what it raises."""
+    try:
+        return entry.make()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"policy {entry.name!r} cannot be made: {problem}") from error
 
 
 def is_built_in(name: str) -> bool:

@@ -30,7 +30,12 @@ from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording import Header
-from jaxserve.weights import load_params
+from jaxserve.weights import CheckpointError, load_params
+
+OUT_OF_MEMORY = (
+    "out of memory: lower cache.memory_gib, cache.memory_fraction or cache.num_blocks, or "
+    "scheduler.max_batch_tokens and scheduler.max_rows"
+)
 
 
 def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
@@ -41,16 +46,38 @@ def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
     """
     try:
         return _build(config, progress)
+    except ConfigError:
+        raise
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from error
     except (ValueError, OSError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        raise ConfigError(str(error)) from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(f"{OUT_OF_MEMORY} ({_first_line(error)})") from error
+
+
+def _check_device() -> None:
+    """ConfigError where JAX finds no device, as it is told to look for one that is not there."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise ConfigError(f"{asked}: there is no such device: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _build(config: ConfigDict, progress: bool) -> Engine:
     check_path(config.engine.record, config.engine.record_mib)
+    _check_device()
     use_compilation_cache(config.engine.compilation_cache_dir)
     chosen = choose(config)
     model, mesh = chosen.model.config, chosen.model.mesh
-    tokenizer = load_tokenizer(tokenizer_path(config))
+    tokenizer = load_tokenizer(tokenizer_path(config), model.vocab_size)
     params = load_params(
         config.model.path,
         chosen.model.family,

@@ -212,6 +212,11 @@ def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
         limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
     except ValueError as error:
         raise ConfigError(f"scheduler.{error}") from error
+    if limits.max_rows > limits.max_batch_tokens:
+        raise ConfigError(
+            f"scheduler.max_rows ({limits.max_rows}) must be at most scheduler.max_batch_tokens "
+            f"({limits.max_batch_tokens}): each request of a batch has at least a token in it"
+        )
     if not policy.chunked and limits.max_batch_tokens < max_model_len:
         raise ConfigError(
             f"scheduler.policy={given.policy} computes a prompt in one step, so "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,8 @@ from tokenizers import decoders
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.text_limit import BYTE_OF_CHAR, text_limit
 from jaxserve.sched.request import InvalidRequest, too_many_tokens
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "tokenizer.json"
 _CHARACTER = 4  # most bytes, and so most tokens, that make one character
@@ -166,9 +169,10 @@ class NullTokenizer:
         return _Silent()
 
 
-def load_tokenizer(path: str | Path | None) -> Tokenizer:
+def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint directory (its tokenizer.json), or of such a file itself;
-    a NullTokenizer for None or "". Raises ConfigError if the file is missing or unreadable."""
+    a NullTokenizer for None or "". Raises ConfigError if the file is missing or unreadable, or is
+    another model's: its ids go beyond vocab_size."""
     if not path:
         return NullTokenizer()
     file = Path(path).expanduser()
@@ -180,9 +184,26 @@ def load_tokenizer(path: str | Path | None) -> Tokenizer:
             "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        return HFTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+        found = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"model.path: cannot read the tokenizer {file}: {error}") from error
+    if vocab_size is not None:
+        _check_ids(file, found, vocab_size)
+    return HFTokenizer(found)
+
+
+def _check_ids(file: Path, found: tokenizers.Tokenizer, vocab_size: int) -> None:
+    """Tokens that were added to a vocabulary, for padding, say, may have no embedding; who sends
+    one is told."""
+    for added in (False, True):
+        ids = found.get_vocab(with_added_tokens=added)
+        token = max(ids, key=ids.__getitem__, default="")
+        if ids.get(token, -1) < vocab_size:
+            continue
+        problem = f"{file} has an id {ids[token]} ({token!r}), but config.json: vocab_size is"
+        if not added:
+            raise ConfigError(f"model.path: {problem} {vocab_size}")
+        log.warning("prompts with that token will be refused: %s %d", problem, vocab_size)
 
 
 class _Silent:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxserve.engine.device_memory import free_memory
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.moves import STAGED_SLOTS
 from jaxserve.models.base import ModelConfig
@@ -60,7 +60,7 @@ def pool_blocks(
     )
     work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
     work += other_work
-    name, total = device or _device_memory()
+    name, total = device or free_memory()
     left = int(total * demand.memory_fraction) - weights - work
     budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
     if demand.memory_bytes > left > 0:
@@ -72,7 +72,8 @@ def pool_blocks(
     if fits < pair:
         raise ConfigError(
             f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
-            f"nothing of {_gib(total)} x cache.memory_fraction={demand.memory_fraction} on {name}"
+            f"nothing of the {_gib(total)} that are free on {name}, of which cache.memory_fraction="
+            f"{demand.memory_fraction} may be taken"
             if left <= 0
             else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(pair * block)}"
         )
@@ -125,15 +126,6 @@ def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> i
     width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
     logits = demand.max_rows * config.vocab_size * 4 * 4
     return demand.max_batch_tokens * width * item + logits
-
-
-def _device_memory() -> tuple[str, int]:
-    """Name and bytes of one device's memory; for the CPU backend, the host's memory."""
-    device = jax.devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return device.device_kind, int(stats["bytes_limit"])
-    return "this host", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _gib(size: int) -> str:

@@ -64,8 +64,9 @@ def bos_token_id(hf: Mapping[str, Any]) -> int | None:
 
 def refuse_quantized(hf: Mapping[str, Any]) -> None:
     """ValueError when the checkpoint's weights are quantized."""
-    if hf.get("quantization_config") is not None:
-        method = dict(hf["quantization_config"]).get("quant_method", "unknown")
+    given = hf.get("quantization_config")
+    if given is not None:
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else repr(given)
         raise ValueError(
             f"config.json: quantization_config ({method}) is not supported; "
             "use a checkpoint with float32, float16 or bfloat16 weights"

@@ -133,13 +133,14 @@ def check_config(config: Any) -> None:
 
 
 def check_ports(config: ConfigDict) -> None:
-    """Raises ConfigError if a port is taken: better now than after the model has loaded."""
+    """Raises ConfigError if the host is unknown, or a port is taken: better now than after the
+    model has loaded."""
     taken: dict[int, str] = {}
     for name in _PORTS:
         port = config.server[name]
-        if port <= 0:
+        if port < 0:
             continue
-        if port in taken:
+        if port > 0 and port in taken:
             raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
         taken[port] = f"server.{name}"
         try:

@@ -44,6 +44,7 @@ def load_safetensors(
     with TensorFiles(folder, family.prefix) as files:
         for spec, source in zip(specs, sources, strict=True):
             _check(files, spec, source)
+        _check_layers(files, sources, config.num_layers)
         leaves = []
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="weights", disable=not progress
@@ -79,6 +80,17 @@ def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
             "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
         )
     files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
+
+
+def _check_layers(files: TensorFiles, sources: list[HFTensor], num_layers: int) -> None:
+    """A model that is cut off writes nonsense."""
+    last, beyond = f".layers.{num_layers - 1}.", f".layers.{num_layers}."
+    for source in sources:
+        if last in source.name and files.find(name := source.name.replace(last, beyond)):
+            raise CheckpointError(
+                f"config.json: num_hidden_layers is {num_layers}, but the checkpoint has a tensor "
+                f"{name!r}"
+            )
 
 
 def _load_leaf(

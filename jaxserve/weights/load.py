@@ -43,7 +43,8 @@ def load_params(
         progress: show a progress bar.
 
     Raises:
-        CheckpointError: a missing path, file, tensor, a wrong shape, an unknown format.
+        CheckpointError: a missing path, file, tensor, a wrong shape, an unknown format, a value
+            that is NaN or infinite.
         ValueError: the model cannot be cut over the mesh.
     """
     if mesh is not None:
@@ -61,8 +62,28 @@ def load_params(
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint directory: {folder}")
     if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):
-        return load_orbax(folder, family, config, dtype=target, mesh=mesh)
-    return load_safetensors(folder, family, config, dtype=target, mesh=mesh, progress=progress)
+        params = load_orbax(folder, family, config, dtype=target, mesh=mesh)
+    else:
+        params = load_safetensors(
+            folder, family, config, dtype=target, mesh=mesh, progress=progress
+        )
+    _check_finite(folder, params, target)
+    return params
+
+
+def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
+    """On the devices, one array after the other: a single NaN makes every token nonsense."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    for (path, _), finite in zip(paths, [_is_finite(leaf) for _, leaf in paths], strict=True):
+        if not finite:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            problem = f"parameter {name!r} is NaN or infinite in {dtype.name}"
+            raise CheckpointError(f"{folder}: {problem}")
+
+
+@jax.jit
+def _is_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
 
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ def is_orbax(folder: Path) -> bool:
 def save_orbax(folder: Path, params: Params) -> None:
     """Writes the parameters to `folder`/params, replacing what is there."""
     flat = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save((folder / FOLDER).resolve(), flat, force=True)
 
 
@@ -35,26 +39,63 @@ def load_orbax(
     """The parameters in `folder`, as `dtype`, each device reading only what it holds.
 
     Raises:
-        CheckpointError: not an Orbax checkpoint of ours, a missing parameter or a wrong shape.
+        CheckpointError: not an Orbax checkpoint of ours, a missing parameter, a wrong shape, or
+            files that are damaged.
     """
     if not is_orbax(folder):
         raise CheckpointError(f"no Orbax checkpoint in {folder / FOLDER}")
     paths, treedef = jax.tree_util.tree_flatten_with_path(family.param_specs(config))
     specs: dict[str, ParamSpec] = {_name(path): spec for path, spec in paths}
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
+            sharding=param_sharding(mesh, spec),
+            global_shape=padded_shape(mesh, spec),
+            dtype=dtype,
+            strict=False,  # zero rows where the vocabulary is padded
+        )
+        for name, spec in specs.items()
+    }
     location = (folder / FOLDER).resolve()
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        _check(_stored_shapes(checkpointer, location), specs)
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=param_sharding(mesh, spec),
-                global_shape=padded_shape(mesh, spec),
-                dtype=dtype,
-                strict=False,  # zero rows where the vocabulary is padded
-            )
-            for name, spec in specs.items()
-        }
-        flat = checkpointer.restore(location, restore_args=restore_args)
+    try:
+        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+            _check(_stored_shapes(checkpointer, location), specs)
+            flat = checkpointer.restore(location, restore_args=restore_args)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file raises whatever the library meets first
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"cannot read {location}: {reason}") from error
     return jax.tree.unflatten(treedef, [flat[name] for name in specs])
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Orbax runs its reads in a loop that ends with the first that fails; the others end later, and
+    each would print that the loop is closed."""
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, **options: Any
+    ) -> Any:
+        if self.is_closed():
+            return None
+        return super().call_soon_threadsafe(callback, *args, **options)
+
+
+class _Loops(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _Loop
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax logs what it does, through absl, and what goes wrong is raised as well."""
+    log, policy = logging.getLogger("absl"), asyncio.get_event_loop_policy()
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    asyncio.set_event_loop_policy(_Loops())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        log.setLevel(level)
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -65,6 +106,8 @@ def _name(path: tuple[Any, ...]) -> str:
 def _stored_shapes(checkpointer: Any, location: Path) -> dict[str, tuple[int, ...]]:
     metadata = checkpointer.metadata(location)
     tree = getattr(metadata, "item_metadata", metadata)
+    if tree is None:
+        raise CheckpointError(f"cannot read {location}: its metadata are damaged")
     return {name: tuple(entry.shape) for name, entry in dict(tree).items()}
 
 

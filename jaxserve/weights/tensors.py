@@ -85,8 +85,11 @@ def _files(folder: Path) -> list[Path]:
             raise CheckpointError(f"no *.safetensors files in {folder}")
         return files
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise CheckpointError(f"{index}: weight_map: {tensor!r} is in no file, but in {name!r}")
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.is_file()]
     if missing:

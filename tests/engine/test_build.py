@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, choices, model_options
+from jaxserve.engine import build, choices, device_memory, model_options
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.simulation.profiles import System
@@ -23,7 +23,7 @@ from tests.cost_models import FLAT
     [
         ({"model.path": ""}, "model.preset is empty"),
         ({"model.path": "", "model.load_format": "auto"}, "model.path is empty"),
-        ({"model.path": "/no/such/folder"}, "/no/such/folder"),
+        ({"model.path": "/no/such/folder"}, "model.path: no such checkpoint .* /no/such/folder"),
         ({"model.load_format": "auto"}, "there is no .*tokenizer.json"),
         ({"model.load_format": "pickle"}, "model.load_format"),
         ({"model.path": "", "model.preset": "opt-999b"}, "opt-999b"),
@@ -44,6 +44,11 @@ from tests.cost_models import FLAT
             "scheduler.policy: policy .* has no parameter 'watermrk'; did you mean watermark",
         ),
         ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
+        (
+            {"scheduler.max_rows": 65},
+            r"scheduler.max_rows \(65\) must be at most scheduler.max_batch_tokens \(64\)",
+        ),
+        ({"scheduler.policy": ","}, "scheduler.policy: there is no policy ','"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
         ({"scheduler.max_queue": -1}, "scheduler.max_queue must be at least 0, got -1"),
         (
@@ -110,6 +115,73 @@ def test_config_errors(
         build.build_engine(config, progress=False)
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def _out_of_memory() -> Exception:
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nmore")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("Unable to allocate 9 GiB"), r"out of memory: lower cache.* \(Unable to "),
+        (MemoryError(), r"out of memory: lower cache.* \(MemoryError\)"),
+        (_out_of_memory(), r"out of memory: lower cache.* \(RESOURCE_EXHAUSTED: Out of memory"),
+    ],
+)
+def test_memory_that_is_not_there_after_all(
+    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "make_pool", full)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.cache.num_blocks = 100
+    with pytest.raises(ConfigError, match=message) as caught:
+        build.build_engine(config, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise RuntimeError("Unknown backend cuda\nand more")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ConfigError) as caught:
+        build.build_engine(base.get_config(), progress=False)
+    said = "JAX_PLATFORMS=cuda: there is no such device: Unknown backend cuda"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "use", "free"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", None, None, 5 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "7168", "3072", 4 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "max", "3072", 5 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "3072", "4096", 0),
+        (None, "7168", "3072", 4 * 1024),
+    ],
+)
+def test_the_pool_is_sized_by_the_memory_that_is_free(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    meminfo: str | None,
+    limit: str | None,
+    use: str | None,
+    free: int,
+) -> None:
+    files = {"meminfo": meminfo, "limit": limit, "use": use}
+    for name, text in files.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    groups = ((tmp_path / "nowhere", tmp_path / "use"), (tmp_path / "limit", tmp_path / "use"))
+    monkeypatch.setattr(device_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device_memory, "_GROUPS", groups)
+    assert device_memory.free_memory() == ("this host", free)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,24 @@ def test_loading(tmp_path: Path) -> None:
         assert loaded.encode("x") == Tokenizer.from_file(str(file)).encode("x").ids
 
 
+def test_a_tokenizer_of_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was added to a vocabulary has no embedding in some models, and is never used."""
+    file, made = tmp_path / "tokenizer.json", byte_level()
+    made.save(str(file))
+    plain, whole = (
+        1 + max(made.get_vocab(with_added_tokens=added).values()) for added in (False, True)
+    )
+    assert plain < whole
+    load_tokenizer(file, whole)
+    assert not caplog.records
+    load_tokenizer(file, plain)
+    (record,) = caplog.records
+    assert f"{file} has an id {whole - 1} (" in record.getMessage()
+    problem = rf"{file} has an id {plain - 1} \('.+'\), but config.json: vocab_size is {plain - 1}$"
+    with pytest.raises(ConfigError, match=r"^model\.path: " + problem):
+        load_tokenizer(file, plain - 1)
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     for path in (None, ""):
         nothing = load_tokenizer(path)

@@ -84,6 +84,16 @@ def test_from_a_cell_and_again() -> None:
     [
         ("", "nobody", "no policy 'nobody'"),
         (EXAMPLES["one_by_one"].replace("(Policy)", ""), "one_by_one", "is not derived from"),
+        (
+            EXAMPLES["one_by_one"].replace("def plan", "def plant"),
+            "one_by_one",
+            "'one_by_one' cannot be made: TypeError: Can't instantiate .* plan$",
+        ),
+        (
+            EXAMPLES["one_by_one"] + "    def __init__(self, x): ...\n",
+            "one_by_one",
+            "TypeError: .*'x'",
+        ),
         ("1 / 0", "mine", r"policy file .*mine\.py: ZeroDivisionError"),
         (EXAMPLES["aged"].replace('"aged"', '"vllm"'), "vllm", "two policies are named 'vllm'"),
         (EXAMPLES["aged"].replace('"aged"', '"a+b"'), "a+b", "without \\+ : , and ="),

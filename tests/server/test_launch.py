@@ -204,8 +204,9 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(name: str) -> None:
             launch.check_ports(config)
 
 
-def test_a_host_that_does_not_exist() -> None:
-    config = parse("--config.server.host=not a host")
+@pytest.mark.parametrize("ports", [(), ("--port=0", "--metrics_port=-1")])
+def test_a_host_that_does_not_exist(ports: tuple[str, ...]) -> None:
+    config = parse("--config.server.host=not a host", *ports)
     with pytest.raises(ConfigError, match=r"server\.host"):
         launch.check_ports(config)
 
