@@ -2,8 +2,9 @@
 
     python serve.py --config=configs/tiny_cpu.py
     python serve.py --model=/path/to/checkpoint --config.scheduler.max_rows=16
+    python serve.py --help
 
-Presets are in configs/; configs/base.py says what every field means.
+Presets are in configs/.
 """
 
 import sys
@@ -11,11 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app
-
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.batch_options import open_batches
+from jaxserve.server.console import announce, log_to_stderr
 from jaxserve.server.http.door import http_settings
 from jaxserve.server.process import run_server
 
@@ -23,18 +23,14 @@ _STARTED = time.monotonic()
 _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
-    try:
-        return launch.parse_flags(argv, str(_DEFAULT))
-    except launch.UsageError as error:
-        print(f"serve.py: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 after SIGTERM, 1 for a config that cannot be served, 2 for a wrong flag."""
-    del argv
+    log_to_stderr()
     try:
+        answer = launch.answer(argv, str(_DEFAULT))
+        if answer is not None:
+            print(answer)
+            return 0
         config = launch.read_config()
         launch.check_ports(config)
         http = http_settings(config)
@@ -47,9 +43,12 @@ def main(argv: Sequence[str]) -> int:
 
             def on_ready(server: launch.Server) -> None:
                 seconds = time.monotonic() - _STARTED
-                print(launch.ready_text(engine.info(), server, seconds), flush=True)
+                announce(launch.ready_text(engine.info(), server, seconds))
 
             return run_server(engine, config, on_ready, batches, http)
+    except launch.UsageError as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 2
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1
@@ -58,4 +57,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    sys.exit(main(sys.argv))

@@ -1,7 +1,7 @@
 """Every field there is, with its default; a preset starts from here and changes some.
 
 Not a preset of its own: it names no model. Any field can be set on the command line,
-`--config.scheduler.max_rows=16`; `python serve.py --help` shows the flags beside these.
+`--config.scheduler.max_rows=16`; `python serve.py --help` shows what is said of each here.
 """
 
 from typing import Any
@@ -53,6 +53,7 @@ def _cache() -> dict[str, Any]:
         "num_blocks": 0,
         # Size of the pool; 0: memory_fraction of what the device has left.
         "memory_gib": 0.0,
+        # Of the memory that is free on the device, or the host, what weights, pool and steps take.
         "memory_fraction": 0.9,
         # Host memory for checkpoints of caches, for policies that make them.
         "host_gib": 0.0,
@@ -75,11 +76,12 @@ def _scheduler() -> dict[str, Any]:
         # --config.scheduler.params.watermark=0.05. They may follow its name, too,
         # sarathi:watermark=0.05.
         "params": {},
-        # Tokens of one batch, and how far prefills may fill it. Policies that compute
-        # whole prompts (vllm) know only the first, and it must hold the longest request.
+        # Tokens of one batch. Where policies compute whole prompts (vllm), it must hold the longest
+        # request.
         "max_batch_tokens": 512,
+        # How far prefills may fill it; policies that compute whole prompts do not ask.
         "max_prefill_tokens": 512,
-        # Requests of one batch.
+        # Requests of one batch, at most max_batch_tokens.
         "max_rows": 32,
         # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED. What is kept of them and of
         # max_rows may take 1 GiB, which is some hundred thousand of them.
@@ -101,8 +103,9 @@ def _engine() -> dict[str, Any]:
         # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, else xla) | xla | triton |
         # tpu; triton-interpret and tpu-interpret run anywhere, very slowly: for tests.
         "attention_backend": "auto",
-        # Batch shapes to compile, ascending; empty: powers of two, then steps of 256.
+        # Rows of the decode batches to compile, ascending; empty: powers of two, then steps of 256.
         "row_buckets": (),
+        # The same of the tokens of other batches.
         "token_buckets": (),
         # Compiled steps survive a restart here; empty: nothing is kept.
         "compilation_cache_dir": "~/.cache/jaxserve/xla",
@@ -147,9 +150,10 @@ def _server() -> dict[str, Any]:
         # Generate calls that are open at once, those included that wait for a slow reader; beyond
         # them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and max_rows.
         "max_calls": 0,
-        # KiB of output that may wait for the reader of one call, and seconds that it may take to
-        # read a message; then the call ends with RESOURCE_EXHAUSTED.
+        # KiB of output that may wait for the reader of one call; then it ends with
+        # RESOURCE_EXHAUSTED.
         "stream_buffer_kib": 1024,
+        # Seconds that the reader may take to read a message; then the same.
         "write_timeout_s": 30.0,
         # Log one line a call: id, lengths, times and how it ended; nothing of what was said.
         "request_log": False,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
+from jaxserve import __version__
+
 
 class Parser(argparse.ArgumentParser):
     """Shows the description as it is written, takes no flag by half its name, and says in two lines
@@ -14,6 +16,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+        version = f"jaxserve {__version__}"
+        self.add_argument("--version", action="version", version=version, help="and no more")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2."""

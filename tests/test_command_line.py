@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import policies
+from jaxserve import __version__, policies
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
 from jaxserve.command_line import Parser
@@ -47,6 +47,13 @@ def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture
         parser.parse_args(["--help"])
     assert caught.value.code == 0
     assert "\n    indented  text\n" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        policies.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jaxserve {__version__}\n"
 
 
 def test_no_command_has_another_parser() -> None:

@@ -63,7 +63,7 @@ def _check_device() -> None:
     """ConfigError where JAX finds no device, as it is told to look for one that is not there."""
     try:
         jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is missing
         asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
         raise ConfigError(f"{asked}: there is no such device: {_first_line(error)}") from error
 

@@ -18,10 +18,12 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from jaxserve import __version__
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.batch_options import check_batches
+from jaxserve.server.help_text import help_text
 from jaxserve.server.requests.options import check_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
@@ -47,10 +49,20 @@ class UsageError(ValueError):
     """The command line is wrong; one line says how."""
 
 
+def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> str | None:
+    """What to print where the command line is a question; else None, and the flags are parsed.
+    Arguments as in `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
+    if "--version" in argv:
+        return f"jaxserve {__version__}"
+    asked = [argument for argument in argv if argument in ("--help", "-h", "-help")]
+    parse_flags([argument for argument in argv if argument not in asked], default, values)
+    return help_text(_SHORTCUTS, read_config(values)) if asked else None
+
+
 def parse_flags(
     argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
-    """For app.run: defines the flags, parses them, and returns what is left (the program's name).
+    """Defines the flags, parses them, and returns what is left (the program's name).
 
     default: the config file without --config. Raises UsageError.
     """
@@ -71,8 +83,6 @@ def parse_flags(
         for name, (path, text) in _SHORTCUTS.items():
             define = flags.DEFINE_integer if name.endswith("port") else flags.DEFINE_string
             define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
-        for name in ("config", *_SHORTCUTS):  # so that --help shows them
-            values.register_key_flag_for_module(argv[0], values[name])
         left = values(list(argv))
         _set_own(values["config"].value, own)
     except flags.IllegalFlagValueError as error:

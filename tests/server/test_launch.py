@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import shutil
 import socket
@@ -15,10 +16,12 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict
 
+from jaxserve import __version__
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.presets import preset_names
-from jaxserve.server import launch
+from jaxserve.server import console, launch
+from jaxserve.server.help_text import field_comments
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine
 
@@ -256,15 +259,75 @@ def test_the_clients_line_is_as_short_as_it_can_be(
     ("argument", "code"), [("--config.scheduler.polcy=x", 2), ("--port=99999", 1)]
 )
 def test_serve_py_answers_with_one_line_and_without_jax(argument: str, code: int) -> None:
+    done = run_without_jax(argument)
+    assert done.returncode == code
+    assert re.fullmatch(r"serve\.py: .+\n", done.stderr)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_field_with_its_comment_and_value(flag: str) -> None:
+    done = run_without_jax(flag, "--policy=vllm", "--config.server.slo_classes.mine=ttft=2s")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = " ".join(done.stdout.split())
+    for path in fields():
+        assert f" --config.{path}=" in text
+    for words in (
+        "--model=VALUE checkpoint directory, Hugging Face or Orbax; the same as",
+        "cache: The pool of blocks. --config.cache.block_size=16 Tokens a block holds. --config",
+        "--config.scheduler.policy=vllm ",
+        "--config.scheduler.max_rows=16 Requests of one batch",
+        "mine=ttft=2s",
+    ):
+        assert words in text, words
+    assert done.stdout.endswith("False\n"), "jax was imported"
+
+
+def test_every_field_has_a_comment() -> None:
+    found = {
+        f"{section}.{name}": comment
+        for section in base.get_config()
+        for name, comment in field_comments(section).items()
+    }
+    assert set(found) == set(fields())
+    assert [path for path, comment in found.items() if not comment] == []
+
+
+def test_the_version_is_told() -> None:
+    done = run_without_jax("--version", "--config=no/such.py")
+    assert (done.returncode, done.stdout) == (0, f"jaxserve {__version__}\nFalse\n")
+
+
+def test_a_wrong_flag_beside_help_is_a_usage_error() -> None:
+    done = run_without_jax("--help", "--polcy=x")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_server_goes_on_where_nobody_reads_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    console.announce("ready\nat localhost:1")
+    (record,) = caplog.records
+    assert record.getMessage() == "stdout: Broken pipe; ready"
+    print("and nothing is raised at the end", flush=True)
+
+
+def fields() -> list[str]:
+    """`section.field` of all that there are."""
+    return [f"{section}.{name}" for section, has in base.get_config().items() for name in has]
+
+
+def run_without_jax(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """serve.py with these arguments; in the end it prints whether jax was imported."""
     script = (
         "import sys, runpy\n"
-        f"sys.argv = ['serve.py', {argument!r}]\n"
+        f"sys.argv = ['serve.py', *{arguments!r}]\n"
         "try:\n"
         f"    runpy.run_path({str(ROOT / 'serve.py')!r}, run_name='__main__')\n"
         "finally:\n"
         "    print('jax' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == code
-    assert re.fullmatch(r"serve\.py: .+\n", done.stderr)
-    assert done.stdout == "False\n"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from jaxserve.server.http.schema import SloFields
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
@@ -130,7 +129,3 @@ def test_a_call_that_the_client_leaves_is_counted_so(plain: Plain, engine: FakeE
         engine.wait(lambda: not engine.live)
     while counted(plain, "http /v1/completions", "cancelled") < 2:
         pass
-
-
-def test_a_class_has_its_own_name_in_json() -> None:
-    assert SloFields.model_validate({"class": "x"}).named == "x"

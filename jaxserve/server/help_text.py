@@ -1,0 +1,71 @@
+"""What serve.py --help prints: its flags, and the fields as configs/base.py explains them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from jaxserve.configs import base
+
+
+def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> str:
+    """shortcuts: flags beside --config, each with the field that it sets and what that is. config:
+    whose values are shown."""
+    lines = [
+        "usage: serve.py [--config=FILE] [--NAME=VALUE ...] [--config.SECTION.FIELD=VALUE ...]",
+        "",
+        "Serves a model until SIGTERM or ^C.",
+        "",
+        "  --help, -h",
+        "  --version",
+        "  --config=FILE",
+        *_wrapped("Python with get_config(), which gives the fields their values"),
+    ]
+    for name, (path, text) in shortcuts.items():
+        lines += [f"  --{name}=VALUE", *_wrapped(f"{text}; the same as --config.{path}")]
+    lines += ["", "Fields, with the values that they have:"]
+    for section, function in _functions().items():
+        lines += ["", f"{section}: {ast.get_docstring(function)}"]
+        for name, comment in field_comments(section).items():
+            value = config[section][name]
+            if isinstance(value, ConfigDict):
+                value = ", ".join(f"{key}={text}" for key, text in value.items())
+            lines += [f"  --config.{section}.{name}={value}", *_wrapped(comment)]
+    return "\n".join(lines)
+
+
+def field_comments(section: str) -> dict[str, str]:
+    """By name of a field of the section: the comment that stands above it in base.py."""
+    lines, found = inspect.getsource(base).splitlines(), {}
+    for key in _fields(_functions()[section]):
+        words: list[str] = []
+        for line in reversed(lines[: key.lineno - 1]):
+            if not line.strip().startswith("#"):
+                break
+            words.insert(0, line.strip().lstrip("# "))
+        found[str(key.value)] = " ".join(words)
+    return found
+
+
+def _functions() -> dict[str, ast.FunctionDef]:
+    """By section, in base.py's order: the function that has its fields, `_section`."""
+    functions = ast.parse(inspect.getsource(base)).body
+    by_name = {node.name[1:]: node for node in functions if isinstance(node, ast.FunctionDef)}
+    return {name: node for name, node in by_name.items() if name in base.get_config()}
+
+
+def _fields(function: ast.FunctionDef) -> list[ast.Constant]:
+    (returned,) = (node for node in function.body if isinstance(node, ast.Return))
+    assert isinstance(returned.value, ast.Dict)
+    return [key for key in returned.value.keys if isinstance(key, ast.Constant)]
+
+
+def _wrapped(text: str) -> list[str]:
+    margin = " " * 6
+    return textwrap.wrap(
+        text, 100, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    )
