@@ -18,6 +18,8 @@ MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 300
 MAX_N = 16
 MAX_SEED = 2**63 - 1
+MIN_REPETITION_PENALTY = 1e-6
+"""Logits are divided by it; with much less there is no float32 for the result."""
 
 
 class InvalidRequest(ValueError):
@@ -96,7 +98,7 @@ class SamplingParams:
         _in_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _in_range("seed", self.seed, 0, MAX_SEED)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.logprobs is not None:

@@ -238,7 +238,8 @@ def _top_p_bound(distance: jax.Array, top_p: jax.Array) -> jax.Array:
     """Smallest distance within which lies top_p of the probability, [R]; exact but for the
     rounding of the float32 sums."""
     mass = jnp.exp(-distance)
-    enough = top_p * jnp.sum(mass, axis=-1)
+    # A product that float32 rounds to nothing is still more than no token has.
+    enough = jnp.maximum(top_p * jnp.sum(mass, axis=-1), jnp.finfo(jnp.float32).tiny)
     return _smallest_bound(
         lambda bound: jnp.sum(jnp.where(distance <= bound[:, None], mass, 0), axis=-1) >= enough,
         top_p.shape,
@@ -246,7 +247,8 @@ def _top_p_bound(distance: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _smallest_bound(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Smallest float32 in [0, inf] for which the monotone test holds, taken to hold at infinity.
+    """Smallest float32 in [0, inf] for which the monotone test holds, taken to hold at infinity
+    and not to hold of no token at all.
 
     Floats that are not negative sort like their bits, so bisecting those finds the very float in
     31 passes; sorting [32, 50272] on CPU takes 20 times as long.

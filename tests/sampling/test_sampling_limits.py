@@ -19,7 +19,12 @@ from jaxserve.engine.sampling import (
     slot_params,
     warm_up,
 )
-from jaxserve.sched.request import MAX_LOGIT_BIAS, Request, SamplingParams
+from jaxserve.sched.request import (
+    MAX_LOGIT_BIAS,
+    MIN_REPETITION_PENALTY,
+    Request,
+    SamplingParams,
+)
 
 
 def test_min_tokens_keeps_eos_and_stop_tokens_away_until_then() -> None:
@@ -43,6 +48,23 @@ def test_logit_bias_adds_up_and_reaches_its_limit_of_entries() -> None:
     state = enter(init_state(2, vocab), 1, request(logit_bias=bias))
     _, result = step(state, logits, [1], rows=1)
     assert int(result.tokens[0]) == 350
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-45, 5e-324])
+def test_the_smallest_top_p_leaves_the_likeliest_token(top_p: float) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (1, V)).astype(np.float32)
+    state = enter(init_state(S, V), 0, request(temperature=2.0, top_p=top_p, seed=1))
+    _, result = step(state, logits, [0])
+    assert int(result.tokens[0]) == logits.argmax()
+
+
+def test_the_smallest_repetition_penalty_is_computed_right() -> None:
+    logits = np.full((1, V), -1.0)
+    logits[0, [3, 5, 7]] = 1e3, 1e3 + 1, 1e3 + 2
+    sampling = {"repetition_penalty": MIN_REPETITION_PENALTY, "temperature": 1.0, "seed": 1}
+    state = enter(init_state(S, V), 0, Request("r", (3, 5), SamplingParams(**sampling)))
+    _, result = step(state, logits, [0])
+    assert int(result.tokens[0]) == 5
 
 
 def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:
