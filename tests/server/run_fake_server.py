@@ -1,6 +1,6 @@
 """A server process over the fake engine, which does what it is told on stdin: step, fail.
 
-argv: the grace period in seconds, and fields of the config's server, NAME=VALUE. Prints its address
+argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
 once it takes calls.
 """
 
@@ -20,8 +20,9 @@ def main() -> int:
     config.server.update(port=0, http_port=-1, metrics_port=-1, grace_s=float(sys.argv[1]))
     config.server.exit_on_failure = "off"
     for field in sys.argv[2:]:
-        name, _, value = field.partition("=")
-        config.server[name] = value
+        path, _, value = field.partition("=")
+        section, name = path.split(".")
+        config[section][name] = type(config[section][name])(value)
 
     def obey() -> None:
         for line in sys.stdin:

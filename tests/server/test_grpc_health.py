@@ -8,6 +8,12 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jaxserve.client import Client, ServerError
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import PATIENCE, FakeEngine
+
+STATUS = health_pb2.HealthCheckResponse
 GENERATION = "jaxserve.v1.Generation"
 BATCHES = "jaxserve.v1.Batches"
 
@@ -23,6 +29,40 @@ def test_the_health_of_an_unknown_service_is_not_found(channel: grpc.Channel) ->
     with pytest.raises(grpc.RpcError) as error:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="other"))
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_hung_engine_is_not_serving_until_it_goes_on(engine: FakeEngine) -> None:
+    with (
+        Server(engine, grace_s=0.0, options=ServerOptions(stall_s=0.2)) as server,
+        grpc.insecure_channel(server.address) as channel,
+        Client(server.address) as client,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=GENERATION), timeout=PATIENCE)
+        assert next(watch).status == STATUS.SERVING
+        stream = client.generate("hi", max_tokens=2)
+        assert next(watch).status == STATUS.NOT_SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == STATUS.NOT_SERVING
+        with pytest.raises(ServerError, match=r"no step for 0\.2 s") as error:
+            client.complete("hi")
+        assert error.value.code == "UNAVAILABLE"
+        engine.step()
+        assert next(watch).status == STATUS.SERVING
+        engine.step()
+        assert sum(len(message.token_ids) for message in stream) == 2
+        watch.cancel()
+
+
+def test_a_server_need_not_reflect(engine: FakeEngine) -> None:
+    with (
+        Server(engine, grace_s=0.0, options=ServerOptions(reflection=False)) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as error:
+            list(stub.ServerReflectionInfo(iter([asked])))
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_reflection_lists_the_services_and_describes_ours(channel: grpc.Channel) -> None:

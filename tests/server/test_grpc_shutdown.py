@@ -27,6 +27,7 @@ class Process:
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process = process
+        self.log = ""  # once it has ended
         self.client = Client(address)
         self.health = grpc.insecure_channel(address)
         self._watch = health_pb2_grpc.HealthStub(self.health).Watch(health_pb2.HealthCheckRequest())
@@ -41,17 +42,24 @@ class Process:
 
 
 @contextmanager
-def fake_server(grace_s: float) -> Iterator[Process]:
-    command = [sys.executable, "-m", "tests.server.run_fake_server", str(grace_s)]
+def fake_server(grace_s: float, *fields: str) -> Iterator[Process]:
+    command = [sys.executable, "-m", "tests.server.run_fake_server", str(grace_s), *fields]
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         running = Process(process, process.stdout.readline().strip())
         try:
             yield running
             assert process.wait(PATIENCE) is not None
+            assert process.stderr is not None
+            running.log = process.stderr.read()
         finally:
             process.kill()
             running.client.close()
@@ -106,6 +114,42 @@ def test_a_failed_engine_leaves_the_process_up_and_its_exit_code_is_1() -> None:
         server.wait_not_serving()
         server.process.send_signal(signal.SIGTERM)
     assert server.process.returncode == 1
+
+
+def test_a_failed_engine_ends_the_process_where_the_config_says_so() -> None:
+    with fake_server(1000, "server.exit_on_failure=on") as server:
+        stream = server.client.generate("hi")
+        _first(server, stream)
+        server.tell("fail")
+        with pytest.raises(ServerError, match="told to") as error:
+            list(stream)
+        assert error.value.code == "INTERNAL"
+    assert server.process.returncode == 1
+    assert "the server stops: the engine failed: told to" in server.log
+
+
+def test_a_hung_engine_ends_the_process_where_the_config_says_so() -> None:
+    with fake_server(1000, "server.exit_on_failure=on", "engine.stall_s=0.2") as server:
+        with pytest.raises(ServerError, match=r"no step for 0\.2 s, with 1 request") as error:
+            list(server.client.generate("hi"))
+        assert error.value.code == "INTERNAL"
+    assert server.process.returncode == 1
+
+
+def test_whoever_stops_it_is_told_what_drains_and_how_long() -> None:
+    with fake_server(grace_s=1000) as server:
+        stream = server.client.generate("hi", max_tokens=2)
+        _first(server, stream)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_not_serving()
+        server.tell("step")
+        assert list(stream)
+    line = "stopping: up to 1000 s for 1 request; a second signal cancels them"
+    assert server.log.splitlines() == [line]
+    with fake_server(grace_s=1000) as server:
+        server.client.info()
+        server.process.send_signal(signal.SIGINT)
+    assert server.log.splitlines() == ["stopping: nothing runs"]
 
 
 def _first(server: Process, stream: Call) -> None:

@@ -36,7 +36,8 @@ async def watch(
                 await tell(None)
         elif not stalled and now() - since >= stall_s:
             stalled = True
-            work = f"{stats.running + stats.waiting} requests in flight"
-            why = f"the engine has finished no step for {stall_s:g} s, with {work}"
+            count = stats.running + stats.waiting
+            work = "1 request" if count == 1 else f"{count} requests"
+            why = f"the engine has finished no step for {stall_s:g} s, with {work} in flight"
             log.error("%s", why)
             await tell(why)
