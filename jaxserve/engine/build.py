@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from jaxserve import __version__
+from jaxserve.engine import compiled_cache
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
@@ -47,7 +48,8 @@ def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
 
 def _build(config: ConfigDict, progress: bool) -> Engine:
     check_path(config.engine.record, config.engine.record_mib)
-    use_compilation_cache(config.engine.compilation_cache_dir)
+    config = config.copy_and_resolve_references()
+    config.engine.compilation_cache_dir = compiled_cache.use(config.engine.compilation_cache_dir)
     chosen = choose(config)
     model, mesh = chosen.model.config, chosen.model.mesh
     tokenizer = load_tokenizer(tokenizer_path(config))
@@ -75,7 +77,11 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         chosen.model, params, pool, chosen.buckets, moves_cache=chosen.policy.moves_cache
     )
     executor.warmup(_bar("compiling", progress))
-    return assemble(config, chosen, executor, tokenizer, pool_bytes=pool.nbytes, progress=progress)
+    engine = assemble(
+        config, chosen, executor, tokenizer, pool_bytes=pool.nbytes, progress=progress
+    )
+    compiled_cache.note(config.engine.compilation_cache_dir)
+    return engine
 
 
 def assemble(
@@ -145,16 +151,6 @@ def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior)
         cost_model=prior.model,
         padding=chosen.buckets.padding,
     )
-
-
-def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled steps on disk, so that the next start is fast. "" leaves JAX's own setting
-    (JAX_COMPILATION_CACHE_DIR) as it is."""
-    if not directory:
-        return
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _bar(name: str, progress: bool) -> Progress:

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, choices, model_options
+from jaxserve.engine import build, choices, compiled_cache, model_options
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.simulation.profiles import System
@@ -166,9 +166,9 @@ def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
 def test_cache_directory_is_used(tmp_path: Path) -> None:
     before = jax.config.jax_compilation_cache_dir
     try:
-        build.use_compilation_cache(str(tmp_path))
+        compiled_cache.use(str(tmp_path))
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-        build.use_compilation_cache("")
+        compiled_cache.use("")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine import build, choices, kept, moves
+from jaxserve.engine import choices, compiled_cache, kept, moves
 from jaxserve.engine.step_timer import Shape
 from jaxserve.engine.timing import shapes, timed_model
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
@@ -152,7 +152,7 @@ def test_an_engine_times_steps_once(
     shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "make_policy", mixed_caches.make)
-    monkeypatch.setattr(build, "use_compilation_cache", lambda directory: None)  # as elsewhere
+    monkeypatch.setattr(compiled_cache, "use", lambda directory: directory)  # as elsewhere
     options = {"scheduler__policy": "mixed_chunks", **SCARCE}
     options["engine__compilation_cache_dir"] = str(tmp_path)
     texts, models = [], []
@@ -176,7 +176,7 @@ def test_an_engine_times_steps_once(
 def test_where_copies_go_on_beside_the_steps_the_model_knows(
     shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "use_compilation_cache", lambda directory: None)
+    monkeypatch.setattr(compiled_cache, "use", lambda directory: directory)
     options = {"engine__compilation_cache_dir": str(tmp_path), "scheduler__policy": "fastserve"}
     for beside in (False, True, True):
         monkeypatch.setattr(moves, "has_pinned", lambda device, beside=beside: beside)

@@ -1,0 +1,100 @@
+"""Compiled steps on disk, and whether what is there is whole.
+
+JAX never writes an entry that is there already, so one that a killed process, a full disk or a bad
+sector has damaged would be compiled again at every start. Checksums beside the entries tell which
+ones to remove.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import zlib
+from pathlib import Path
+
+import jax
+
+log = logging.getLogger(__name__)
+
+INDEX = "checksums.json"
+_FIELD = "engine.compilation_cache_dir"
+_ZLIB = b"\x78"  # how what JAX compresses without zstandard begins; it has a checksum of its own
+
+
+def use(directory: str) -> str:
+    """Keeps compiled steps on disk, so that the next start is fast, and removes damaged ones.
+    Returns the directory, or "" where nothing can be kept: the log says so once. "" leaves JAX's
+    own setting (JAX_COMPILATION_CACHE_DIR) as it is."""
+    if not directory:
+        return ""
+    path = Path(os.path.expanduser(directory))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        removed = remove_damaged(path)
+    except OSError as error:
+        problem = f"nothing can be kept there, every start will compile anew: {error}"
+        log.warning("%s: %s", _FIELD, problem)
+        return ""
+    if removed:
+        count = "1 damaged entry" if removed == 1 else f"{removed} damaged entries"
+        log.warning("%s: %s removed from %s, to be compiled again", _FIELD, count, path)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def remove_damaged(path: Path) -> int:
+    """Removes entries that are not what they were; how many. Raises OSError."""
+    known, removed = _read(path), 0
+    for entry in path.glob("*-cache"):
+        content = entry.read_bytes()
+        expected = known.get(entry.name)
+        whole = _whole(content) if expected is None else zlib.crc32(content) == expected
+        if not whole:
+            entry.unlink(missing_ok=True)
+            removed += 1
+    return removed
+
+
+def note(directory: str) -> None:
+    """Remembers the entries as they are, of which the steps have just been read or written.
+    directory: "" for none."""
+    if not directory:
+        return
+    path = Path(os.path.expanduser(directory))
+    known, found = _read(path), {}
+    part = path / f"{INDEX}.{os.getpid()}"
+    try:
+        for entry in path.glob("*-cache"):
+            found[entry.name] = known.get(entry.name) or zlib.crc32(entry.read_bytes())
+        if found != known:
+            part.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+            part.replace(path / INDEX)
+    except OSError as error:
+        log.warning("%s: %s", _FIELD, error)
+
+
+def _read(path: Path) -> dict[str, int]:
+    """Empty if there is none, or it is none of ours."""
+    try:
+        content = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        return {str(name): int(value) for name, value in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _whole(content: bytes) -> bool:
+    """Of an entry that nobody has noted: its process may have been killed while it wrote."""
+    if not content.startswith(_ZLIB):
+        return False
+    decompress = zlib.decompressobj()
+    try:
+        decompress.decompress(content)
+    except zlib.error:
+        return False
+    return decompress.eof
