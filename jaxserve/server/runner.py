@@ -27,7 +27,14 @@ from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.service import GenerationService
 from jaxserve.server.slo_classes import ServiceLevel
-from jaxserve.server.transport import METHODS, SERVICES, listen, longest_message, make_server
+from jaxserve.server.transport import (
+    METHODS,
+    SERVICES,
+    exposure,
+    listen,
+    longest_message,
+    make_server,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +98,10 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
+        batches = self._batch_settings is not None
+        open_to_all = exposure(self._host, self._metrics_port, batches=batches)
+        if open_to_all is not None:
+            log.warning("server.host is %s: %s", self._host, open_to_all)
         if self._metrics_port >= 0:
             self._metrics = MetricsServer(
                 self._engine, self._endings, self._host, self._metrics_port
