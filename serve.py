@@ -7,10 +7,14 @@
 Presets are in configs/.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C ends it at once while it imports, loads and compiles
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
@@ -24,7 +28,8 @@ _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 after SIGTERM, 1 for a config that cannot be served, 2 for a wrong flag."""
+    """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for a config that cannot be served or an engine that
+    has failed, 2 for a wrong flag."""
     log_to_stderr()
     try:
         answer = launch.answer(argv, str(_DEFAULT))
@@ -52,8 +57,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # while it loads; later ones end it gently
-        return 130
 
 
 if __name__ == "__main__":

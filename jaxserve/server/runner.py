@@ -29,7 +29,14 @@ from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.service import GenerationService
-from jaxserve.server.transport import METHODS, SERVICES, listen, longest_message, make_server
+from jaxserve.server.transport import (
+    METHODS,
+    SERVICES,
+    exposure,
+    listen,
+    longest_message,
+    make_server,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +100,10 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
+        batches = self._batch_settings is not None
+        open_to_all = exposure(self._host, self._metrics_port, batches=batches)
+        if open_to_all is not None:
+            log.warning("server.host is %s: %s", self._host, open_to_all)
         if self._metrics_port >= 0 or self._http_settings is not None:
             metrics = MetricsRegistry(self._engine, self._endings)
         try:

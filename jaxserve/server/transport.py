@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping
 
 import grpc
@@ -77,6 +79,22 @@ def longest_message(engine: ServedEngine, *, batches: bool) -> int:
     text = engine.max_text_bytes()
     prompt = max(_TEXT_BYTES if text is None else text, _ID_BYTES * tokens)
     return max(_BATCH_CALL_BYTES if batches else 0, prompt + _MIB)
+
+
+def exposure(host: str, metrics_port: int, *, batches: bool) -> str | None:
+    """What is open to other machines than this one; None if nothing is. metrics_port: -1 is off."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None  # who listens there will find out
+    if all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found):
+        return None
+    may = ["generate"]
+    if batches:
+        may.append("submit, read and delete batches")
+    if metrics_port >= 0:
+        may.append("read the metrics")
+    return f"whoever reaches this machine can {', '.join(may)}: there is no authentication"
 
 
 def listen(server: grpc.aio.Server, host: str, port: int) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.client import Client
+from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.metrics import Histogram, MetricsRegistry, MetricsServer
-from jaxserve.server.requests.endings import Endings
+from jaxserve.server.metrics_http import MAX_CONNECTIONS
+from jaxserve.server.requests.endings import Ending, Endings
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
 
@@ -64,6 +69,63 @@ def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> N
         for le, count in buckets:
             name = "time_to_first_token_seconds_bucket"
             assert value(samples, name, tier=tier, le=le) == count
+
+
+def test_calls_are_counted_by_how_they_end(metrics: Server, engine: FakeEngine) -> None:
+    engine.max_requests = 2
+    with Client(metrics.address) as client, grpc.insecure_channel(metrics.address) as channel:
+
+        def refused(**options: object) -> str:
+            with pytest.raises(ServerError) as error:
+                client.complete("hi", **options)
+            return error.value.code
+
+        client.info()
+        assert refused(max_tokens=0) == refused(top_p=2.0) == "INVALID_ARGUMENT"
+        with pytest.raises(grpc.RpcError):
+            list(channel.unary_stream("/jaxserve.v1.Generation/Generate")(b"\xff"))
+        running = client.generate("hi", request_id="mine")
+        engine.wait(lambda: engine.live)
+        assert refused(request_id="mine") == "ALREADY_EXISTS"
+        assert refused(timeout=0.3) == "DEADLINE_EXCEEDED"
+        engine.wait(lambda: len(engine.live) == 1)
+        other = client.generate("hi")
+        engine.wait(lambda: len(engine.live) == 2)
+        assert refused() == "RESOURCE_EXHAUSTED"
+        other.cancel()
+        running.cancel()
+        engine.wait(lambda: not engine.live)
+        engine.run()
+        assert client.complete("hi", max_tokens=2)
+    expected = {
+        "ok": 1,
+        "invalid": 2,
+        "malformed": 1,
+        "duplicate": 1,
+        "timed_out": 1,
+        "queue_full": 1,
+        "cancelled": 2,
+    }
+    samples = scrape(metrics)
+    for ending in Ending:
+        count = expected.get(ending, 0)
+        assert value(samples, "calls_total", method="Generate", ending=ending) == count, ending
+    assert value(samples, "calls_total", method="GetServerInfo", ending="ok") == 1
+
+
+def test_idle_connections_make_room_for_scrapes(metrics: Server) -> None:
+    assert metrics.metrics_address is not None
+    host, _, port = metrics.metrics_address.rpartition(":")
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(10 * MAX_CONNECTIONS)
+        ]
+        assert value(scrape(metrics), "num_blocks") == 1024
+        for each in idle[: 9 * MAX_CONNECTIONS]:
+            assert each.recv(1) == b""  # closed
+        assert threading.active_count() <= before + MAX_CONNECTIONS + 2
 
 
 def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jaxserve.engine.output import Timings
 
 log = logging.getLogger(__name__)
+calls_log = logging.getLogger("jaxserve.calls")
 
 _LINES, _WINDOW_S = 10, 60.0  # of one kind that are logged in a while
 
@@ -56,12 +57,14 @@ class Endings:
     def __init__(self, methods: Iterable[str], *, log_calls: bool = False) -> None:
         self.counts = {(method, ending): 0 for method in methods for ending in Ending}
         self._log_calls = log_calls
+        if log_calls:
+            calls_log.setLevel(logging.INFO)  # whatever the level of the others
 
     def ended(self, record: CallRecord) -> None:
         """Once a call."""
         self.counts[record.method, record.ending] += 1
         if self._log_calls:
-            log.info("%s", _line(record))
+            calls_log.info("%s", _line(record))
 
 
 def _line(record: CallRecord) -> str:
