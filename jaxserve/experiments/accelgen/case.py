@@ -43,7 +43,7 @@ class SloCase:
     rate: float
     budget: int = 0
     seed: int = 0
-    requests: int = 200
+    requests: int = 100
     data: str = MIXED
     books: float = 0.35
     printed: bool = False

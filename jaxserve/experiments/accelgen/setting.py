@@ -52,16 +52,16 @@ class Scale:
     many searches, at TTFTs times `eases`."""
 
     seeds: int = 3
-    requests: int = 200
-    long_requests: int = 80
+    requests: int = 100
+    long_requests: int = 40
     models: tuple[str, ...] = tuple(RATES)
     at: tuple[int, ...] = (0, 1, 2, 3)  # of RATES
-    varied: tuple[str, ...] = ("OPT-13B", "OPT-175B", "Llama-3-70B")
-    books: tuple[float, ...] = (0.0, 0.2, 0.35, 0.5, 0.8)
+    varied: tuple[str, ...] = ("OPT-13B", "Llama-3-70B")
+    books: tuple[float, ...] = (0.0, 0.35, 0.7)
     system_slos: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
-    plans: int = 100
+    plans: int = 60
     searched: int = 24
-    searches: int = 300
+    searches: int = 200
     eases: tuple[float, ...] = (1.0, 10.0)
 
     def rates(self, model: str) -> tuple[float, ...]:
