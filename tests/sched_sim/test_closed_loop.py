@@ -335,7 +335,7 @@ def test_flags_that_do_not_go_together(
     with pytest.raises(SystemExit) as caught:
         command.main([*RUN, *flags])
     assert caught.value.code == 2
-    assert problem in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert problem in (error := capsys.readouterr().err) and error.count("\n") == 2
 
 
 def test_a_replayed_recording_has_a_time_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

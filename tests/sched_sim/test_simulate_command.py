@@ -227,7 +227,7 @@ def nothing_runs(self: Run, *more: object) -> None:
         ),
     ],
 )
-def test_a_wrong_command_line_gets_one_line(
+def test_a_wrong_command_line_gets_two_lines(
     capsys: pytest.CaptureFixture[str], argv: list[str], problem: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -235,7 +235,7 @@ def test_a_wrong_command_line_gets_one_line(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert problem in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 2
 
 
 @pytest.mark.parametrize("name", ["summary", "requests_table", "batches_table", "chrome_trace"])
