@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402  (after the environment is set)
 
 # In CI the same examples every time: a new one that fails is for a developer's run to find. No
@@ -20,3 +21,8 @@ from hypothesis import settings  # noqa: E402  (after the environment is set)
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--screenshots: where the console's pictures go."""
+    parser.addoption("--screenshots", default="", help="folder for pictures of the console")

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +22,12 @@ from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.executor import Executor
+from jaxserve.engine.last_words import attempt, refuse
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.serving import InFlight, Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.pool_map import pool_map
 from jaxserve.sched.reachability import SloProblem, slo_problems
 from jaxserve.sched.request import InvalidRequest, Request, validate
 from jaxserve.sched.scheduler import Scheduler
@@ -199,6 +201,19 @@ class Engine:
             step_time_error=self._cost_model.error,
         )
 
+    def block_map(self) -> np.ndarray:
+        """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the
+        engine runs: parts of it may be one step apart."""
+        return pool_map(self._scheduler.pool, self._scheduler.table.tier)
+
+    def live_counts(self) -> dict[tuple[str, str, bool], int]:
+        """Continuations by (SLO class, tier, whether they hold cache), one step apart at most."""
+        held = self._scheduler.pool.held
+        return Counter(
+            (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
+            for row, one in list(self._serving.live.items())
+        )
+
     def add_observer(self, observer: Observer) -> None:
         """Tells it of every step and token from now on, on the engine thread: it must return
         quickly, and what it raises fails the engine."""
@@ -252,7 +267,7 @@ class Engine:
             self._ids.clear()
         for command in commands:
             if isinstance(command, _Submit):
-                _refuse(command, FinishReason.CANCELLED)
+                refuse(command.request, command.on_output, FinishReason.CANCELLED)
         self._serving.stop()
 
     # The loop, on the engine thread.
@@ -318,32 +333,16 @@ class Engine:
             self._inbox.clear()
             listeners = list(self._failure_listeners)
         for listener in listeners:
-            _attempt(listener, error)
+            attempt(listener, error)
         serving = self._serving
         for continuation in list(serving.live.values()):
-            if not _attempt(serving.end, continuation, FinishReason.ERROR, message):
+            if not attempt(serving.end, continuation, FinishReason.ERROR, message):
                 # Its caller raised, or its state is what failed: free what there is, quietly.
-                _attempt(serving.forget, continuation, FinishReason.ERROR, self._clock())
+                attempt(serving.forget, continuation, FinishReason.ERROR, self._clock())
         for command in commands:
             if isinstance(command, _Submit) and not serving.knows(command.request.id):
-                _attempt(_refuse, command, FinishReason.ERROR, message)
+                reason = FinishReason.ERROR
+                attempt(refuse, command.request, command.on_output, reason, message)
         with self._wake:
             self._ids.clear()
             self._wake.notify_all()
-
-
-def _attempt(act: Callable[..., None], *args: object) -> bool:
-    """Whether it went well; if not, it is logged."""
-    try:
-        act(*args)
-    except Exception:
-        log.exception("while the engine was ending its requests")
-        return False
-    return True
-
-
-def _refuse(command: _Submit, reason: FinishReason, error: str = "") -> None:
-    """Ends a request that never got as far as the scheduler."""
-    request = command.request
-    for index in range(request.sampling.n):
-        command.on_output(Output(request.id, index, finish_reason=reason, error=error))

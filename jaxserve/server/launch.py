@@ -176,6 +176,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
     metrics, batches = server.metrics_address, server.batch_path
+    http = server.http_address
     lines = [
         f"jaxserve is ready after {seconds:.1f} s",
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
@@ -185,7 +186,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
-        f"  http     {f'http://{server.http_address}' if server.http_address else 'off'}",
+        f"  http     {f'http://{http}/v1, console at http://{http}/' if http else 'off'}",
         f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
         f"  batches  {batches or 'off'}",
         "Try it in a second terminal:",

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.pool_map import BlockUse
 from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Request, validate
 from jaxserve.sched.verdict import judge, tbt_that_counts
@@ -139,6 +143,16 @@ class FakeEngine:
             steps=self.steps,
             step_time_error=0.125,
         )
+
+    def block_map(self) -> np.ndarray:
+        uses = np.zeros(INFO.num_blocks, np.uint8)
+        uses[: 2 * len(self.live)] = BlockUse.K_REALTIME
+        return uses
+
+    def live_counts(self) -> dict[tuple[str, str, bool], int]:
+        with self.changed:
+            requests = [running.request for running in self.live.values()]
+        return Counter((each.slo_class, each.tier.name.lower(), True) for each in requests)
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         validate(

@@ -17,10 +17,12 @@ from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.batch_routes import add_batch_routes
 from jaxserve.server.http.chat import chat
 from jaxserve.server.http.completions import complete
+from jaxserve.server.http.console import add_console
 from jaxserve.server.http.errors import ApiError, add_handlers, record_of
 from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import ClientGone
+from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -37,9 +39,10 @@ def build_app(
     batches: Batches | None = None,
     store: FileStore | None = None,
     metrics: Callable[[], bytes] | None = None,
+    feed: LiveFeed | None = None,
 ) -> FastAPI:
     """The application. batches, store: None takes no batches. metrics: the page for Prometheus;
-    None without one."""
+    None without one. feed: what the console shows; None without one."""
     app = FastAPI(title="jaxserve", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
     app.add_exception_handler(ClientGone, _nobody)
@@ -48,6 +51,8 @@ def build_app(
     _add_tokens(app, front)
     add_batch_routes(app, front, batches, store)
     _add_state(app, front)
+    if feed is not None:
+        add_console(app, front, feed)
     if metrics is not None:
 
         @app.get("/metrics", include_in_schema=False)

@@ -12,6 +12,7 @@ from jaxserve.server.http.doorkeeper import Doorkeeper
 from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.listen import HttpServer
+from jaxserve.server.http.live_feed import Limits, LiveFeed
 from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.requests import EngineRequests
@@ -19,10 +20,11 @@ from jaxserve.server.requests.requests import EngineRequests
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """port: 0 takes a free one. template: how chats become prompts."""
+    """port: 0 takes a free one. template: how chats become prompts. limits: of a batch."""
 
     port: int
     template: ChatTemplate
+    limits: Limits
 
 
 def http_settings(config: Any) -> HttpSettings | None:
@@ -30,7 +32,12 @@ def http_settings(config: Any) -> HttpSettings | None:
     read."""
     if config.server.http_port < 0:
         return None
-    return HttpSettings(config.server.http_port, load_chat_template(config.model.path))
+    scheduler = config.scheduler
+    return HttpSettings(
+        config.server.http_port,
+        load_chat_template(config.model.path),
+        Limits(scheduler.max_rows, scheduler.max_batch_tokens),
+    )
 
 
 class HttpDoor:
@@ -46,6 +53,8 @@ class HttpDoor:
     ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._feed = LiveFeed(engine, settings.limits)
+        engine.add_observer(self._feed)
         self._settings = settings
         self._server = HttpServer(host, settings.port)
 
@@ -66,7 +75,7 @@ class HttpDoor:
         store = None
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
-        app = build_app(front, batches, store, self._metrics)
+        app = build_app(front, batches, store, self._metrics, self._feed)
         self._server.start(keeper.around(app), keeper.write_timeout_s)
 
     def close(self) -> None:

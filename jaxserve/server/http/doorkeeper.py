@@ -23,7 +23,14 @@ _LABELS = {
     for path in (*_COUNTED, "/v1/models", _FILES, "/v1/batches", "/tokenize", "/detokenize")
 }
 _OTHER = "http other"
-_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds; nobody counts them
+_QUIET = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "/",
+    "/console/info",
+    "/console/events",
+)  # asked every few seconds; nobody counts them
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _FORM_BYTES = 1 << 20  # what a form has besides its file

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.request import Request
@@ -48,6 +50,15 @@ class ServedEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
+        ...
+
+    def block_map(self) -> np.ndarray:
+        """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`, taken while the
+        engine runs."""
+        ...
+
+    def live_counts(self) -> dict[tuple[str, str, bool], int]:
+        """Continuations by (SLO class, tier, whether they hold cache), likewise."""
         ...
 
     def drain(self, grace_s: float) -> bool:

@@ -1,0 +1,185 @@
+"""What the console shows: the last steps and minutes, put together twice a second."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.request import Tier
+from jaxserve.server.requests.contract import ServedEngine
+
+STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
+_MAX_TIMES = 50_000  # of tokens and of requests that are kept
+_FULL = 0.02  # share of the pool below which it counts as full
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a batch: what the policy may put into one."""
+
+    max_rows: int
+    max_batch_tokens: int
+
+
+class LiveFeed(Observer):
+    """Observes the engine (its thread writes) and says what the console shows (the event loop
+    reads). clock: seconds."""
+
+    def __init__(self, engine: ServedEngine, limits: Limits) -> None:
+        self._engine, self._limits = engine, limits
+        self._steps: deque[StepStats] = deque(maxlen=STEPS)
+        self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
+        self._between: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
+        self._verdicts: deque[tuple[float, str, bool]] = deque(maxlen=_MAX_TIMES)
+        self._seen = 0  # steps
+
+    # On the engine's thread.
+
+    def on_step(self, stats: StepStats) -> None:
+        """Its composition."""
+        self._steps.append(stats)
+        self._seen += 1
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        """ttft: seconds from arrival."""
+        self._first.append((time.monotonic(), ttft))
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        """tbt: seconds since the token before."""
+        self._between.append((time.monotonic(), tbt))
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Whether its targets were met."""
+        verdict = stats.verdict
+        if verdict is not None:
+            self._verdicts.append((time.monotonic(), verdict.slo_class, verdict.met))
+
+    # On any other.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that the page shows, for JSON."""
+        stats = self._engine.stats()
+        since = time.monotonic() - WINDOW_S
+        return {
+            "requests": self._requests(),
+            "waiting": stats.waiting,
+            "running": stats.running,
+            "steps": [_strip(step) for step in tuple(self._steps)],
+            "seen": self._seen,
+            "pool": self._pool(stats),
+            "attainment": _attained(self._verdicts, since),
+            "ttft_ms": _percentiles(self._first, since),
+            "tbt_ms": _percentiles(self._between, since),
+            "tokens_per_s": self._rate(),
+            "preemptions": stats.preemptions,
+            "decision": self._decision(stats),
+        }
+
+    def _requests(self) -> list[dict[str, Any]]:
+        counts: Counter[tuple[str, str]] = Counter()
+        running: Counter[tuple[str, str]] = Counter()
+        for (name, tier, holds), count in self._engine.live_counts().items():
+            counts[tier, name] += count
+            running[tier, name] += count * holds
+        return [
+            {
+                "tier": tier,
+                "class": name,
+                "running": running[tier, name],
+                "waiting": counts[tier, name] - running[tier, name],
+            }
+            for tier, name in sorted(counts)
+        ]
+
+    def _pool(self, stats: EngineStats) -> dict[str, Any]:
+        uses = self._engine.block_map()
+        every = -(-len(uses) // MAX_CELLS)
+        return {
+            "blocks": stats.blocks_total,
+            "free": stats.blocks_free,
+            "every": every,  # one of so many blocks is shown
+            "map": (uses[::every] + ord("0")).astype(np.uint8).tobytes().decode(),
+        }
+
+    def _rate(self) -> float:
+        """Output tokens a second over the last ten seconds."""
+        now, recent = time.monotonic(), 10.0
+        count = 0
+        for times in (self._first, self._between):
+            for at, _ in islice(reversed(tuple(times)), _MAX_TIMES):
+                if now - at > recent:
+                    break
+                count += 1
+        return count / recent
+
+    def _decision(self, stats: EngineStats) -> str:
+        if not self._steps:
+            return "Nothing has been served yet."
+        return decision(self._steps[-1], stats, self._limits)
+
+
+def decision(step: StepStats, stats: EngineStats, limits: Limits) -> str:
+    """What the last batch was, and why no more was in it, in one line."""
+    parts = []
+    if step.num_decodes:
+        parts.append(_counted(step.num_decodes, "decode"))
+    if step.num_prefill_tokens:
+        parts.append(_counted(step.num_prefill_tokens, "prompt token"))
+    if step.num_recomputed_tokens:
+        parts.append(f"{step.num_recomputed_tokens} tokens again after a preemption")
+    if step.preemptions:
+        parts.append(f"preempted {step.preemptions} for memory")
+    took = f"{1000 * step.device_time:.1f} ms, predicted {1000 * step.predicted_time:.1f}"
+    return f"{' + '.join(parts) or 'no tokens'} ({took}): {_why(step, stats, limits)}"
+
+
+def _why(step: StepStats, stats: EngineStats, limits: Limits) -> str:
+    if not stats.waiting:
+        return "nobody else waits"
+    who = f"{stats.waiting} wait" if stats.waiting > 1 else "1 waits"
+    if step.num_tokens >= limits.max_batch_tokens:
+        return f"the batch is full, {who}"
+    if step.num_rows >= limits.max_rows:
+        return f"all {limits.max_rows} rows are taken, {who}"
+    if stats.blocks_free <= _FULL * stats.blocks_total:
+        return f"the pool is full, {who}"
+    return f"the policy holds back, {who}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count > 1 else "")
+
+
+def _strip(step: StepStats) -> list[int]:
+    """Decode, prompt and recomputed tokens; preemptions; moves of caches."""
+    return [
+        step.num_decode_tokens,
+        step.num_prefill_tokens,
+        step.num_recomputed_tokens,
+        step.preemptions,
+        step.num_moves,
+    ]
+
+
+def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, float] | None:
+    recent = [1000 * value for at, value in tuple(times) if at >= since]
+    if not recent:
+        return None
+    p50, p99 = np.percentile(recent, (50, 99))
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def _attained(verdicts: deque[tuple[float, str, bool]], since: float) -> list[dict[str, Any]]:
+    met: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for at, name, ok in tuple(verdicts):
+        if at >= since:
+            count[name] += 1
+            met[name] += ok
+    return [{"class": n, "met": met[n], "count": count[n]} for n in sorted(count)]

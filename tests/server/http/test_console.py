@@ -1,0 +1,148 @@
+"""The console: a page, and what it is fed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.client import Client
+from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.kinds import CacheKind, Direction
+from jaxserve.sched.pool_map import BlockUse, pool_map
+from jaxserve.sched.request import NO_CLASS, Tier
+from jaxserve.server.http.console import PAGE
+from jaxserve.server.http.live_feed import STEPS, Limits, LiveFeed, decision
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import INFO, FakeEngine, step_stats
+from tests.server.http.conftest import Plain
+
+
+def events(plain: Plain) -> Iterator[dict[str, Any]]:
+    connection = plain.connect()
+    connection.request("GET", "/console/events")
+    response = connection.getresponse()
+    assert response.getheader("content-type", "").startswith("text/event-stream")
+    try:
+        while line := response.readline():
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+    finally:
+        connection.close()
+
+
+def test_the_page_needs_nothing_from_elsewhere(plain: Plain) -> None:
+    connection = plain.connect()
+    connection.request("GET", "/")
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert response.status == 200 and response.getheader("content-type", "").startswith("text/html")
+    policy = response.getheader("content-security-policy", "")
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", text)
+    assert "http://" not in text and "https://" not in text
+    assert plain.call("GET", "/console/info")[1]["model"] == INFO.model
+
+
+def test_the_page_shows_what_the_events_have(plain: Plain) -> None:
+    """Each name that the script takes of a snapshot is there, and each place it fills."""
+    text = PAGE.read_text()
+    (snapshot,) = (each for each, _ in zip(events(plain), range(1), strict=False))
+    taken = set(re.findall(r"\bstate\.(\w+)", text.replace("#state.off", "")))
+    assert taken <= set(snapshot), taken - set(snapshot)
+    assert set(re.findall(r"\bstate\.pool\.(\w+)", text)) <= set(snapshot["pool"])
+    places = set(re.findall(r"\$\(\"([\w-]+)\"\)", text))
+    assert places <= set(re.findall(r"id=\"([\w-]+)\"", text))
+
+
+def test_values_change_while_load_runs(plain: Plain, engine: FakeEngine, server: Server) -> None:
+    with Client(server.address) as client:
+        stream = iter(client.generate("Hi", max_tokens=3, tier="best_effort"))
+        engine.wait(lambda: engine.live)
+        engine.step()
+        next(stream)
+        feed = events(plain)
+        first = next(feed)
+        assert (first["running"], first["seen"]) == (1, 1)
+        row = {"tier": "best_effort", "class": NO_CLASS, "running": 1, "waiting": 0}
+        assert first["requests"] == [row]
+        assert first["pool"]["map"].startswith("110") and len(first["pool"]["map"]) == 1024
+        assert first["steps"] == [[0, 0, 0, 0, 0]] or first["steps"][0][0] >= 0
+        engine.step(2)
+        list(stream)
+        later = next(feed)
+        while later["running"]:
+            later = next(feed)
+        assert later["seen"] == 2 and later["pool"]["map"] == "0" * 1024
+        feed.close()  # type: ignore[attr-defined]
+
+
+def test_the_events_end_with_the_server(plain: Plain, engine: FakeEngine) -> None:
+    feed = events(plain)
+    assert next(feed)["closed"] is None
+    engine.fail(RuntimeError("out of luck"))
+    *_, last = feed
+    assert "out of luck" in last["closed"]
+
+
+def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
+    engine = FakeEngine()
+    feed = LiveFeed(engine, Limits(16, 512))
+    assert feed.snapshot()["decision"] == "Nothing has been served yet."
+    assert feed.snapshot()["ttft_ms"] is None
+    for rows in range(1, STEPS + 10):
+        feed.on_step(step_stats(rows))
+    feed.on_first_token(0.5, Tier.REALTIME)
+    for tbt in (0.010, 0.020, 0.030):
+        feed.on_inter_token(tbt, Tier.REALTIME)
+    snapshot = feed.snapshot()
+    assert len(snapshot["steps"]) == STEPS and snapshot["seen"] == STEPS + 9
+    assert snapshot["steps"][-1] == [STEPS + 9, 0, 0, 0, 0]
+    assert snapshot["ttft_ms"] == {"p50": 500.0, "p99": 500.0}
+    assert snapshot["tbt_ms"]["p50"] == pytest.approx(20.0)
+    assert snapshot["tokens_per_s"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "free", "rows", "tokens", "says"),
+    [
+        (0, 500, 4, 4, "nobody else waits"),
+        (3, 500, 4, 512, "the batch is full, 3 wait"),
+        (1, 500, 16, 20, "all 16 rows are taken, 1 waits"),
+        (2, 3, 4, 20, "the pool is full, 2 wait"),
+        (2, 500, 4, 20, "the policy holds back, 2 wait"),
+    ],
+)
+def test_why_no_more_were_in_the_batch(
+    waiting: int, free: int, rows: int, tokens: int, says: str
+) -> None:
+    stats = dataclasses.replace(FakeEngine().stats(), waiting=waiting, blocks_free=free)
+    step = dataclasses.replace(
+        step_stats(rows), num_decodes=0, num_decode_tokens=0, num_prefill_tokens=tokens
+    )
+    line = decision(step, stats, Limits(16, 512))
+    assert line.endswith(f": {says}")
+    assert line.startswith(f"{tokens} prompt tokens (8.0 ms, predicted 9.0)")
+
+
+def test_a_map_of_the_pool() -> None:
+    pool = BlockPool(16, 4, max_owners=4, width=4)
+    tier = np.array([Tier.REALTIME, Tier.BEST_EFFORT, Tier.REALTIME, Tier.REALTIME])
+    pool.open(0, CacheKind.KV)
+    pool.grow(0, 5)  # two blocks a plane
+    pool.open(1, CacheKind.KV, Direction.RIGHT)
+    pool.grow(1, 4)
+    pool.open(2, CacheKind.HIDDEN)
+    pool.grow(2, 4)
+    uses = pool_map(pool, tier)
+    keys, values = pool.blocks_of(0)
+    assert (uses[keys] == BlockUse.K_REALTIME).all() and (uses[values] == BlockUse.V_REALTIME).all()
+    (key,), (value,) = pool.blocks_of(1)
+    assert uses[key] == BlockUse.K_BEST_EFFORT and uses[value] == BlockUse.V_BEST_EFFORT
+    assert (uses[pool.blocks_of(2)] == BlockUse.HIDDEN_REALTIME).all()
+    assert np.count_nonzero(uses == BlockUse.FREE) == pool.num_free == 16 - 4 - 2 - 1
