@@ -9,8 +9,9 @@ Numbers are means over the turns with 95% confidence intervals (Student's t).
 
 The requests are AccelGen's mix (section 3.1: Alpaca, ShareGPT, and 35% from BookCorpus), their
 lengths over --scale, and the prompts from BookCorpus over what makes the longest of them fit.
-Targets are multiples of what this machine takes, measured first: of a request's own prompt alone
-for its first token, of a decode step alone for the time between tokens, of both for the whole.
+Targets are multiples of what this machine takes, measured first, with the policy that is fastest
+at it: of a request's own prompt alone for its first token, of a decode step alone for the time
+between tokens, of both for the whole.
 Which class a request has is drawn, whatever its length. They come at --load times the highest rate
 at which any of the policies serves the first turn's when all of them wait at once.
 
@@ -45,7 +46,7 @@ from jaxserve.simulate import spread
 POLICIES = ("accelgen:long=160", "sarathi", "vllm", "edf")
 MIX = {"alpaca": 0.325, "sharegpt": 0.325, "bookcorpus": 0.35}  # shares of the requests
 DOCUMENTS = "bookcorpus"
-NUM_BLOCKS, LONGEST = 128, 512  # of the pool; tokens of a request
+NUM_BLOCKS, LONGEST = 256, 512  # of the pool, four of the longest requests; tokens of a request
 SHORT, ALONE, OUTPUT = 16, 5, 32  # what is measured alone: a short prompt, how often, tokens out
 
 
@@ -77,13 +78,19 @@ class Alone:
     tpot: float
 
     @classmethod
-    def measured(cls, target: Target, longest: int, seed: int) -> Alone:
-        """On that target, medians of a few requests. longest: tokens of a request."""
+    def measured(cls, targets: Sequence[Target], longest: int, seed: int) -> Alone:
+        """On the fastest of the targets, medians of a few requests. longest: tokens of a
+        request."""
         lengths = (SHORT, longest - OUTPUT)
-        found = [runs.latency(target, ALONE, length, OUTPUT, seed) for length in lengths]
-        short, long = (one["ttft_ms"]["median"] / 1e3 for one in found)
-        tpot = statistics.median(one["tpot_ms"]["median"] for one in found) / 1e3
-        return cls(lengths, (short, max(short, long)), tpot)
+        found = [
+            [runs.latency(target, ALONE, length, OUTPUT, seed) for target in targets]
+            for length in lengths
+        ]
+        ttft, tpot = (
+            [min(one[name]["median"] for one in same) / 1e3 for same in found]
+            for name in ("ttft_ms", "tpot_ms")
+        )
+        return cls(lengths, (ttft[0], max(ttft)), statistics.mean(tpot))
 
     def prompts(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds to the first token of prompts of so many tokens, between the measured ones in a
@@ -188,8 +195,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
     with engines(configs, [at_once], args.seed) as serving:
         targets = {name: EngineTarget(engine) for name, engine in serving.items()}
-        first = targets[args.policies[0]]
-        alone = Alone.measured(first, args.longest, args.seed)
+        alone = Alone.measured(list(targets.values()), args.longest, args.seed)
         capacity = {
             name: runs.load(target, at_once, args.seed)["finished_per_s"]
             for name, target in targets.items()
@@ -198,7 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for turn, name in in_turns(args.policies, args.repeats):
             load = workload(args, turn, alone, rate)
             results[name].append(runs.load(targets[name], load, args.seed + turn))
-        info = first.info()
+        info = targets[args.policies[0]].info()
     return {
         "command": "slo",
         "workload": asked,
