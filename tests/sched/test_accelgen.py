@@ -157,38 +157,9 @@ def test_best_effort_requests_come_last_unless_they_name_targets() -> None:
     assert run.ended == [high, named, low]
 
 
-def test_urgent_requests_take_memory_from_whoever_has_most_time() -> None:
-    run = drive(m=20)
-    some, most = run.add(8, 9, ttft=90.0, tbt=20.0), run.add(8, 9, ttft=90.0, tbt=30.0)
-    run.step()
-    urgent = run.add(10, 3, ttft=1.5)
-    assert run.step() == {some: 1, urgent: 10} and run.preempted == [most]
-
-
-def test_whoever_is_late_or_not_urgent_takes_no_memory() -> None:
-    run = drive(m=20)
-    rows = [run.add(8, 9, **LATER) for _ in range(2)]
-    run.step()
-    late, calm = run.add(10, 3, ttft=0.5), run.add(10, 3, ttft=50.0)
-    assert run.step() == dict.fromkeys(rows, 1) and not run.preempted
-    assert run.table.computed[[late, calm]].tolist() == [0, 0]
-
-
-def test_nobody_is_preempted_for_urgent_ones_again_and_again() -> None:
-    run = drive(m=20, pivot=20)
-    low = run.add(12, 8, tier=BEST)
-    for number in range(6):
-        now = 10.0 * number
-        run.step(now)
-        run.add(15, 1, arrival=now, ttft=1.65)
-        run.step(now)
-    assert run.preempted == [low] * 3
-    run.to_the_end()
-
-
 def test_a_job_that_lost_its_cache_may_wait_for_less() -> None:
     """Of 40 s T_e is 8 x 1 s at first; of the 37 that are left, it is 7 x 0.8 s."""
-    run = drive(m=20)
+    run = drive("accelgen:paced=true", m=20)
     job = run.add(8, 7, jct=40.0)
     run.step()
     assert isinstance(run.policy, AccelGen)
@@ -203,37 +174,17 @@ def test_a_job_that_lost_its_cache_may_wait_for_less() -> None:
     assert again == pytest.approx(3 + (37 - 7 * 0.8) / 7)
 
 
-def test_decodes_without_blocks_take_them_from_whoever_has_most_time() -> None:
-    run = drive(m=15)
-    rows = [run.add(5, 9, ttft=90.0, tbt=tbt) for tbt in (20.0, 30.0, 10.0)]
-    run.step()
-    assert run.step() == {rows[0]: 1, rows[2]: 1} and run.preempted == [rows[1]]
-
-
 @pytest.mark.parametrize("late_last", [True, False])
 def test_the_late_may_come_last(late_last: bool) -> None:
     run = drive(c=10, late_last=late_last)
     lost, early = run.add(9, 1, ttft=0.2), run.add(10, 1, ttft=1.9)
-    first = run.step(0.5)
-    assert first == ({early: 10} if late_last else {lost: 9, early: 1})
+    assert run.step(0.5) == ({early: 10} if late_last else {lost: 9, early: 1})
 
 
-def test_a_long_prompt_takes_the_blocks_there_are() -> None:
-    run = drive(m=30, long=20)
-    first = run.add(8, 3, **LATER)
-    run.step()
-    long = run.add(25, 2, **LATER)
-    assert run.step() == {first: 1, long: 21}
-    run.to_the_end()
-
-
-def test_starts_leave_the_watermark_while_others_run() -> None:
-    run = drive(m=20, watermark=0.3)
-    first, second = run.add(8, 3, **LATER), run.add(7, 3, **LATER)
-    assert run.step() == {first: 8}
-    assert run.step() == {first: 1}
-    assert run.step() == {first: 1} and run.ended == [first]
-    assert run.step() == {second: 7}
+def test_the_late_come_behind_those_who_can_wait() -> None:
+    run = drive(c=10)
+    lost, calm = run.add(9, 1, ttft=0.2), run.add(6, 1, **LATER)
+    assert run.step(0.5) == {calm: 6, lost: 4}
 
 
 def test_a_step_on_the_device_counts_as_over() -> None:
@@ -259,9 +210,10 @@ def jct_jobs(case: Case) -> list[dict[str, float]]:
 
 
 VARIANTS = ("accelgen", "accelgen_nochunk", "accelgen_noorder", "accelgen_nobatch")
+SETTINGS = ("late_last=false", "sparing=false", "paced=true", "gamma=9")
 
 
-@pytest.mark.parametrize("policy", [*VARIANTS, "accelgen:late_last=false", "accelgen:gamma=9"])
+@pytest.mark.parametrize("policy", [*VARIANTS, *(f"accelgen:{setting}" for setting in SETTINGS)])
 @settings(quick, max_examples=25)
 @given(case=cases, long=st.sampled_from((2, 8, 100)), tenths=st.booleans())
 def test_everything_ends_and_one_long_prompt_is_under_way(

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policies.accelgen.allowance import Allowances
+from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import Filling
+from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
 from jaxserve.sched.policies.accelgen.room import Room
@@ -44,8 +45,11 @@ class AccelGen(Policy):
     remaining time within which those who start are chosen from. pivot: forward size S_pf, tokens;
     None to find it. watermark: share of the pool that starts leave free while others run.
 
-    late_last: whether urgent prompts that can no longer meet their targets come behind those that
-    can. More of them do then in an overload, and the late ones wait for its end.
+    late_last: whether urgent prompts that can no longer meet their targets come behind all others.
+    More of them do then in an overload, and the late ones wait for its end. sparing: whether urgent
+    requests take memory only from those who have missed a target, or miss none without their
+    caches, not from whoever has most time left. paced: whether the time that a job may wait is
+    spread evenly over its iterations, instead of all of it being there until it is gone.
 
     chunked, ordering, euclidean: the three parts of the design; without them prompts are whole, in
     order of arrival, and start in that order.
@@ -60,12 +64,15 @@ class AccelGen(Policy):
     pivot: int | None = None
     watermark: float = 0.01
     late_last: bool = True
+    sparing: bool = True
+    paced: bool = False
     chunked: bool = True
     ordering: Ordering = Ordering.SLO
     euclidean: bool = True
     _gauge: Gauge = field(init=False, repr=False, compare=False)
     _seen: Seen = field(init=False, repr=False, compare=False)
     _allowances: Allowances = field(init=False, repr=False, compare=False)
+    _missed: Missed = field(init=False, repr=False, compare=False)
     counts_blocks = True
 
     def __post_init__(self) -> None:
@@ -83,6 +90,7 @@ class AccelGen(Policy):
         object.__setattr__(self, "_gauge", Gauge(self.pivot))
         object.__setattr__(self, "_seen", Seen())
         object.__setattr__(self, "_allowances", Allowances())
+        object.__setattr__(self, "_missed", Missed())
 
     @property
     def full_prefill(self) -> bool:
@@ -96,7 +104,7 @@ class AccelGen(Policy):
         work = self._ranked(view, clock, pivot, longest)
         batch = Batch(view)
         runs = work[~work.starts]
-        room = Room(view, batch, runs.rows, runs.key, self.watermark)
+        room = Room(view, batch, runs, self.watermark)
         filling = Filling(batch, room, pivot, chunked=self.chunked)
         decodes, prompts = runs[runs.decodes], work[~work.decodes]
         if len(decodes):
@@ -113,16 +121,23 @@ class AccelGen(Policy):
         work = Work.of(view, rows, table.arrival[rows], table.prompt_len[rows] >= self.long)
         parts = self._chunks(work.tokens, pivot)
         slo = Targets(self.ttft, self.tbt).of(view, rows)
-        time = left(view, rows, slo, clock)
-        loss = self._seen.loss
-        due = self._allowances.due(view, rows, parts, clock, longest, loss) - clock
-        job = np.where(due >= -longest, np.maximum(due, 0.0) + longest, np.inf)
-        limit = np.minimum(time / parts, job)
-        late = np.where(work.decodes, slo, np.inf)
+        time, loss = left(view, rows, slo, clock), self._seen.loss
+        slack = wait = laxity(view, rows, parts, clock, longest, loss)
+        if self.paced:
+            wait = self._allowances.due(view, rows, parts, clock, longest, loss) - clock
+        job = np.where(wait >= -longest, np.maximum(wait, 0.0) + longest, np.inf)
         key = work.key
         if self.ordering is Ordering.SLO:
-            key = np.minimum(time - parts * longest, due)
-        work = _one_long(replace(work, key=key, limit=limit, late=late))
+            key = np.minimum(time - parts * longest, wait)
+        lost, spare = self._missed.read(view, rows, clock), key
+        if self.ordering is Ordering.SLO and self.sparing:
+            again = self._chunks(work.tokens + work.start, pivot) * longest
+            out = longest + self._seen.absence  # which a job's laxity has in it
+            spare = np.minimum(time - out, slack + parts * longest) - again
+            spare = np.where(lost, np.inf, np.where(spare > 0, spare, -np.inf))
+        late = np.where(work.decodes, slo, np.inf)
+        limit = np.minimum(time / parts, job)
+        work = _one_long(replace(work, key=key, limit=limit, late=late, spare=spare, lost=lost))
         return work[np.argsort(work.key, kind="stable")]
 
     def _chunks(self, pending: np.ndarray, pivot: Pivot) -> np.ndarray:
@@ -136,9 +151,14 @@ class AccelGen(Policy):
         urgent = prompts.key <= longest
         if self.ordering is Ordering.FIFO:
             urgent[:] = False
+        late = prompts[:0]
         if self.late_last:
             order = np.argsort(urgent & ~savable, kind="stable")
             prompts, savable, urgent = prompts[order], savable[order], urgent[order]
+            # Whole prompts would not fit into what the others leave of the time.
+            behind = urgent & ~savable & prompts.starts & self.chunked
+            late, rest = prompts[behind], ~behind
+            prompts, savable, urgent = prompts[rest], savable[rest], urgent[rest]
         now, limit = prompts[urgent], filling.limit
         if self.chunked:
             filling.limit = min(limit, float(now.limit.min(initial=np.inf)))
@@ -154,6 +174,9 @@ class AccelGen(Policy):
             filling.choose(others, self.gamma)
         elif starts:
             filling.fill(others)
+        if starts:
+            filling.room.leave_growth()
+            filling.fill(late)
 
     def _booked(self, view: View, batch: Batch, room: Room, clock: float) -> BatchPlan:
         """The plan, and what the next one has to know of it."""
@@ -168,11 +191,11 @@ class AccelGen(Policy):
 
 def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.ndarray]:
     """The work, whose limits hold only where they can be met beside the batch with so many tokens
-    of it now, int64 [n]; and where that is so, bool [n]."""
+    of it now, int64 [n]; and who will be in time, bool [n]."""
     seconds = batch.with_each(replace(work, tokens=tokens))
     met = seconds <= work.limit
     otherwise = np.where(seconds <= work.late, work.late, np.inf)
-    return replace(work, limit=np.where(met, work.limit, otherwise)), met
+    return replace(work, limit=np.where(met, work.limit, otherwise)), met & ~work.lost
 
 
 def _one_long(work: Work) -> Work:

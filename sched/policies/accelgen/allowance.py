@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.sched.policies.accelgen.columns import NOBODY, follow
 from jaxserve.sched.policy import View
 
-NOBODY = -1
 ENOUGH = 32  # outputs that must have ended before their lengths tell
 
 
@@ -26,6 +26,28 @@ def tokens_ahead(view: View, rows: np.ndarray) -> np.ndarray:
     if lengths.count < ENOUGH:
         return most
     return np.minimum(lengths.expected(generated) - generated, most)
+
+
+def laxity(
+    view: View, rows: np.ndarray, chunks: np.ndarray, clock: float, longest: float, loss: float
+) -> np.ndarray:
+    """Seconds that each may wait, all of its iterations together, JCT - T_w - T_e, float64 [n]; inf
+    without such a target. chunks: N_ck of each; longest: T_max; loss: P_max P."""
+    table = view.table
+    found = np.full(len(rows), np.inf)
+    some = np.flatnonzero(table.jct[rows] < np.inf)
+    if len(some):
+        jobs = rows[some]
+        takes = _takes(view, jobs, chunks[some], longest, loss)
+        found[some] = table.arrival[jobs] + table.jct[jobs] - clock - takes
+    return found
+
+
+def _takes(
+    view: View, rows: np.ndarray, chunks: np.ndarray, longest: float, loss: float
+) -> np.ndarray:
+    """T_e of each, float64 [n], seconds."""
+    return chunks * longest + np.maximum(tokens_ahead(view, rows), 1.0) * (longest + loss)
 
 
 class Allowances:
@@ -72,10 +94,9 @@ class Allowances:
     ) -> None:
         table = view.table
         ahead = np.maximum(tokens_ahead(view, rows), 1.0)
-        takes = chunks * longest + ahead * (longest + loss)
         new = (table.computed[rows] == 0) & (table.preemptions[rows] == 0)
         begin = np.where(new, table.arrival[rows], clock)
-        left = chunks + ahead
+        left, takes = chunks + ahead, _takes(view, rows, chunks, longest, loss)
         share = (table.arrival[rows] + table.jct[rows] - begin - takes) / left
         self._seq[rows], self._left[rows] = table.seq[rows], left
         self._share[rows], self._due[rows] = share, begin + share
@@ -91,9 +112,7 @@ class Allowances:
         self._seq[[row for row in rows if row < len(self._seq)]] = NOBODY
 
     def _follow(self, rows: int) -> None:
-        more = rows - len(self._seq)
-        if more > 0:
-            self._seq = np.append(self._seq, np.full(more, NOBODY))
-            self._due, self._share, self._left = (
-                np.append(column, np.zeros(more)) for column in (self._due, self._share, self._left)
-            )
+        self._seq = follow(self._seq, rows, NOBODY)
+        self._due, self._share, self._left = (
+            follow(column, rows, 0.0) for column in (self._due, self._share, self._left)
+        )

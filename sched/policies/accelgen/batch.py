@@ -20,7 +20,8 @@ class Work:
     start: cached before; reserve: cache tokens to have room for; new: free blocks that this takes;
     decodes, starts, long: bool, which ones have one token pending, hold no cache yet, and take
     blocks for a chunk at a time. key: seconds, the least is the most urgent; limit: how long the
-    step may take for it; late: the same where that cannot be met."""
+    step may take for it; late: the same where that cannot be met; spare: seconds that it may be
+    without its cache; lost: bool, whether it cannot be in time any more."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -33,6 +34,8 @@ class Work:
     key: np.ndarray
     limit: np.ndarray
     late: np.ndarray
+    spare: np.ndarray
+    lost: np.ndarray
 
     @classmethod
     def of(cls, view: View, rows: np.ndarray, key: np.ndarray, long: np.ndarray) -> Work:
@@ -51,6 +54,8 @@ class Work:
             key,
             np.full(len(rows), np.inf),
             np.full(len(rows), np.inf),
+            np.full(len(rows), np.inf),
+            np.zeros(len(rows), bool),
         )
 
     @classmethod

@@ -16,40 +16,45 @@ MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from
 
 class Room:
     """free: blocks. slots: requests that may yet hold cache. dropped: rows that lose theirs.
-    running: all that hold cache, the most urgent first, and key: seconds, of each of them."""
+    running: all that hold cache, the most urgent first. Who loses it first is who can spare it for
+    longest, of such the least urgent."""
 
-    def __init__(
-        self, view: View, batch: Batch, running: np.ndarray, key: np.ndarray, watermark: float
-    ) -> None:
+    def __init__(self, view: View, batch: Batch, running: Work, watermark: float) -> None:
         self.view, self._batch = view, batch
         self.free = view.pool.num_free
         self.slots = view.limits.max_rows - len(running)
         self.dropped: list[int] = []
-        self._running, self._key = running, key
+        running = running[np.argsort(running.spare, kind="stable")]
+        self._running, self._spare = running.rows, running.spare
         self._taken = np.zeros(view.table.capacity, np.int64)  # by row: blocks in this plan
         self._holders = len(running)
         self._watermark = int(watermark * view.pool.num_blocks)
+        self._growth = 0  # blocks that starts leave to each that runs
 
     @property
     def startable(self) -> int:
-        """Free blocks, but for the watermark."""
-        return max(self.free - self._watermark, 0)
+        """Free blocks, but for those that whoever starts leaves."""
+        return max(self.free - self._watermark - self._growth * self._holders, 0)
+
+    def leave_growth(self) -> None:
+        """From now on whoever starts leaves everybody who runs another block of tokens."""
+        self._growth = PLANES[KV]
 
     def fit(self, work: Work) -> int:
-        """How many of them, in order, find blocks and a place. The only one to hold cache leaves no
-        watermark."""
+        """How many of them, in order, find blocks and a place. Long prompts leave as much as
+        starts do, the only one to hold cache nothing."""
         need = np.cumsum(work.new)
-        ok = need <= np.where(work.starts, self.free - self._watermark, self.free)
+        ok = need <= np.where(work.starts | work.long, self.startable, self.free)
         ok &= ~work.starts | (np.cumsum(work.starts) <= self.slots)
-        if len(work) and not self._holders:
+        if len(work) and self._alone(work)[0]:
             ok[0] = need[0] <= self.free
         return prefix(ok)
 
     def tokens(self, work: Work) -> np.ndarray:
-        """Tokens that each could compute in the blocks that it has and all that are free to it,
-        int64 [n]."""
+        """Tokens that each long prompt could compute in the blocks that it has and all that are
+        free to it, int64 [n]."""
         pool = self.view.pool
-        free = np.where(work.starts, self.startable, self.free) // PLANES[KV]
+        free = np.where(self._alone(work), self.free, self.startable) // PLANES[KV]
         return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
 
     def take(self, work: Work) -> None:
@@ -77,9 +82,9 @@ class Room:
         return work
 
     def make(self, one: Work) -> bool:
-        """Preempts those that are less urgent than this request, the least urgent first, until it
-        finds blocks and a place; nobody if that is not enough. Whether it does now."""
-        ok = (self._key > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
+        """Preempts those that can spare their caches for longer than this request can wait, until
+        it finds blocks and a place; nobody if that is not enough. Whether it does now."""
+        ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
         ok &= ~self.is_out(self._running)
         victims = self._running[ok][::-1]
         have = self.free + np.cumsum(self.view.pool.blocks_held(victims) + self._taken[victims])
@@ -91,6 +96,10 @@ class Room:
         for row in victims[:count].tolist():
             self._drop(row)
         return self.fit(one) == 1
+
+    def _alone(self, work: Work) -> np.ndarray:
+        """Whether nobody else holds cache, bool [n]."""
+        return np.asarray(self._holders == ~work.starts)
 
     def is_out(self, rows: np.ndarray) -> np.ndarray:
         """Which of them lose their caches in this plan, bool [n]."""

@@ -45,7 +45,12 @@ class Seen:
         each token."""
         if not self._tokens:
             return 0.0
-        return max(self._absences, default=0.0) * self._losses / self._tokens
+        return self.absence * self._losses / self._tokens
+
+    @property
+    def absence(self) -> float:
+        """P_max, seconds: the longest absence of a preempted request lately."""
+        return max(self._absences, default=0.0)
 
     def in_flight(self, view: View) -> float:
         """Seconds until the step on the device ends, all of it; 0 where no token is to come."""
