@@ -138,6 +138,13 @@ def test_the_best_setting_is_the_one_with_most_in_time(number: str) -> None:
     assert trial.best(found, "fastgen", "OPT-13B") is None
 
 
+def test_a_search_finds_no_less_than_the_others_and_no_more_than_its_bound() -> None:
+    case = replace(CASE, requests=4, ease=10.0)
+    found = run(replace(case, policy="oracle:runs=2:portfolio=quick", budget=0))
+    assert found.bound >= found.met >= run(case).met > 0
+    assert run(case).bound == 0
+
+
 def test_one_slo_for_all_is_a_budget() -> None:
     place = PLACES["OPT-13B"]
     for slo in (0.2, 1.0):
