@@ -12,7 +12,6 @@ from jaxserve.experiments.accelgen.case import (
     BATCH_TOKENS,
     LONG,
     SloCase,
-    SloNumbers,
     jct_targets,
     limits_of,
     run,
@@ -23,7 +22,7 @@ from jaxserve.experiments.accelgen.introduction import implied_output, saturatio
 from jaxserve.experiments.accelgen.measured import budget_of
 from jaxserve.experiments.accelgen.places import PLACES
 from jaxserve.experiments.accelgen.requests import EXCLUSIVE, READING, prefill_seconds
-from jaxserve.experiments.accelgen.tuned import Tuned, best, choices, trials
+from jaxserve.experiments.accelgen.tuned import Trial, Tuned, choices
 from jaxserve.sched.registry import make_policy
 
 CASE = SloCase("sarathi", "OPT-13B", 1.0, 768, requests=12)
@@ -121,22 +120,29 @@ def test_plans_are_timed_where_that_is_asked_for() -> None:
     assert replace(timed, plan=0.0, plan_p99=0.0) == plain
 
 
-def numbers(goodput: float) -> SloNumbers:
-    return replace(run(replace(CASE, requests=2)), goodput=goodput)
-
-
-def test_the_best_setting_is_the_one_with_most_tokens_in_time() -> None:
-    assert best({}, "vllm", "OPT-13B", 2.0, 5) == Tuned("vllm")
-    runs = trials("fastgen", "OPT-13B", 2.0, 5)
+@pytest.mark.parametrize("number", ["goodput", "met"])
+def test_the_best_setting_is_the_one_with_most_in_time(number: str) -> None:
+    trial = Trial(2.0, 5, 10.0, number)
+    assert trial.best({}, "vllm", "OPT-13B") == Tuned("vllm")
+    runs = trial.runs("fastgen", "OPT-13B")
     assert {chosen.budget for chosen in runs} >= {128, PLACES["OPT-13B"].pivot, 2048}
     assert tuple(runs) == choices("fastgen", "OPT-13B")
-    found = {case: numbers(float(n)) for n, case in enumerate(runs.values())}
+    assert {(case.rate, case.requests, case.ease) for case in runs.values()} == {(2.0, 5, 10.0)}
+    plain = run(replace(CASE, requests=2))
+    found = {case: replace(plain, **{number: float(n)}) for n, case in enumerate(runs.values())}
     wanted = list(runs)[3]
-    assert best(found, "fastgen", "OPT-13B", 2.0, 5) == list(runs)[-1]
-    found[runs[wanted]] = numbers(1e6)
-    assert best(found, "fastgen", "OPT-13B", 2.0, 5) == wanted
+    assert trial.best(found, "fastgen", "OPT-13B") == list(runs)[-1]
+    found[runs[wanted]] = replace(plain, **{number: 1e6})
+    assert trial.best(found, "fastgen", "OPT-13B") == wanted
     del found[runs[wanted]]
-    assert best(found, "fastgen", "OPT-13B", 2.0, 5) is None
+    assert trial.best(found, "fastgen", "OPT-13B") is None
+
+
+def test_a_search_finds_no_less_than_the_others_and_no_more_than_its_bound() -> None:
+    case = replace(CASE, requests=4, ease=10.0)
+    found = run(replace(case, policy="oracle:runs=2:portfolio=quick", budget=0))
+    assert found.bound >= found.met >= run(case).met > 0
+    assert run(case).bound == 0
 
 
 def test_one_slo_for_all_is_a_budget() -> None:

@@ -62,7 +62,7 @@ class Compared(Part):
         """Each policy at its best, and what says which that is."""
         for model in self.scale.models:
             for name in OTHERS:
-                yield from self.trials(name, model).values()
+                yield from self.trial(model).runs(name, model).values()
         for model, rate in self.points():
             for name in (ACCELGEN, *OTHERS):
                 yield from self.seeds(results, name, model, rate)

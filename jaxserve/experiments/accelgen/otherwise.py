@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.experiments.accelgen.case import SloCase, SloResults
-from jaxserve.experiments.accelgen.setting import ACCELGEN, COLUMNS, OTHERS, Part, lines
+from jaxserve.experiments.accelgen.setting import ACCELGEN, COLUMNS, EASE, OTHERS, Part, lines
 from jaxserve.experiments.common.claims import Section
 
-EASE = 10.0
 MET = ("TBT, %", "tbt", ".1f", 100.0), ("all targets, %", "slo", ".1f", 100.0)
 
 
@@ -52,8 +51,9 @@ class Reachable(Part):
     def cases(self, results: SloResults) -> Iterator[SloCase]:
         """At rates that can be served, or nearly."""
         for model in self.scale.models:
-            for rate in self._rates(model):
-                for name in (ACCELGEN, *OTHERS):
+            for name in (ACCELGEN, *OTHERS):
+                yield from self.trial(model, EASE).runs(name, model).values()
+                for rate in self._rates(model):
                     yield from self._of(results, name, model, rate)
 
     def section(self, results: SloResults, figures: Path) -> Section:
@@ -77,4 +77,4 @@ class Reachable(Part):
         return self.scale.rates(model)[:2]
 
     def _of(self, results: SloResults, name: str, model: str, rate: float) -> list[SloCase]:
-        return self.seeds(results, name, model, rate, ease=EASE)
+        return self.seeds(results, name, model, rate, EASE)

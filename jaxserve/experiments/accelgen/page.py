@@ -24,6 +24,7 @@ from jaxserve.experiments.accelgen.introduction import paragraphs
 from jaxserve.experiments.accelgen.measured import Measured
 from jaxserve.experiments.accelgen.otherwise import Printed, Reachable
 from jaxserve.experiments.accelgen.planned import Planned
+from jaxserve.experiments.accelgen.searched import Searched
 from jaxserve.experiments.accelgen.sensitive import Alone, Sensitive
 from jaxserve.experiments.accelgen.setting import QUICK, Part, Scale
 from jaxserve.experiments.accelgen.tuning import Settings
@@ -43,6 +44,7 @@ PARTS: tuple[type[Part], ...] = (
     Alone,
     Printed,
     Reachable,
+    Searched,
 )
 
 

@@ -48,6 +48,7 @@ class Searched(Part):
         for model, ease in self.points():
             yield from self._found(model, ease)
             for name in (ACCELGEN, *OTHERS):
+                yield from self.trial(model, ease).runs(name, model).values()
                 yield from self._of(results, name, model, ease)
 
     def section(self, results: SloResults, figures: Path) -> Section:
@@ -91,7 +92,7 @@ class Searched(Part):
 
     def _of(self, results: SloResults, name: str, model: str, ease: float) -> list[SloCase]:
         count = self.scale.searched
-        return self.seeds(results, name, model, self._rate(model), requests=count, ease=ease)
+        return self.seeds(results, name, model, self._rate(model), ease, requests=count)
 
     def _found(self, model: str, ease: float) -> list[SloCase]:
         chosen, count = Tuned(f"oracle:runs={self.scale.searches}"), self.scale.searched

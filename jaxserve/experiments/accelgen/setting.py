@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.experiments.accelgen.case import SloCase, SloResults
-from jaxserve.experiments.accelgen.tuned import Tuned, best, trials
+from jaxserve.experiments.accelgen.tuned import Trial, Tuned
 from jaxserve.experiments.common.claims import Section, table
 from jaxserve.experiments.common.seeds import over
 
@@ -20,7 +20,8 @@ RATES = {
     "OPT-175B": (0.25, 0.5, 1.0, 8.0),
     "Llama-3-70B": (0.35, 0.7, 1.4, 8.0),
 }
-TUNED_AT = 2  # of RATES
+EASE = 10.0  # times the TTFTs of the paper
+SERVED, LOADED = 1, 2  # of RATES
 ACCELGEN = "accelgen"
 PAPERS = ("sarathi", "vllm", "fastgen", "orca", "fastserve")  # that it is compared with there
 OURS = ("edf", "infermax")  # that are not in the paper
@@ -62,7 +63,7 @@ class Scale:
     plans: int = 60
     searched: int = 24
     searches: int = 200
-    eases: tuple[float, ...] = (1.0, 10.0)
+    eases: tuple[float, ...] = (1.0, EASE)
 
     def rates(self, model: str) -> tuple[float, ...]:
         """Requests/s, ascending."""
@@ -92,21 +93,25 @@ class Part(ABC):
         """Of the page; its charts are written into the folder `figures`. results: of all that any
         part asked for in `cases`."""
 
-    def trials(self, name: str, model: str) -> dict[Tuned, SloCase]:
-        """The runs that say how the policy serves best there."""
-        return trials(name, model, RATES[model][TUNED_AT], self.scale.requests)
-
-    def tuned(self, results: SloResults, name: str, model: str) -> Tuned | None:
-        """The policy as it serves best there; None until that is known."""
-        return best(results, name, model, RATES[model][TUNED_AT], self.scale.requests)
+    def trial(self, model: str, ease: float = 1.0) -> Trial:
+        """With TTFTs that hardly anybody meets: most tokens in time under load; with others: most
+        requests within all of their targets where they can be served."""
+        at, number = (LOADED, "goodput") if ease == 1 else (SERVED, "met")
+        return Trial(RATES[model][at], self.scale.requests, ease, number)
 
     def seeds(
-        self, results: SloResults, name: str, model: str, rate: float, **more: object
+        self,
+        results: SloResults,
+        name: str,
+        model: str,
+        rate: float,
+        ease: float = 1.0,
+        **more: object,
     ) -> list[SloCase]:
         """One a seed, with the policy as it serves best; none until that is known. more: fields of
         the case."""
-        chosen = self.tuned(results, name, model)
-        return [] if chosen is None else self.traces(chosen, model, rate, **more)
+        chosen = self.trial(model, ease).best(results, name, model)
+        return [] if chosen is None else self.traces(chosen, model, rate, ease=ease, **more)
 
     def traces(self, chosen: Tuned, model: str, rate: float, **more: object) -> list[SloCase]:
         """The same with the policy as it is given."""

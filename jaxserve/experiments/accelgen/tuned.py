@@ -37,22 +37,33 @@ def choices(name: str, model: str) -> tuple[Tuned, ...]:
     return tuple(Tuned(policy, budget) for policy in policies for budget in budgets)
 
 
-def trials(name: str, model: str, rate: float, requests: int) -> dict[Tuned, SloCase]:
-    """The runs that decide; none where there is no choice."""
-    found = choices(name, model)
-    if len(found) == 1:
-        return {}
-    return {
-        chosen: SloCase(chosen.policy, model, rate, chosen.budget, TRIAL, requests)
-        for chosen in found
-    }
+@dataclass(frozen=True)
+class Trial:
+    """Where settings are tried: requests of a trace at that rate, 1/s, with TTFTs times `ease`.
+    number: of `SloNumbers`, of which the best has most."""
 
+    rate: float
+    requests: int
+    ease: float
+    number: str
 
-def best(results: SloResults, name: str, model: str, rate: float, requests: int) -> Tuned | None:
-    """The setting with most tokens in time a second; None until all have been tried."""
-    runs = trials(name, model, rate, requests)
-    if not all(case in results for case in runs.values()):
-        return None
-    if not runs:
-        return choices(name, model)[0]
-    return max(runs, key=lambda chosen: results[runs[chosen]].goodput)
+    def runs(self, name: str, model: str) -> dict[Tuned, SloCase]:
+        """What decides; nothing where there is no choice."""
+        found = choices(name, model)
+        if len(found) == 1:
+            return {}
+        return {
+            one: SloCase(
+                one.policy, model, self.rate, one.budget, TRIAL, self.requests, ease=self.ease
+            )
+            for one in found
+        }
+
+    def best(self, results: SloResults, name: str, model: str) -> Tuned | None:
+        """The setting that is; None until all have been tried."""
+        runs = self.runs(name, model)
+        if not all(case in results for case in runs.values()):
+            return None
+        if not runs:
+            return choices(name, model)[0]
+        return max(runs, key=lambda chosen: getattr(results[runs[chosen]], self.number))
