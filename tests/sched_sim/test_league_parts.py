@@ -45,7 +45,7 @@ def test_shares_and_tiers_of_a_mixed_workload() -> None:
 
 
 def test_targets_drawn_as_accelgen_has_them() -> None:
-    made = make("mixed-prompt", OPT, 1.0, 600, 0)
+    made = make("mixed-prompts", OPT, 1.0, 600, 0)
     assert 0.14 < made.tbt.min() < 0.15 and 0.225 < made.tbt.max() < 0.235
     assert made.ttft[made.prompt_len > 1536].mean() > 3 * made.ttft[made.prompt_len < 512].mean()
     # Scales are from 0.5 to 1.5 of one time for prompts of a group.
@@ -120,7 +120,11 @@ def test_work_on_several_processes() -> None:
 def test_which_runs_a_change_of_code_makes_old(
     file: str, changed: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    request.addfinalizer(code.code_of.cache_clear)
+    def forget() -> None:
+        code.of_all.cache_clear()
+        code.code_of.cache_clear()
+
+    request.addfinalizer(forget)
     names = ("sarathi", "aptserve", "bros")
     before = {name: code.code_of(name) for name in names}
     read, added = Path.read_text, ""
@@ -129,7 +133,7 @@ def test_which_runs_a_change_of_code_makes_old(
         return read(path, *args, **more) + (added if str(path).endswith(f"sched/{file}") else "")
 
     def others() -> set[str]:
-        code.code_of.cache_clear()
+        forget()
         return {name for name in names if code.code_of(name) != before[name]}
 
     monkeypatch.setattr(Path, "read_text", edited)

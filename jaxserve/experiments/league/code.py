@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -20,19 +21,32 @@ DIGITS = 10
 
 @cache
 def code_of(policy: str = "") -> str:
-    """Of what a simulation of the policy runs: the scheduler, the simulator and the league's
-    setting, and the policy's own files; "" for what does not depend on one. Hexadecimal.
-    ValueError for an unknown policy."""
+    """Of what a simulation of the policy runs: that of `of_all`, and the policy's own files; "" for
+    what does not depend on one. Hexadecimal. ValueError for an unknown policy."""
+    return _digest(of_all(), *(_content(path) for path in _ordered(_own(policy) if policy else ())))
+
+
+@cache
+def of_all() -> str:
+    """Of the scheduler, the simulator and the league's setting."""
     folder = Path(jaxserve.sched.registry.__file__).parent
     files = {path for pattern in _OF_ALL for path in folder.glob(pattern)}
     files |= {Path(module.__file__ or "") for module in (runs, workloads)}
-    if policy:
-        files |= _own(policy)
-    found = hashlib.sha256()
-    for path in sorted(files, key=lambda path: (path.name, str(path))):
-        text = path.read_text(encoding="utf-8")
-        found.update((_plain(text) if path.suffix == ".py" else text).encode())
-    return found.hexdigest()[:DIGITS]
+    return _digest(*(_content(path) for path in _ordered(files)))
+
+
+def _ordered(files: Iterable[Path]) -> list[Path]:
+    """The same wherever the folder is."""
+    return sorted(files, key=lambda path: (path.name, str(path)))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:DIGITS]
+
+
+def _content(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return _plain(text) if path.suffix == ".py" else text
 
 
 def _plain(text: str) -> str:

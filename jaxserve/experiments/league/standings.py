@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from jaxserve.experiments.common.seeds import Number
 from jaxserve.experiments.league.collect import Found
 from jaxserve.experiments.league.runs import LeagueNumbers
 from jaxserve.experiments.league.workloads import WORKLOADS
@@ -30,18 +31,6 @@ class Point(NamedTuple):
         return WORKLOADS[self.workload].kind
 
 
-class Spread(NamedTuple):
-    """A mean over seeds, and half of its 95% confidence interval; None for one seed."""
-
-    mean: float
-    half: float | None
-
-    def text(self, digits: int = 3) -> str:
-        """As in a table: `0.912 ±0.02`."""
-        half = "" if self.half is None else f" ±{self.half:.2g}"
-        return f"{self.mean:.{digits}g}{half}"
-
-
 class Standings:
     """entrants: the policies that are compared; own: others, that are measured by them."""
 
@@ -63,15 +52,15 @@ class Standings:
         order = sorted(self.entrants, key=lambda name: (-self.share(name), name))
         return [*self.own, *order]
 
-    def spread(self, point: Point, policy: str, name: str) -> Spread | None:
+    def number(self, point: Point, policy: str, name: str) -> Number | None:
         """A number of `LeagueNumbers` there; None if it has none."""
         values = [getattr(numbers, name) for numbers in self._seeds[point, policy]]
         some: Any = mean(values)
-        return None if some is None else Spread(some, half_width(values))
+        return None if some is None else Number(some, half_width(values))
 
     def mean(self, point: Point, policy: str, name: str) -> float:
         """The same without its interval. ValueError if there is none."""
-        found = self.spread(point, policy, name)
+        found = self.number(point, policy, name)
         if found is None:
             raise ValueError(f"{policy} has no {name} at {point}")
         return found.mean
@@ -101,7 +90,7 @@ class Standings:
 
     def typical(self, policy: str, points: Sequence[Point], name: str) -> float | None:
         """The median over the points of a number's means, of those that have one."""
-        found = [self.spread(point, policy, name) for point in points]
+        found = [self.number(point, policy, name) for point in points]
         values = [one.mean for one in found if one is not None]
         return median(values) if values else None
 

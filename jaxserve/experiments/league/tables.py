@@ -96,12 +96,8 @@ def details(standings: Standings, system: str, workload: str, load: str) -> str:
     for policy in [*standings.own, *standings.ranked([point])]:
         row = [f"`{label(policy)}`"]
         for name, _, factor, form in numbers:
-            found = standings.spread(point, policy, name)
-            if found is None:
-                row.append("-")
-                continue
-            half = "" if found.half is None else f" ±{factor * found.half:.2g}"
-            row.append(format(factor * found.mean, form) + half)
+            found = standings.number(point, policy, name)
+            row.append("-" if found is None else found.text(form, factor))
         rows.append(row)
     return table(["policy", *(title for _, title, _, _ in numbers)], rows)
 

@@ -84,15 +84,7 @@ WORKLOADS = {
     "wikitext": Entry(PROMPTS, "Apt-Serve 6.7", (Part("wikitext", LONG),)),
     "arxiv": Entry(PROMPTS, "Apt-Serve 6.7", (Part("arxiv", LONG),), systems=(LLAMA,)),
     "bookcorpus": Entry(PROMPTS, "Apt-Serve 6.7", (Part("bookcorpus", LONG),), systems=(LLAMA,)),
-    "mixed-prompt": Entry(
-        PROMPTS,
-        "AccelGen 3.1 and 6.1",
-        (
-            Part("alpaca", None, 0.325),
-            Part("sharegpt", None, 0.325),
-            Part("bookcorpus", None, 0.35),
-        ),
-    ),
+    "mixed-prompts": Entry(PROMPTS, "AccelGen 3.1 and 6.1", (Part("mixed-prompts", None),)),
     **{mix: Entry(MIXED, "InferMax 4.6", (Part(mix, CHAT),)) for mix in MIXES},
     "azure-conv": Entry(
         PRODUCTION,
