@@ -11,12 +11,14 @@
     python -m jaxserve.bench slo --load=0.5
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
+    python -m jaxserve.bench league
 
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
-simulate.py. `kernels` times the attention kernels, and `gpu` is everything there is to measure on a
-GPU; see kernels.py and gpu.py. For the others the engine runs in this process, with the presets and
+simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
+times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
+and gpu.py. For the others the engine runs in this process, with the presets and
 flags of serve.py (--config, --model, --load_format, --policy, --config.x.y=); `load --address` goes
 to a running server instead. Prompts are random token ids, and the end-of-sequence token is ignored.
 """
@@ -60,6 +62,7 @@ STANDALONE = {
     "gpu": "jaxserve.bench.gpu",
     "mixed": "jaxserve.bench.mixed",
     "slo": "jaxserve.bench.slo",
+    "league": "jaxserve.experiments.league.cli",
 }
 
 
@@ -249,6 +252,7 @@ def _parser() -> Parser:
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
     commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
     commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
+    commands.add_parser("league", help="all policies on all workloads, simulated: docs/league.md")
     commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")
     for name, help_text, count in (
         ("throughput", "tokens/s with all requests submitted at once", 32),

@@ -216,6 +216,16 @@ DATA_SETS = {
         "deviations assumed",
         total=2048,
     ),
+    "azure-conv": DataSet(
+        Moments(1154.70, 1108.79, 14050),
+        Moments(211.13, 162.87, 1000),
+        "moments of the hour of conversations of the Azure public dataset (2023, CC-BY-4.0)",
+    ),
+    "azure-code": DataSet(
+        Moments(2047.85, 1973.77, 7437),
+        Moments(27.88, 59.86, 1899),
+        "moments of the hour of code completions of the Azure public dataset (2023, CC-BY-4.0)",
+    ),
     "wikitext": DataSet(Quartered(871, 914, 1840), Quartered(552, 521, 992), "Apt-Serve Table 7"),
     "arxiv": DataSet(Quartered(6853, 7812, 19600), Quartered(226, 420, 9754), "Apt-Serve Table 7"),
     "bookcorpus": DataSet(

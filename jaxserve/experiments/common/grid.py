@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve.experiments.common.processes import worked
 from jaxserve.sched.parameters import with_parameters
 from jaxserve.sched.simulation.fast import COMPILING
 from jaxserve.sched.simulation.results import SimulationResult
@@ -150,23 +150,13 @@ def run_all(
     kept = time.monotonic()
     bar = tqdm(total=len(todo), desc="simulations", unit="run", file=sys.stderr)
     with bar:
-        for case, numbers in _worked(todo, jobs, work):
+        for case, numbers in worked(todo, jobs, work):
             results[case] = numbers
             bar.update()
             if keep is not None and time.monotonic() > kept + KEEP:
                 keep(results)
                 kept = time.monotonic()
     return results
-
-
-def _worked(todo: Iterable[C], jobs: int, work: Callable[[C], N]) -> Iterator[tuple[C, N]]:
-    """Each case with what came of it, as they end."""
-    if jobs == 1:
-        yield from ((case, work(case)) for case in todo)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        futures = {pool.submit(work, case): case for case in todo}
-        yield from ((futures[future], future.result()) for future in as_completed(futures))
 
 
 def run_asked(

@@ -1,0 +1,1 @@
+"""The league table: every policy on every workload of the four papers, simulated."""

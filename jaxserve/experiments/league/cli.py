@@ -1,0 +1,122 @@
+"""Makes docs/league.md: every policy on every workload of the four papers, simulated.
+
+    python -m jaxserve.bench league
+    python -m jaxserve.bench league --azure=DIR
+    python -m jaxserve.bench league --policy=path/to/mine.py:mine
+
+Runs are written to figures/league.csv in the folder of the page as they end: after ^C, or worse,
+the same command goes on where it was. It goes on only with numbers that the code of now would give:
+a change of a policy has its runs done again, one of the scheduler or the simulator all of them.
+
+--policy adds one's own, or one with parameters, or one that knows the future, as a row, measured by
+the others; the page goes to the folder league, not to docs, and runs of docs/figures are taken from
+there. --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn
+with the hours' moments. Needs numba (pip install 'jaxserve[fast]') and OR-Tools
+('jaxserve[optimal]'); a quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.command_line import Parser
+from jaxserve.experiments.league.collect import QUICK, Scale, collect
+from jaxserve.experiments.league.page import write_page
+from jaxserve.experiments.league.standings import Standings
+from jaxserve.experiments.league.store import Store
+from jaxserve.experiments.league.workloads import WORKLOADS, trace_of
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.writable import check_folder
+
+DOCS, OWN = "docs", "league"  # folders of pages
+QUICK_POLICIES = ("sarathi", "bros")
+NEEDS = {"numba": "fast", "ortools": "optimal", "matplotlib": "dev"}  # and the extra that has it
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked; argparse exits by itself where they are wrong."""
+    parser = Parser(prog="python -m jaxserve.bench league", description=__doc__)
+    parser.set_defaults(command="league")
+    add = parser.add_argument
+    add("--policy", default="", help="more rows: names or path/to/file.py:name, with commas")
+    add("--workloads", default="", help=f"instead of all: {', '.join(WORKLOADS)}")
+    add("--azure", metavar="DIR", default="", help="folder of the Azure traces")
+    add("--out", help=f"folder of the page ({DOCS}; {OWN} with --policy, --workloads or --quick)")
+    add("--numbers", metavar="CSV", help="an earlier league's runs, whatever code made them")
+    add("--quick", action="store_true", help="toy sizes, for the test")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    args = parser.parse_args(argv)
+    args.policy = [name for name in args.policy.split(",") if name]
+    args.whole = not (args.policy or args.workloads or args.quick)
+    args.out = Path(args.out or (DOCS if args.whole else OWN))
+    try:
+        _check(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ValueError says which flag is wrong."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(NEEDS[name] for name in missing)
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'jaxserve[{extras}]'")
+    for name in args.policy:
+        make_policy(name)
+    scale = QUICK if args.quick else Scale()
+    if args.workloads:
+        names = tuple(args.workloads.split(","))
+        if unknown := [name for name in names if name not in WORKLOADS]:
+            known = ", ".join(WORKLOADS)
+            raise ValueError(f"--workloads: there is no {unknown[0]!r}; known: {known}")
+        scale = dataclasses.replace(scale, workloads=names)
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    if args.numbers is not None and not Path(args.numbers).is_file():
+        raise ValueError(f"--numbers: there is no {args.numbers}")
+    check_folder("out", args.out)
+    args.scale = scale
+    args.traces = {name: path for name in scale.workloads if (path := trace_of(name, args.azure))}
+
+
+def show(args: argparse.Namespace) -> int:
+    """Runs what is missing, and writes the page; the exit code, 1 after a line on stderr where
+    something cannot be simulated, read or written, or the page's words are wrong."""
+    entrants = [name for name, entry in policies().items() if entry.deployable]
+    if args.quick:
+        entrants = list(QUICK_POLICIES)
+    own = [name for name in dict.fromkeys(args.policy) if name not in entrants]
+    try:
+        store = _store(args)
+        traces = args.traces or (store.traces() if args.numbers is not None else {})
+        found = collect(args.scale, [*own, *entrants], traces, store, args.jobs)
+        standings = Standings(found, entrants, own)
+        page = write_page(standings, args.scale, list(traces), args.out, whole=args.whole)
+    except (ValueError, OSError) as error:
+        print(f"jaxserve.bench: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {page}, its numbers and {len(args.scale.systems)} figures")
+    return 0
+
+
+def _store(args: argparse.Namespace) -> Store:
+    """Of the page's folder, with what --numbers, or else docs, has beside."""
+    store = Store(*_files(args.out / "figures" / "league.csv"))
+    if args.numbers is not None:
+        store.take(Store(*_files(Path(args.numbers)), any_code=True))
+    elif not args.whole:
+        store.take(Store(*_files(Path(DOCS) / "figures" / "league.csv")))
+    store.begin()
+    return store
+
+
+def _files(runs: Path) -> tuple[Path, Path]:
+    """The runs, and the facts beside them."""
+    return runs, runs.with_suffix(".json")

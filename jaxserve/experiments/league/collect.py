@@ -1,0 +1,216 @@
+"""Runs a whole league, or what is missing of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.bench import plan
+from jaxserve.experiments.common.grid import AnyCase
+from jaxserve.experiments.common.processes import worked
+from jaxserve.experiments.league.optimum import CutCase, Optimum, latencies, optimum
+from jaxserve.experiments.league.runs import (
+    LeagueCase,
+    LeagueNumbers,
+    Saturation,
+    SaturationCase,
+    run,
+    saturate,
+)
+from jaxserve.experiments.league.store import Store
+from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS
+from jaxserve.machine import machine
+
+LOADS = {"below": 0.7, "at": 1.0, "above": 1.5}  # times the rate that saturates
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. workloads, systems: by name. seeds: traces of each point; seconds: that one
+    lasts at saturation, if that is from `least` to `most` requests. time_limit: seconds of the
+    search for one optimum. candidates: requests of a plan that is timed; repeats: plans of a
+    median."""
+
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    seeds: int = 3
+    seconds: float = 40.0
+    least: int = 50
+    most: int = 1000
+    time_limit: float = 20.0
+    candidates: tuple[int, ...] = (200, 1600)
+    repeats: int = 30
+
+    def places(self) -> Iterator[tuple[str, str]]:
+        """System and workload of each table."""
+        for system in self.systems:
+            for workload in self.workloads:
+                if system in WORKLOADS[workload].systems:
+                    yield system, workload
+
+
+QUICK = Scale(("lmsys", "two-tiers"), (next(iter(SYSTEMS)),), 2, 2.0, 6, 30, 5.0, (8,), 2)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A workload that was cut down: its optimum, and what policies take, seconds."""
+
+    optimum: Optimum
+    latencies: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """All numbers of a league. runs: in its order. cuts: by workload. plans: milliseconds a plan by
+    policy and number of candidates. machine: on which plans were timed."""
+
+    runs: dict[LeagueCase, LeagueNumbers]
+    saturations: dict[tuple[str, str], Saturation]
+    cuts: dict[str, Cut]
+    plans: dict[str, dict[int, float]]
+    machine: dict[str, Any]
+
+
+def collect(
+    scale: Scale, policies: Sequence[str], traces: Mapping[str, str], store: Store, jobs: int
+) -> Found:
+    """Runs what the store lacks, on so many processes under one progress bar, and stores each as it
+    comes. traces: the paths of workloads' hours, of those that are not drawn. Plans are timed at
+    the end, when no process is left that could disturb them. ValueError for what cannot be
+    simulated."""
+    places = list(scale.places())
+    count = len(places) * len(LOADS) * len(policies) * scale.seeds
+    total = len(places) + 2 * len(scale.workloads) + count + len(policies)
+    with tqdm(total=total, desc="league", unit="run", file=sys.stderr) as bar:
+        league = _League(scale, list(policies), traces, store, jobs, bar)
+        saturations = league.saturations(places)
+        cuts = league.cuts()
+        runs = league.runs(saturations)
+        plans, where = league.plans()
+    store.end(runs)
+    return Found(runs, saturations, cuts, plans, where)
+
+
+@dataclass(frozen=True)
+class _League:
+    scale: Scale
+    policies: list[str]
+    traces: Mapping[str, str]
+    store: Store
+    jobs: int
+    bar: tqdm
+
+    def saturations(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Saturation]:
+        scale = self.scale
+        cases = [
+            SaturationCase(
+                *place,
+                scale.seeds,
+                scale.seconds,
+                scale.least,
+                scale.most,
+                self.traces.get(place[1], ""),
+            )
+            for place in places
+        ]
+
+        def keep(case: SaturationCase, found: Saturation) -> None:
+            self.store.learn(asdict(found), *_name("saturation", case))
+
+        def known(case: SaturationCase) -> Saturation | None:
+            value = self.store.fact(*_name("saturation", case))
+            return None if value is None else Saturation(**value)
+
+        results = self._all(cases, saturate, known, keep)
+        return {(case.system, case.workload): results[case] for case in cases}
+
+    def cuts(self) -> dict[str, Cut]:
+        cases = [CutCase(name, self.scale.time_limit) for name in self.scale.workloads]
+
+        def keep(case: CutCase, found: Optimum) -> None:
+            self.store.learn(asdict(found), *_name("optimum", case))
+
+        def known(case: CutCase) -> Optimum | None:
+            value = self.store.fact(*_name("optimum", case))
+            return None if value is None else Optimum(**value)
+
+        results = self._all(cases, optimum, known, keep)
+        found = {}
+        for case in cases:
+            took: dict[str, float | None] = {}
+            for policy in self.policies:
+                name = ("cut", case.workload, policy)
+                if self.store.fact(*name) is None:
+                    value = latencies(case.workload, [policy])[policy]
+                    self.store.learn({"latency": value}, *name, policy=policy)
+                took[policy] = self.store.fact(*name)["latency"]
+            found[case.workload] = Cut(results[case], took)
+            self.bar.update()
+        return found
+
+    def runs(
+        self, saturations: dict[tuple[str, str], Saturation]
+    ) -> dict[LeagueCase, LeagueNumbers]:
+        cases = [
+            LeagueCase(
+                system,
+                workload,
+                load,
+                policy,
+                seed,
+                float(f"{saturation.rate * times:.4g}"),
+                saturation.count,
+                self.traces.get(workload, ""),
+            )
+            for (system, workload), saturation in saturations.items()
+            for load, times in LOADS.items()
+            for policy in self.policies
+            for seed in range(self.scale.seeds)
+        ]
+        results = self._all(cases, run, self.store.numbers, self.store.add)
+        return {case: results[case] for case in cases}
+
+    def plans(self) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
+        where: dict[str, Any] = self.store.fact("machine") or {}
+        found: dict[str, dict[int, float]] = {}
+        for policy in self.policies:
+            name = ("plan", policy, *map(str, self.scale.candidates))
+            if self.store.fact(*name) is None:
+                took = plan.measure(policy, self.scale.candidates, self.scale.repeats)
+                self.store.learn(took["mixed"], *name, policy=policy)
+                where = machine()
+                self.store.learn(where, "machine")
+            found[policy] = {int(n): ms for n, ms in self.store.fact(*name).items()}
+            self.bar.update()
+        return found, where
+
+    def _all(
+        self,
+        cases: Sequence[Any],
+        work: Callable[[Any], Any],
+        known: Callable[[Any], Any],
+        keep: Callable[[Any, Any], None],
+    ) -> dict[Any, Any]:
+        """Of every case, what is known or comes of it, the longest first."""
+        results = {case: found for case in cases if (found := known(case)) is not None}
+        self.bar.update(len(results))
+        todo = [case for case in cases if case not in results]
+        for case, found in worked(sorted(todo, key=_longest), self.jobs, work):
+            keep(case, found)
+            results[case] = found
+            self.bar.update()
+        return results
+
+
+def _longest(case: AnyCase) -> float:
+    return -case.cost
+
+
+def _name(kind: str, case: AnyCase) -> tuple[str, ...]:
+    """Of a fact."""
+    return (kind, *map(str, case.named().values()))

@@ -1,0 +1,106 @@
+"""How far policies are from the best schedule there is, of a few requests of a workload.
+
+A whole workload is far too large for `sched/optimal`: this is its first REQUESTS prompts, with
+outputs cut down, all there at the start, in so little memory that half of them fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.experiments.league.workloads import LONGEST, OPT, make
+from jaxserve.sched.optimal.replay import Replay, ReplayError
+from jaxserve.sched.optimal.replay import run as replay_of
+from jaxserve.sched.optimal.solve import Problem, solve
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once
+
+REQUESTS, OUTPUT = 6, 6  # requests; tokens of the longest output
+PLACE = OPT
+START = ("vllm", "sarathi")  # whose better schedule the search begins with
+
+
+@dataclass(frozen=True)
+class CutCase:
+    """A workload, cut down. time_limit: seconds of the search for its optimum."""
+
+    workload: str
+    time_limit: float
+
+    @property
+    def cost(self) -> float:
+        """They take longer than any simulation."""
+        return 1e9
+
+    def named(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """latency: seconds, the sum of the batch times of the best schedule that was found; bound: none
+    is below it. proven: it is the optimum."""
+
+    latency: float
+    bound: float
+    proven: bool
+
+
+def cut_down(workload: str) -> Problem:
+    """The problem of the workload: lengths as there, outputs divided by what makes the longest
+    OUTPUT; M: half of what all of them come to, or what the longest of them takes."""
+    lengths = make(workload, PLACE, 1.0, 100, 0).lengths.first(REQUESTS)
+    output = np.maximum(1, np.rint(lengths.output_len * OUTPUT / lengths.output_len.max()))
+    cut = Lengths(lengths.prompt_len, output.astype(np.int64))
+    place = system(PLACE)
+    kv_tokens = int(max(cut.total.sum() // 2, cut.total.max()))
+    return Problem(
+        Workload.of(all_at_once(REQUESTS), cut, limit=cut.output_len),
+        place.cost_model,
+        kv_tokens=kv_tokens,
+        max_batch_tokens=max(LONGEST[PLACE], kv_tokens),
+        chunked=False,
+    )
+
+
+def optimum(case: CutCase) -> Optimum:
+    """The best schedule of whole prompts, or the best that is found in time."""
+    problem = cut_down(case.workload)
+    start = min((_played(problem, name) for name in START), key=lambda played: played.latency)
+    found = solve(problem, warm_start=start.schedule, time_limit=case.time_limit, workers=1)
+    assert found.objective is not None and found.bound is not None
+    return Optimum(
+        float(f"{found.objective:.6g}"), float(f"{found.bound:.6g}"), found.status == "optimal"
+    )
+
+
+def latencies(workload: str, policies: Sequence[str]) -> dict[str, float | None]:
+    """Seconds that each takes for the problem of the workload, K and V only and without host
+    memory; None for one that does not get through it so. Who cuts prompts may."""
+    problem = cut_down(workload)
+    found: dict[str, float | None] = {}
+    for name in policies:
+        try:
+            found[name] = float(f"{_played(problem, name).latency:.6g}")
+        except (InvalidPlan, ReplayError):
+            found[name] = None
+    return found
+
+
+def _played(problem: Problem, policy: str) -> Replay:
+    """What the policy makes of it."""
+    return replay_of(
+        make_policy(policy),
+        problem.workload,
+        problem.cost_model,
+        limits=problem.limits,
+        kv_tokens=problem.kv_tokens,
+        block_size=problem.block_size,
+    )

@@ -1,0 +1,215 @@
+"""What the page says of the league: sentences, each refused where the numbers do not carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from jaxserve.experiments.league.collect import LOADS
+from jaxserve.experiments.league.standings import Point, Standings
+from jaxserve.experiments.league.tables import kinds
+from jaxserve.experiments.league.workloads import LLAMA, OPT, TIERS
+
+EDGE = 0.03  # by which a policy has to lead to be named for a kind of workload
+NEAR = 0.95  # of the best policy's goodput: as good as it
+CLEAR = 0.1  # a difference of shares that is one
+PLAN_MS = 1.0  # a plan that takes longer shows in the steps
+Claim = Callable[[Standings], tuple[bool, str]]
+
+
+class NotCarried(ValueError):
+    """Sentences that the numbers do not carry."""
+
+
+def advice(standings: Standings) -> str:
+    """One sentence: what to run when nothing is known, and where something else is better."""
+    best, *_ = standings.ranked(standings.points)
+    first = (
+        f"If you do not know your traffic, start with `--policy={best}`: over all workloads and "
+        f"loads it has {standings.share(best):.0%} of the best policy's goodput on average, more "
+        "than any other"
+    )
+    others: dict[str, list[str]] = {}
+    for kind in kinds(standings):
+        points = standings.where(kind=kind)
+        winner = standings.ranked(points)[0]
+        share, mine = standings.share(winner, points), standings.share(best, points)
+        if share - mine > EDGE:
+            others.setdefault(winner, []).append(f"{kind} ({share:.0%} against {mine:.0%})")
+    said = [f"`{name}` for {' and '.join(where)}" for name, where in others.items()]
+    return f"{first}; take {_listed(said)}." if said else f"{first}."
+
+
+def reading(standings: Standings) -> Iterator[str]:
+    """The sentences, in order. NotCarried names those of which the numbers say otherwise."""
+    found = [claim(standings) for claim in CLAIMS]
+    wrong = [sentence for holds, sentence in found if not holds]
+    if wrong:
+        raise NotCarried("the numbers do not carry: " + " | ".join(wrong))
+    yield from (sentence for _, sentence in found)
+
+
+def by_load(s: Standings) -> tuple[bool, str]:
+    """Policies differ above saturation."""
+    count = {
+        load: sum(s.share(name, s.where(load=load)) >= NEAR for name in s.entrants)
+        for load in ("below", "above")
+    }
+    return 3 * count["below"] >= len(s.entrants) > 6 * count["above"], (
+        f"Below saturation the choice matters little: {count['below']} of {len(s.entrants)} "
+        f"policies have at least {NEAR:.0%} of the best policy's goodput there on average. Above "
+        f"it {_number(count['above'])}."
+    )
+
+
+def in_order_of_arrival(s: Standings) -> tuple[bool, str]:
+    """Under overload first come, first served is the wrong order."""
+    above = s.where(load="above")
+    fcfs, lots, short = (s.share(name, above) for name in ("sarathi", "random", "rank_i"))
+    longest = [
+        s.mean(point, "random", "worst") / s.mean(point, "sarathi", "worst") for point in above
+    ]
+    typical, most = median(longest), max(longest)
+    return min(lots, short) > fcfs + CLEAR and typical > 1, (
+        "Above saturation first come, first served is the wrong order. The queue only grows, and "
+        f"served in order of arrival everybody is late: `sarathi` keeps {fcfs:.0%} of the best "
+        f"goodput, the same with short prompts first (`rank_i`) {short:.0%}, and even the same by "
+        f"lot (`random`) {lots:.0%}. Whoever is last in such an order pays: the request that takes "
+        f"longest takes {typical:.2f} times as long under `random` as under `sarathi` (median), "
+        f"and up to {most:.1f} times."
+    )
+
+
+def mixed_batches(s: Standings) -> tuple[bool, str]:
+    """Prompts that stop all decodes."""
+    pure, mixed = s.share("vllm"), s.share("vllm_hy")
+    slow = {name: s.typical(name, s.where(load="at"), "tbt_p99") or 0.0 for name in ("vllm", "edf")}
+    return mixed > pure + EDGE and slow["vllm"] > 2 * slow["edf"], (
+        f"Batches of nothing but prompts cost: `vllm` keeps {pure:.0%}, and with decodes beside "
+        f"its prompts (`vllm_hy`) {mixed:.0%}. While a batch of prompts runs, everybody who "
+        f"decodes waits: at saturation the P99 of the times between tokens is {slow['vllm']:.2f} s "
+        f"with `vllm` (median), {slow['edf']:.2f} s with the chunks of `edf`."
+    )
+
+
+def chunks(s: Standings) -> tuple[bool, str]:
+    """A small P keeps TBT, and costs TTFT."""
+    busy = [point for point in s.points if point.load != "below"]
+    lead = {point: s.relative(point, "sarathi") - s.relative(point, "sarathi_pc") for point in busy}
+    small = _workloads([point for point in busy if lead[point] > CLEAR])
+    large = _workloads([point for point in busy if lead[point] < -CLEAR])
+    return bool(small and large), (
+        "Chunks of 512 tokens are a matter of targets. Where prompts are long and tokens are due "
+        "soon, a batch full of prompts breaks every target between tokens, and `sarathi` is far "
+        f"ahead of `sarathi_pc`, whose chunks fill the batch: {small}. Where the first token is "
+        f"what is due, it is as far behind: {large}."
+    )
+
+
+def tiers(s: Standings) -> tuple[bool, str]:
+    """Who may wait, does."""
+    points = s.where(kind=TIERS, load="above")
+    order = s.ranked(points)
+    shares = {name: s.share(name, points) for name in (order[0], "priority", "bros", "sarathi")}
+    text = ", ".join(f"`{name}` {share:.0%}" for name, share in shares.items())
+    best = shares[order[0]]
+    return min(best, shares["priority"]) > shares["sarathi"] + CLEAR, (
+        f"With several tiers on one server, above saturation: {text} of the best goodput. Who "
+        "knows that some may wait lets them; who does not has everybody late."
+    )
+
+
+def unmixed(s: Standings) -> tuple[bool, str]:
+    """The two that are never right."""
+    last = s.ranked(s.points)[-2:]
+    shares = [s.share(name) for name in last]
+    return set(last) == {"orca", "sarathi_nohy"}, (
+        f"`{last[0]}` ({shares[0]:.0%}) and `{last[1]}` ({shares[1]:.0%}) are never the choice. "
+        "`orca` reserves room for all that a request might write, so that a handful fills the "
+        "cache, and `sarathi_nohy` starts no prompt while anybody decodes."
+    )
+
+
+def hybrid(s: Standings) -> tuple[bool, str]:
+    """Hidden caches, where a model's keys and values are larger."""
+    opt = [point for point in s.where(system=OPT) if point.load != "below"]
+    with_hidden, without = (s.share(name, opt) for name in ("aptserve", "aptserve_kv"))
+    same = all(
+        s.mean(point, "aptserve", "goodput") == s.mean(point, "aptserve_kv", "goodput")
+        for point in s.where(system=LLAMA)
+    )
+    return with_hidden > without and same, (
+        f"Hidden caches bring `aptserve` from {without:.0%} to {with_hidden:.0%} on OPT-13B, at "
+        "and above saturation. Llama-3 has few heads of keys and values, which are no larger than "
+        "hidden vectors: nothing changes there."
+    )
+
+
+def accelgen(s: Standings) -> tuple[bool, str]:
+    """Where its budget of tokens for the strictest target pays."""
+    rows = {load: s.ranked(s.where(load=load)).index("accelgen") + 1 for load in LOADS}
+    parts = {
+        name: s.share("accelgen") - s.share(f"accelgen_{name}")
+        for name in ("nochunk", "noorder", "nobatch")
+    }
+    text = ", ".join(
+        f"{-100 * gain:+.1f} points without its {_PARTS[name]}" for name, gain in parts.items()
+    )
+    return parts["nochunk"] > 0, (
+        f"`accelgen` is number {rows['below']} below saturation, {rows['at']} at it and "
+        f"{rows['above']} above. Of its parts: {text}."
+    )
+
+
+_PARTS = {"nochunk": "chunks", "noorder": "order", "nobatch": "choice of who fits"}
+
+
+def optimum(s: Standings) -> tuple[bool, str]:
+    """Distances of the cut-down cases."""
+    gaps = {name: gap for name in s.entrants if (gap := s.gap(name)) is not None}
+    near, far = min(gaps, key=lambda n: gaps[n]), max(gaps, key=lambda n: gaps[n])
+    proven = sum(cut.optimum.proven for cut in s.found.cuts.values())
+    return gaps[near] >= 0, (
+        f"Six requests of a workload, whose best schedule can be found ({proven} of "
+        f"{len(s.found.cuts)} proven): policies take {gaps[near]:.0%} (`{near}`) to "
+        f"{gaps[far]:.0%} (`{far}`) longer than it, `sarathi` {gaps['sarathi']:.0%}."
+    )
+
+
+def plans(s: Standings) -> tuple[bool, str]:
+    """Host time."""
+    size = max(next(iter(s.found.plans.values())))
+    slow = [name for name in s.entrants if s.found.plans[name][size] > PLAN_MS]
+    quick = len(s.entrants) - len(slow)
+    names = _listed([f"`{name}` {s.found.plans[name][size]:.1f} ms" for name in slow])
+    return quick >= len(s.entrants) // 2, (
+        f"A plan for {size:,} requests takes {quick} of {len(s.entrants)} policies less than "
+        f"{PLAN_MS:g} ms" + (f"; longer: {names}." if slow else ".")
+    )
+
+
+CLAIMS: tuple[Claim, ...] = (
+    by_load,
+    in_order_of_arrival,
+    mixed_batches,
+    chunks,
+    tiers,
+    hybrid,
+    accelgen,
+    unmixed,
+    optimum,
+    plans,
+)
+
+
+def _workloads(points: list[Point]) -> str:
+    return _listed(list(dict.fromkeys(point.workload for point in points)))
+
+
+def _listed(words: list[str]) -> str:
+    *first, last = words or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _number(count: int) -> str:
+    return {0: "none has", 1: "one has"}.get(count, f"{count} have")

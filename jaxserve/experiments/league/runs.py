@@ -1,0 +1,187 @@
+"""One simulation of the league, and where a workload saturates a system."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxserve.experiments.common.grid import say_compiling
+from jaxserve.experiments.league.workloads import LONGEST, make
+from jaxserve.sched.metrics import attained
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.capacity import FINE, sustained
+from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.simulator import default_limits, simulate
+from jaxserve.sched.simulation.systems import system
+
+ROWS = 256  # requests of a batch: vLLM's default
+REFERENCES = ("vllm", "sarathi")  # whose better one saturates
+LEVEL = 0.9  # of the requests that attain their targets on an idle server
+IDLE = 1e-3  # requests/s of an idle server
+
+
+@dataclass(frozen=True)
+class LeagueCase:
+    """A policy on a workload. load: what the rate is called; rate: requests/s; count: requests.
+    trace: the path of the workload's hour, "" if it is drawn."""
+
+    system: str
+    workload: str
+    load: str
+    policy: str
+    seed: int
+    rate: float
+    count: int
+    trace: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Policies that plan much take long, and those that are compiled next to nothing; slow
+        rates are many steps."""
+        return self.count * COST.get(self.policy.partition(":")[0], 1.0)
+
+    def named(self) -> dict[str, Any]:
+        """A trace without its folder."""
+        return {**asdict(self), "trace": self.trace.rpartition("/")[2]}
+
+
+# Relative to one that is simulated in Python and plans little.
+COST = {"bros": 10.0, **dict.fromkeys(("vllm", "sarathi", "orca", "infermax", "edf"), 0.01)}
+
+
+@dataclass(frozen=True)
+class LeagueNumbers:
+    """attainment: share of the requests within all of their targets; realtime, best_effort: of
+    each tier, None where nobody is of it. goodput: requests within them, a second; throughput:
+    output tokens/s, both from the first arrival to the last token. ttft_p99, tbt_p99: seconds,
+    over requests, and over times between tokens. latency: mean normalised latency, seconds a
+    token. worst: seconds from arrival to last token of the request that took longest.
+    preemptions: a request."""
+
+    attainment: float
+    goodput: float
+    throughput: float
+    ttft_p99: float
+    tbt_p99: float | None
+    latency: float
+    worst: float
+    preemptions: float
+    realtime: float | None
+    best_effort: float | None
+
+
+def simulated(case: LeagueCase) -> SimulationResult:
+    """The case. ValueError if it cannot be simulated, or the policy plans what cannot be done."""
+    place, policy = system(case.system), make_policy(case.policy)
+    workload = make(case.workload, case.system, case.rate, case.count, case.seed, case.trace)
+    limits = default_limits(policy, place, max_batch_tokens=LONGEST[case.system], max_rows=ROWS)
+    try:
+        return simulate(
+            case.policy,
+            workload,
+            place,
+            limits=limits,
+            host_tokens=place.kv_tokens,
+            seed=case.seed,
+            compiling=say_compiling,
+        )
+    except InvalidPlan as error:
+        raise ValueError(f"{case.workload}, {case.system}: {error}") from error
+
+
+def run(case: LeagueCase) -> LeagueNumbers:
+    """What it comes to, five digits each. ValueError as `simulated`."""
+    result = simulated(case)
+    summary, terms = result.summary(), result.requests.workload.terms
+    tiers = summary["tiers"]
+
+    def of(tier: Tier) -> float | None:
+        found = tiers.get(tier.name.lower())
+        return found and found["slo"]["attainment"]
+
+    tbt = summary["tbt_ms"]
+    return LeagueNumbers(
+        attainment=_short(summary["slo_attainment"]),
+        goodput=_short(summary["goodput_per_s"]),
+        throughput=_short(summary["output_tokens"] / summary["makespan_s"]),
+        ttft_p99=_short(summary["ttft_ms"]["p99"] / 1e3),
+        tbt_p99=None if tbt is None else _short(tbt["p99"] / 1e3),
+        latency=_short(summary["normalised_latency_ms"]["mean"] / 1e3),
+        worst=_short(summary["e2e_ms"]["max"] / 1e3),
+        preemptions=_short(summary["num_preemptions"] / len(terms)),
+        realtime=of(Tier.REALTIME),
+        best_effort=of(Tier.BEST_EFFORT),
+    )
+
+
+@dataclass(frozen=True)
+class SaturationCase:
+    """A workload on a system. seeds: of its traces; seconds: that each lasts; least, most: requests
+    of one."""
+
+    system: str
+    workload: str
+    seeds: int
+    seconds: float
+    least: int
+    most: int
+    trace: str = ""
+
+    @property
+    def cost(self) -> float:
+        """Not worth a guess."""
+        return 1.0
+
+    def named(self) -> dict[str, Any]:
+        """A trace without its folder."""
+        return {**asdict(self), "trace": self.trace.rpartition("/")[2]}
+
+    def count(self, rate: float) -> int:
+        """Requests of a trace at that rate, requests/s."""
+        return int(min(max(self.least, round(rate * self.seconds)), self.most))
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """rate: the highest at which the better of REFERENCES keeps LEVEL of the requests that attain
+    their targets on an idle server, which is the share `idle`; count: requests of a trace there."""
+
+    rate: float
+    count: int
+    idle: float
+
+
+def saturate(case: SaturationCase) -> Saturation:
+    """Searches for the rate (`sched/simulation/capacity.py`). ValueError where no rate does it."""
+    idle = max(_attainment(case, name, IDLE, case.least) for name in REFERENCES)
+    if not idle:
+        raise ValueError(f"{case.workload}, {case.system}: no request attains its targets")
+    rates = []
+    for name in REFERENCES:
+
+        def attain(index: int, name: str = name) -> float:
+            rate = FINE.rate(index)
+            return _attainment(case, name, rate, case.count(rate))
+
+        found, _ = FINE.tried(attain, FINE.nearest(1.0), (LEVEL * idle,))
+        crossing = sustained({FINE.rate(i): share for i, share in found.items()}, LEVEL * idle)
+        rates.append(0.0 if crossing.bound == "<" else crossing.rate)
+    if not max(rates):
+        raise ValueError(f"{case.workload}, {case.system}: no rate is low enough")
+    return Saturation(max(rates), case.count(max(rates)), _short(idle))
+
+
+def _attainment(case: SaturationCase, policy: str, rate: float, count: int) -> float:
+    """Mean over the seeds."""
+    one = LeagueCase(case.system, case.workload, "", policy, 0, rate, count, case.trace)
+    results = [simulated(replace(one, seed=seed)).requests for seed in range(case.seeds)]
+    return float(np.mean([attained(r.times, r.workload.terms).slo.mean() for r in results]))
+
+
+def _short(value: float) -> float:
+    """Five digits: what a file needs."""
+    return float(f"{value:.5g}")

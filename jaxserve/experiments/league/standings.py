@@ -1,0 +1,112 @@
+"""Who is how good where: means over seeds, and goodput relative to the best policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from jaxserve.experiments.common.seeds import Number
+from jaxserve.experiments.league.collect import Found
+from jaxserve.experiments.league.runs import LeagueNumbers
+from jaxserve.experiments.league.workloads import WORKLOADS
+from jaxserve.simulate.spread import half_width, mean
+
+
+def label(policy: str) -> str:
+    """What a page calls it: one of a file without the file's folder."""
+    return policy.rpartition("/")[2]
+
+
+class Point(NamedTuple):
+    """One column of the league: all policies have the same requests there."""
+
+    system: str
+    workload: str
+    load: str
+
+    @property
+    def kind(self) -> str:
+        """Of its workload."""
+        return WORKLOADS[self.workload].kind
+
+
+class Standings:
+    """entrants: the policies that are compared; own: others, that are measured by them."""
+
+    def __init__(self, found: Found, entrants: Sequence[str], own: Sequence[str] = ()) -> None:
+        self.found, self.entrants, self.own = found, list(entrants), list(own)
+        self._seeds: dict[tuple[Point, str], list[LeagueNumbers]] = {}
+        for case, numbers in found.runs.items():
+            point = Point(case.system, case.workload, case.load)
+            self._seeds.setdefault((point, case.policy), []).append(numbers)
+        self.points = list(dict.fromkeys(point for point, _ in self._seeds))
+        self._best = {
+            point: max(self.mean(point, policy, "goodput") for policy in self.entrants)
+            for point in self.points
+        }
+
+    @property
+    def policies(self) -> list[str]:
+        """All of them, the best first; those of one's own before them."""
+        order = sorted(self.entrants, key=lambda name: (-self.share(name), name))
+        return [*self.own, *order]
+
+    def number(self, point: Point, policy: str, name: str) -> Number | None:
+        """A number of `LeagueNumbers` there; None if it has none."""
+        values = [getattr(numbers, name) for numbers in self._seeds[point, policy]]
+        some: Any = mean(values)
+        return None if some is None else Number(some, half_width(values))
+
+    def mean(self, point: Point, policy: str, name: str) -> float:
+        """The same without its interval. ValueError if there is none."""
+        found = self.number(point, policy, name)
+        if found is None:
+            raise ValueError(f"{policy} has no {name} at {point}")
+        return found.mean
+
+    def relative(self, point: Point, policy: str) -> float:
+        """Its goodput there over that of the best entrant; 1 where nobody has any."""
+        best = self._best[point]
+        return self.mean(point, policy, "goodput") / best if best else 1.0
+
+    def where(self, **given: str) -> list[Point]:
+        """The points with that system, workload, load or kind."""
+        wanted = given.items()
+        return [p for p in self.points if all(getattr(p, k) == v for k, v in wanted)]
+
+    def share(self, policy: str, points: Iterable[Point] | None = None) -> float:
+        """The mean of `relative` over some points, by default all."""
+        chosen = self.points if points is None else points
+        return fmean(self.relative(point, policy) for point in chosen)
+
+    def worst(self, policy: str) -> Point:
+        """Where it is furthest from the best."""
+        return min(self.points, key=lambda point: self.relative(point, policy))
+
+    def ranked(self, points: Sequence[Point]) -> list[str]:
+        """The entrants by their share over these points, the best first."""
+        return sorted(self.entrants, key=lambda name: (-self.share(name, points), name))
+
+    def typical(self, policy: str, points: Sequence[Point], name: str) -> float | None:
+        """The median over the points of a number's means, of those that have one."""
+        found = [self.number(point, policy, name) for point in points]
+        values = [one.mean for one in found if one is not None]
+        return median(values) if values else None
+
+    def beats(self, policy: str, other: str, point: Point) -> bool:
+        """Whether its goodput there is higher with every seed: both had the same requests."""
+        pairs = zip(self._seeds[point, policy], self._seeds[point, other], strict=True)
+        return all(mine.goodput > theirs.goodput for mine, theirs in pairs)
+
+    def gap(self, policy: str) -> float | None:
+        """Mean over the cut-down workloads of what it takes over the optimum's time, less 1, of
+        those whose optimum is proven; None if there are none, or it does not get through one."""
+        ratios = []
+        for cut in self.found.cuts.values():
+            took = cut.latencies[policy]
+            if cut.optimum.proven:
+                if took is None:
+                    return None
+                ratios.append(took / cut.optimum.latency - 1)
+        return fmean(ratios) if ratios else None

@@ -1,0 +1,164 @@
+"""What a league has found so far, on disk as it comes: a run that ends early is not lost."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from jaxserve.experiments.league.code import code_of
+from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers
+
+_CASE = [field.name for field in fields(LeagueCase)]
+_NUMBERS = [field.name for field in fields(LeagueNumbers)]
+_HEADER = [*_CASE, "code", *_NUMBERS]
+
+
+class Store:
+    """Two files beside each other: runs, a row of CSV each, and facts, which are found once, as
+    JSON.
+
+    any_code: take numbers whatever code they came from, as for a change of the page's words; else
+    only those of this one, and the files forget the others. OSError if they cannot be written,
+    ValueError if they hold something else.
+    """
+
+    def __init__(self, runs: Path, facts: Path, *, any_code: bool = False) -> None:
+        self._runs, self._facts, self._any = runs, facts, any_code
+        self._rows = _read_rows(runs)
+        self._known = _read_facts(facts)
+        if not any_code:
+            self._rows = {k: r for k, r in self._rows.items() if r["code"] == _now(r["policy"])}
+            known = self._known.items()
+            self._known = {k: f for k, f in known if f["code"] == _now(f["policy"])}
+
+    def numbers(self, case: LeagueCase) -> LeagueNumbers | None:
+        """Of that run; None if it is not known."""
+        row = self._rows.get(_key(case))
+        if row is None:
+            return None
+        values: dict[str, Any] = {name: _number(row[name]) for name in _NUMBERS}
+        return LeagueNumbers(**values)
+
+    def add(self, case: LeagueCase, numbers: LeagueNumbers) -> None:
+        """Appends it to the file."""
+        row = _row(case, numbers)
+        new = not self._rows
+        self._rows[_key(case)] = row
+        with open(self._runs, "w" if new else "a", newline="", encoding="utf-8") as file:
+            file.write(_csv([_HEADER] if new else []) + _csv([[row[name] for name in _HEADER]]))
+
+    def fact(self, *name: str) -> Any:
+        """What is known under that name, ready for JSON; None if nothing is."""
+        found = self._known.get("/".join(name))
+        return None if found is None else found["value"]
+
+    def learn(self, value: Any, *name: str, policy: str = "") -> None:
+        """Writes a fact down. policy: on which it depends."""
+        self._known["/".join(name)] = {"policy": policy, "code": _now(policy), "value": value}
+        self._write_facts()
+
+    def take(self, other: Store) -> None:
+        """Knows from now on what the other does, too."""
+        self._rows = other._rows | self._rows
+        self._known = other._known | self._known
+
+    def traces(self) -> dict[str, str]:
+        """The names of the traces that it has runs of, by workload."""
+        return {row["workload"]: row["trace"] for row in self._rows.values() if row["trace"]}
+
+    def begin(self) -> None:
+        """Makes the files what `Store` read of them: of rows that were cut off, or are of other
+        code, nothing stays."""
+        self._runs.parent.mkdir(parents=True, exist_ok=True)
+        self._write_rows(list(self._rows.values()))
+        self._write_facts()
+
+    def end(self, cases: Mapping[LeagueCase, LeagueNumbers]) -> None:
+        """Writes the runs of a whole league in its order: the same numbers are the same file."""
+        rows = [self._rows[_key(case)] for case in cases]
+        self._write_rows(rows)
+        self._write_facts()
+
+    def _write_rows(self, rows: list[dict[str, str]]) -> None:
+        lines = [[row[name] for name in _HEADER] for row in rows]
+        _replace(self._runs, _csv([_HEADER, *lines] if lines else []))
+
+    def _write_facts(self) -> None:
+        lines = [f"{json.dumps(name)}: {json.dumps(f)}" for name, f in sorted(self._known.items())]
+        _replace(self._facts, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _now(policy: str) -> str:
+    """The code that there is; "" for a policy that there is not."""
+    try:
+        return code_of(policy)
+    except (ValueError, OSError):
+        return ""
+
+
+def _row(case: LeagueCase, numbers: LeagueNumbers) -> dict[str, str]:
+    values = case.named() | {"code": code_of(case.policy)} | asdict(numbers)
+    return {name: "" if value is None else _text(value) for name, value in values.items()}
+
+
+def _key(case: LeagueCase) -> tuple[str, ...]:
+    named = case.named()
+    return tuple(_text(named[name]) for name in _CASE)
+
+
+def _text(value: Any) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _csv(rows: list[list[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def _read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """By their cases. A last line that was cut off does not count."""
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+    if lines and lines[0] != _HEADER:
+        raise ValueError(f"{path}: not the runs of a league")
+    rows = {}
+    for line in lines[1:]:
+        if len(line) != len(_HEADER):
+            raise ValueError(f"{path}: {len(_HEADER)} columns expected, got {len(line)}")
+        row = dict(zip(_HEADER, line, strict=True))
+        rows[tuple(row[name] for name in _CASE)] = row
+    return rows
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not all({"policy", "code", "value"} <= fact.keys() for fact in found.values()):
+            raise ValueError("a fact has no value")
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not the facts of a league ({error})") from error
+    return dict(found)
+
+
+def _replace(path: Path, text: str) -> None:
+    """All of it or nothing, also if the machine stops."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,220 @@
+"""What the policies are given: the workloads of the four papers, and two of several tiers.
+
+A line of WORKLOADS is all that a workload needs. Targets are those of its paper where it has some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.simulation.profiles import System
+from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.terms import Terms
+from jaxserve.sched.workloads.classes import seconds_or_inf
+from jaxserve.sched.workloads.lengths import MIXES, sampler
+from jaxserve.sched.workloads.traces import read_trace
+from jaxserve.sched.workloads.workload import Lengths, Workload, WorkloadError, gamma_arrivals
+
+OPT, LLAMA = "opt-13b@a100-40g", "llama-3-70b@4xa100"
+SYSTEMS = {OPT: "OPT-13B on an A100-40G", LLAMA: "Llama-3-70B on four A100-80G"}
+LONGEST = {OPT: 2048, LLAMA: 8192}  # tokens that the models' positions allow, and C
+Targets = Mapping[str, SLO]
+
+# Apt-Serve Table 3, 13B and 66B: 66B on four A100s is what comes nearest to the larger system.
+CHAT: Targets = {OPT: SLO(1.0, 1.0), LLAMA: SLO(2.0, 1.0)}
+CODE: Targets = {OPT: SLO(0.5, 0.5), LLAMA: SLO(1.5, 0.5)}
+DOCUMENT: Targets = {OPT: SLO(4.0, 1.0), LLAMA: SLO(5.0, 1.0)}
+LONG: Targets = dict.fromkeys(SYSTEMS, SLO(10.0, 1.0))  # Apt-Serve section 6.7, Figure 12
+REALTIME: Targets = dict.fromkeys(SYSTEMS, SLO(0.4, 0.2))  # BROS section 7.1
+BATCH: Targets = dict.fromkeys(SYSTEMS, SLO(jct=60.0))
+INTERACTIVE: Targets = {OPT: SLO(0.5, 0.1), LLAMA: SLO(1.0, 0.15)}
+STANDARD: Targets = {OPT: SLO(2.0, 0.2), LLAMA: SLO(4.0, 0.2)}
+# AccelGen sections 3.2 and 6.1, drawn for each request: TTFT is a scale times what a prompt of its
+# length takes alone, TBT a scale times the time in which a token is read. The paper's TTFT has no
+# SLACK: half of the requests could not meet it on an idle server.
+SLACK, TTFT_SCALES, PROMPT_GROUP = 5.0, (0.5, 1.5), 512
+READING, TBT_SCALES = 0.1875, (0.75, 1.25)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests of one kind. lengths: a sampler's name. targets: by system; None for AccelGen's,
+    drawn. share: of the workload."""
+
+    lengths: str
+    targets: Targets | None
+    share: float = 1.0
+    tier: Tier = Tier.REALTIME
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A workload. kind: the group in which the page speaks of it. source: where it and its targets
+    are from. cv: of the gaps between arrivals, 1 for Poisson. trace: the file that has its lengths
+    and arrivals, instead of `parts` and cv, where there is one. systems: on which it is run."""
+
+    kind: str
+    source: str
+    parts: tuple[Part, ...]
+    cv: float = 1.0
+    trace: str = ""
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+
+
+SHORT, PROMPTS, MIXED, PRODUCTION, TIERS = (
+    "chats and completions",
+    "long prompts",
+    "InferMax's mixes",
+    "the Azure hours",
+    "several tiers",
+)
+WORKLOADS = {
+    "alpaca": Entry(SHORT, "AccelGen 6.1", (Part("alpaca", None),)),
+    "sharegpt": Entry(SHORT, "Apt-Serve 6.2", (Part("sharegpt", CHAT),)),
+    "humaneval": Entry(SHORT, "Apt-Serve 6.2", (Part("humaneval", CODE),)),
+    "lmsys": Entry(SHORT, "BROS 7.1", (Part("lmsys", REALTIME),)),
+    "longbench": Entry(PROMPTS, "Apt-Serve 6.2", (Part("longbench", DOCUMENT),)),
+    "wikitext": Entry(PROMPTS, "Apt-Serve 6.7", (Part("wikitext", LONG),)),
+    "arxiv": Entry(PROMPTS, "Apt-Serve 6.7", (Part("arxiv", LONG),), systems=(LLAMA,)),
+    "bookcorpus": Entry(PROMPTS, "Apt-Serve 6.7", (Part("bookcorpus", LONG),), systems=(LLAMA,)),
+    "mixed-prompts": Entry(PROMPTS, "AccelGen 3.1 and 6.1", (Part("mixed-prompts", None),)),
+    **{mix: Entry(MIXED, "InferMax 4.6", (Part(mix, CHAT),)) for mix in MIXES},
+    "azure-conv": Entry(
+        PRODUCTION,
+        "InferMax 6",
+        (Part("azure-conv", CHAT),),
+        cv=1.09,
+        trace="AzureLLMInferenceTrace_conv.csv",
+    ),
+    "azure-code": Entry(
+        PRODUCTION,
+        "Azure's other hour",
+        (Part("azure-code", DOCUMENT),),
+        cv=13.2,
+        trace="AzureLLMInferenceTrace_code.csv",
+    ),
+    "two-tiers": Entry(
+        TIERS,
+        "BROS 7.1",
+        (
+            Part("lmsys", REALTIME, 0.5),
+            Part("best-effort", BATCH, 0.5, Tier.BEST_EFFORT),
+        ),
+    ),
+    "three-classes": Entry(
+        TIERS,
+        "a chat, an assistant, and documents that may wait",
+        (
+            Part("sharegpt", INTERACTIVE, 0.4),
+            Part("alpaca", STANDARD, 0.4),
+            Part("longbench", BATCH, 0.2, Tier.BEST_EFFORT),
+        ),
+    ),
+}
+
+
+def make(name: str, place: str, rate: float, count: int, seed: int, trace: str = "") -> Workload:
+    """`count` requests of the workload for that system, at `rate` requests/s: the same but for the
+    gaps' length at every rate. trace: the path of its hour, of which a stretch is taken that begins
+    elsewhere for every seed. WorkloadError for a trace that has fewer requests, or is none."""
+    entry, rng = WORKLOADS[name], np.random.default_rng((seed, 11))
+    if trace:
+        found = _stretch(trace, count, seed)
+        arrival, parts = found[0], [found[1]]
+    else:
+        arrival = gamma_arrivals(rate, entry.cv, count, rng)
+        arrival = arrival - arrival[0]
+        parts = [
+            sampler(part.lengths)(size, rng) if size else _nobody()
+            for part, size in zip(entry.parts, _sizes(entry, count), strict=True)
+        ]
+    parts = [_within(one, LONGEST[place]) for one in parts]
+    terms = [_terms(part, one, place, rng) for part, one in zip(entry.parts, parts, strict=True)]
+    order = np.arange(count) if trace else rng.permutation(count)
+    lengths = Lengths(
+        np.concatenate([one.prompt_len for one in parts])[order],
+        np.concatenate([one.output_len for one in parts])[order],
+    )
+    # Nobody asks for a max_tokens: a server gives what the model has left.
+    limit = LONGEST[place] - lengths.prompt_len
+    made = Workload.of(arrival, lengths, limit=limit, terms=Terms.joined(terms).take(order))
+    return made.at_rate(rate)
+
+
+def _sizes(entry: Entry, count: int) -> list[int]:
+    """Requests of each part, `count` in all."""
+    ends = np.rint(np.cumsum([part.share for part in entry.parts]) * count).astype(int)
+    return [int(size) for size in np.diff(ends, prepend=0)]
+
+
+def _nobody() -> Lengths:
+    return Lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def _within(lengths: Lengths, longest: int) -> Lengths:
+    """Outputs cut to half of what the model takes, prompts to what that leaves."""
+    output = np.minimum(lengths.output_len, longest // 2)
+    return Lengths(np.minimum(lengths.prompt_len, longest - output), output)
+
+
+@cache
+def _hour(path: str) -> tuple[np.ndarray, Lengths]:
+    found = read_trace(path)
+    if found.arrival is None:
+        raise WorkloadError(f"{path}: a trace with arrivals is needed")
+    return found.arrival, found.lengths
+
+
+def _stretch(path: str, count: int, seed: int) -> tuple[np.ndarray, Lengths]:
+    """Arrivals, from 0 on, and lengths of `count` requests one after the other. Thirds of the hour
+    come in turn with the seeds."""
+    arrival, lengths = _hour(path)
+    if len(arrival) < count:
+        raise WorkloadError(f"{path}: {count} requests are needed, there are {len(arrival)}")
+    begin = seed * len(arrival) // 3 % (len(arrival) - count + 1)
+    which = slice(begin, begin + count)
+    part = Lengths(lengths.prompt_len[which], lengths.output_len[which])
+    return arrival[which] - arrival[begin], part
+
+
+def _terms(part: Part, lengths: Lengths, place: str, rng: np.random.Generator) -> Terms:
+    terms = replace(Terms.none(len(lengths)), tier=np.full(len(lengths), part.tier, np.int8))
+    if part.targets is None:
+        ttft = rng.uniform(*TTFT_SCALES, len(lengths)) * SLACK * _alone(lengths, system(place))
+        tbt = rng.uniform(*TBT_SCALES, len(lengths)) * READING
+        return replace(terms, ttft=ttft, tbt=tbt)
+    slo = part.targets[place]
+    ttft, tbt, jct = (
+        np.full(len(lengths), seconds_or_inf(target)) for target in (slo.ttft, slo.tbt, slo.jct)
+    )
+    return replace(terms, ttft=ttft, tbt=tbt, jct=jct)
+
+
+def _alone(lengths: Lengths, place: System) -> np.ndarray:
+    """Seconds in which the system computes a prompt that is as long as those of the same group of
+    these lengths are on average, alone, float64 [n]."""
+    group = lengths.prompt_len // PROMPT_GROUP
+    sums = np.bincount(group, weights=lengths.prompt_len)
+    mean = (sums / np.maximum(np.bincount(group), 1))[group]
+    one = np.ones(len(mean))
+    features = BatchFeatures(mean, mean, 0 * one, 0 * one, mean**2, one, 0 * one)
+    return np.asarray(place.cost_model.batch_time(features))
+
+
+def trace_of(name: str, folder: str) -> str:
+    """The path of the workload's trace in the folder; "" for a workload without, or no folder.
+    WorkloadError if it is not there."""
+    file = WORKLOADS[name].trace
+    if not (folder and file):
+        return ""
+    path = Path(folder) / file
+    if not path.is_file():
+        raise WorkloadError(f"--azure: there is no {path}")
+    return str(path)

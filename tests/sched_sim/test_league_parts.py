@@ -1,0 +1,143 @@
+"""What the league is made of: its workloads, saturation, cut-down cases, processes, code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.experiments.common.processes import worked
+from jaxserve.experiments.league import code, runs
+from jaxserve.experiments.league.optimum import CutCase, latencies, optimum
+from jaxserve.experiments.league.runs import LEVEL, LeagueCase, SaturationCase, run, saturate
+from jaxserve.experiments.league.workloads import LONGEST, OPT, WORKLOADS, make, trace_of
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.capacity import FINE
+from jaxserve.sched.workloads.workload import WorkloadError
+
+HOUR = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0000000,{100 + i},{1 + i % 7}\n" for i in range(300)
+)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_fits_and_is_the_same_at_every_rate(name: str) -> None:
+    for place in WORKLOADS[name].systems:
+        slow, fast = make(name, place, 0.5, 40, 1), make(name, place, 4.0, 40, 1)
+        assert len(slow) == 40 and slow.arrival[0] == 0
+        assert (slow.prompt_len + slow.limit == LONGEST[place]).all()
+        assert (slow.prompt_len == fast.prompt_len).all() and (slow.ttft == fast.ttft).all()
+        np.testing.assert_allclose(slow.arrival, 8 * fast.arrival)
+        targets = np.array([slow.ttft, slow.tbt, slow.jct])
+        assert np.isfinite(targets).any(axis=0).all()  # everybody has one
+        assert (make(name, place, 0.5, 40, 2).prompt_len != slow.prompt_len).any()
+
+
+def test_shares_and_tiers_of_a_mixed_workload() -> None:
+    made = make("three-classes", OPT, 1.0, 200, 0)
+    best_effort = made.tier == Tier.BEST_EFFORT
+    assert best_effort.sum() == 40 and np.isinf(made.ttft[best_effort]).all()
+    assert (made.jct[best_effort] == 60.0).all()
+    assert sorted(set(made.ttft[~best_effort])) == [0.5, 2.0]
+    assert (np.flatnonzero(best_effort) != np.arange(160, 200)).any()  # not all at the end
+
+
+def test_targets_drawn_as_accelgen_has_them() -> None:
+    made = make("mixed-prompts", OPT, 1.0, 600, 0)
+    assert 0.14 < made.tbt.min() < 0.15 and 0.225 < made.tbt.max() < 0.235
+    assert made.ttft[made.prompt_len > 1536].mean() > 3 * made.ttft[made.prompt_len < 512].mean()
+    # Scales are from 0.5 to 1.5 of one time for prompts of a group.
+    made = make("alpaca", OPT, 1.0, 600, 0)
+    assert 2.5 < made.ttft.max() / made.ttft.min() < 3.0
+
+
+def test_an_hour_is_taken_where_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / WORKLOADS["azure-conv"].trace
+    assert trace_of("azure-conv", "") == "" == trace_of("sharegpt", str(tmp_path))
+    with pytest.raises(WorkloadError, match="there is no"):
+        trace_of("azure-conv", str(tmp_path))
+    file.write_text(HOUR)
+    path = trace_of("azure-conv", str(tmp_path))
+    made = [make("azure-conv", OPT, 2.0, 50, seed, path) for seed in range(3)]
+    assert [one.prompt_len[0] for one in made] == [100, 200, 300]  # elsewhere in the hour
+    for one in made:
+        assert (np.diff(one.prompt_len) == 1).all()
+        assert one.arrival[-1] == pytest.approx(49 / 2.0)
+    with pytest.raises(WorkloadError, match="301 requests are needed"):
+        make("azure-conv", OPT, 2.0, 301, 0, path)
+
+
+def test_saturation_is_where_the_better_reference_falls() -> None:
+    case = SaturationCase(OPT, "longbench", 1, 10.0, 8, 40)
+    found = saturate(case)
+    assert found.idle == 1.0 and found.count == case.count(found.rate)
+
+    def best(rate: float) -> float:
+        one = LeagueCase(OPT, "longbench", "", "", 0, rate, case.count(rate))
+        names = runs.REFERENCES
+        return max(run(LeagueCase(**{**vars(one), "policy": name})).attainment for name in names)
+
+    assert best(found.rate) >= LEVEL
+    assert best(FINE.rate(FINE.nearest(found.rate) + 1)) < LEVEL
+
+
+def test_no_policy_of_whole_prompts_beats_a_proven_optimum() -> None:
+    found = optimum(CutCase("lmsys", 30.0))
+    assert found.proven
+    took = latencies("lmsys", ["vllm", "sarathi", "orca", "bros", "aptserve"])
+    assert None not in took.values()
+    assert min(t for t in took.values() if t is not None) >= found.latency * (1 - 1e-5)
+    assert max(t for t in took.values() if t is not None) > found.latency * 1.01
+
+
+def square(number: int) -> int:
+    if number < 0:
+        raise ValueError("no negative ones")
+    if number > 99:
+        os._exit(1)
+    return number**2
+
+
+def test_work_on_several_processes() -> None:
+    assert dict(worked(range(5), 2, square)) == {n: n**2 for n in range(5)}
+    with pytest.raises(ValueError, match="negative"):
+        list(worked([1, -1], 2, square))
+    with pytest.raises(ValueError, match="died"):
+        list(worked([1, 100], 2, square))
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("policies/apt/knapsack.py", {"aptserve"}),
+        ("policies/sarathi.py", {"sarathi"}),
+        ("unified.py", {"sarathi", "aptserve", "bros"}),
+        ("optimal/solve.py", set()),
+    ],
+)
+def test_which_runs_a_change_of_code_makes_old(
+    file: str, changed: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def forget() -> None:
+        code.of_all.cache_clear()
+        code.code_of.cache_clear()
+
+    request.addfinalizer(forget)
+    names = ("sarathi", "aptserve", "bros")
+    before = {name: code.code_of(name) for name in names}
+    read, added = Path.read_text, ""
+
+    def edited(path: Path, *args: str, **more: str) -> str:
+        return read(path, *args, **more) + (added if str(path).endswith(f"sched/{file}") else "")
+
+    def others() -> set[str]:
+        forget()
+        return {name for name in names if code.code_of(name) != before[name]}
+
+    monkeypatch.setattr(Path, "read_text", edited)
+    added = "\n# A comment.\n"
+    assert others() == set()
+    added = "\nMORE = 1\n"
+    assert others() == changed
