@@ -32,12 +32,14 @@ class Form:
     """What a unified policy does beside what its fields say, for a simulation that has the
     algorithm compiled.
 
-    key: instead of the policy's own. expects: starts find room for all that they are expected to
+    key: instead of the policy's own. given: float64 by the requests' numbers in the workload, the
+    column of that name; None for zeros. expects: starts find room for all that they are expected to
     end with, once `enough` outputs have ended. promises: and for what those that run are expected
     to take yet.
     """
 
     key: Key | None
+    given: np.ndarray | None = None
     expects: bool = False
     promises: bool = False
     enough: int = 0
@@ -53,12 +55,12 @@ class Columns:
 
     Of `RequestTable`: arrival, last_token, ttft, tbt, jct, seconds; seq, the order of arrival;
     prompt_len, generated, computed, tokens; tier. most_output: tokens that it may write at most,
-    see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill. seed: the
-    view's, the same for all.
+    see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill. given: what a
+    policy that knows each of them was given for it, else 0. seed: the view's, the same for all.
     """
 
-    def __init__(self, view: View, rows: np.ndarray) -> None:
-        self._view, self._rows = view, rows
+    def __init__(self, view: View, rows: np.ndarray, given: np.ndarray | float) -> None:
+        self._view, self._rows, self.given = view, rows, given
 
     def __getattr__(self, name: str) -> np.ndarray:
         if name not in FLOATS and name not in INTEGERS:
@@ -104,6 +106,7 @@ class _Asked:
 
     seed_read = False
     most_output = np.ones(2, np.int64)
+    given = np.ones(2)
     waiting = decoding = np.ones(2, bool)
 
     @property
@@ -122,7 +125,7 @@ def _unknown(name: str) -> str:
     return f"a key knows no column {name!r} of requests"
 
 
-def evaluate(key: Key, view: View, rows: np.ndarray) -> np.ndarray:
-    """The key of each row, float64 [n]."""
-    found = np.fmin(np.asarray(key(Columns(view, rows)), np.float64), np.inf)  # nan: inf
+def evaluate(key: Key, view: View, rows: np.ndarray, given: np.ndarray | float = 0.0) -> np.ndarray:
+    """The key of each row, float64 [n]. given: see `Columns`, of these rows."""
+    found = np.fmin(np.asarray(key(Columns(view, rows, given)), np.float64), np.inf)  # nan: inf
     return np.broadcast_to(found, rows.shape)

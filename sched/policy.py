@@ -40,22 +40,28 @@ class Limits:
 
 
 class Oracle:
-    """How much each request will write, which nobody can know before it has: for hypothetical
-    policies (InferMax section 3)."""
+    """How much each request will write, and which of the workload's it is, which nobody can know
+    before it has: for hypothetical policies (InferMax section 3)."""
 
     def __init__(self, capacity: int) -> None:
         self._lengths = np.zeros(capacity, np.int64)
+        self._numbers = np.zeros(capacity, np.int64)
 
-    def tell(self, row: int, length: int) -> None:
-        """The request in that row will write so many tokens."""
+    def tell(self, row: int, length: int, number: int) -> None:
+        """The request in that row will write so many tokens, and has that number."""
         if row >= len(self._lengths):
             more = np.zeros(max(len(self._lengths), row + 1), np.int64)
             self._lengths = np.concatenate([self._lengths, more])
-        self._lengths[row] = length
+            self._numbers = np.concatenate([self._numbers, more])
+        self._lengths[row], self._numbers[row] = length, number
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of each output, int64 [n]."""
         return np.asarray(self._lengths[rows])
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """Each request's place in the workload, from 0 in order of arrival, int64 [n]."""
+        return np.asarray(self._numbers[rows])
 
 
 @dataclass(frozen=True)

@@ -90,15 +90,16 @@ class Scheduler:
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
         return BlockPool(num_blocks, block_size, capacity, width)
 
-    def add(self, request: Request, output_len: int | None = None) -> int:
+    def add(self, request: Request, output_len: int | None = None, number: int = 0) -> int:
         """The row of a new, waiting request. output_len: tokens that it will write, if that is
-        known, as it is in simulations; only hypothetical policies are told. IndexError when the
-        table is full."""
+        known, as it is in simulations, where number is its place in the workload; only hypothetical
+        policies are told. IndexError when the table is full."""
         row = self.table.add(request)
         self.pool.follow(self.table.capacity)
         self.host.follow(self.table.capacity)
         self._progress.forget(row)
-        self._lengths.tell(row, request.sampling.max_tokens if output_len is None else output_len)
+        length = request.sampling.max_tokens if output_len is None else output_len
+        self._lengths.tell(row, length, number)
         return row
 
     def schedule(self, now: float) -> Step:

@@ -23,6 +23,9 @@ _COLUMNS = {
     "loaded_slots": ("slots loaded", "{:.0f}"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}"),
     "slo_attainment": ("SLO", "{:.1%}"),
+    "goodput_per_s": ("goodput/s", "{:.2f}"),
+    "goodput_bound_per_s": ("at most", "{:.2f}"),
+    "search_runs": ("tried", "{:.0f}"),
 }
 _IF_ANY = ("num_refused", "saved_slots", "loaded_slots", "mean_shared_blocks")
 _RATIO = "{:.3f}"
@@ -89,7 +92,7 @@ def _ratio_cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
 
 
 def _of(name: str, means: dict[str, Any], widths: dict[str, Any]) -> tuple[Any, Any]:
-    return means[name], widths[name]
+    return means.get(name), widths.get(name)
 
 
 def _cell(form: str, value: float | None, width: float | None) -> str:

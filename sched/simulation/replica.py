@@ -96,7 +96,7 @@ class Replica:
     def receive(self, number: int, request: Request) -> None:
         """The request, which has that number, arrives; not before `next_time` has passed what
         arrived earlier."""
-        row = self.scheduler.add(request, int(self._outputs.lengths[number]))
+        row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         if row >= len(self._request_of):
             capacity = self.scheduler.table.capacity
             self._request_of = np.resize(self._request_of, capacity)

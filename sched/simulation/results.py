@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.sched.metrics import Times, attained, group_metrics, rate, span, split_metrics
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED
+from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED, Outcome
 from jaxserve.sched.simulation.replica import BatchRows
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
@@ -37,6 +37,16 @@ class RequestRecords:
     token_times: np.ndarray
     tokens: np.ndarray
     end: float = math.inf
+
+    @classmethod
+    def of(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
+        """What became of the workload. until: when the run was cut off."""
+        wrote = np.isfinite(outcome.token_times)
+        before = np.concatenate([[0], np.cumsum(wrote)])
+        ends = np.cumsum(workload.output_len)
+        tokens = before[ends] - before[ends - workload.output_len]
+        times = outcome.token_times[wrote]
+        return cls(workload, outcome.preemptions, outcome.replica, times, tokens, until)
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -155,13 +165,17 @@ class BatchRecords:
 class SimulationResult:
     """requests, batches: see there. rows: per replica and batch who was in it, if that was asked
     for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
-    seed; if none did, it changes nothing but the workload."""
+    seed; if none did, it changes nothing but the workload. goodput_bound, search_runs: where the
+    schedule was searched for, requests/s that none exceeds (inf where nothing can be said), and how
+    many were simulated."""
 
     requests: RequestRecords
     batches: BatchRecords
     rows: list[list[BatchRows]] | None
     kv_tokens: int
     seed_read: bool
+    goodput_bound: float | None = None
+    search_runs: int | None = None
 
     @property
     def lengthening(self) -> np.ndarray | None:
@@ -183,6 +197,7 @@ class SimulationResult:
         num_refused: requests that found the queue full; they attain nothing and count in no
         latency. saved_slots, loaded_slots: of one plane each, to host memory and back;
         mean_shared_blocks, peak_shared_blocks: that several hold, over the time of the batches.
+        goodput_bound_per_s, search_runs: see above; only of what was searched for.
         tiers, classes: the same by name, as `metrics.group_metrics` has it.
         """
         requests, batches = self.requests, self.batches
@@ -208,6 +223,7 @@ class SimulationResult:
             "tbt_attainment": float(met.tbt.mean()),
             "jct_attainment": float(met.jct.mean()),
             "goodput_per_s": rate(int((met.slo & times.finished).sum()), makespan),
+            **self._search(),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
             "num_finished": total["finished"],
@@ -221,6 +237,12 @@ class SimulationResult:
             "peak_shared_blocks": int(batches.num_shared.max(initial=0)),
             **split_metrics(times, terms, met, total),
         }
+
+    def _search(self) -> dict[str, Any]:
+        if self.goodput_bound is None:
+            return {}
+        bound = self.goodput_bound if math.isfinite(self.goodput_bound) else None
+        return {"goodput_bound_per_s": bound, "search_runs": self.search_runs}
 
     def request_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-request table, [n] each. limit: max_tokens, as asked for. slo_ttft,

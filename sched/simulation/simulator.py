@@ -16,10 +16,12 @@ from jaxserve.sched.block_sizes import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost_model import CostModel, HostTerms, LinearCostModel
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
 from jaxserve.sched.simulation.compiled.setting import Setting
 from jaxserve.sched.simulation.fast import NotCompiled, run
+from jaxserve.sched.simulation.oracle import Found, search
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.replicas import ROUTERS, Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
@@ -128,8 +130,8 @@ def simulate(
     options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **hidden)
     compiled = _compiled(compiled, bool(checked or online or record_rows or until < math.inf))
     name = policy if isinstance(policy, str) else type(policy).__name__
-    served = _run(name, policies, workload, setting, options, compiled, progress, compiling)
-    return _result(setting, served, until)
+    ran = _run(name, policies, workload, setting, options, compiled, progress, compiling)
+    return _result(setting, *ran, until)
 
 
 def _check_end(until: float, loop: ClosedLoop | None, policy: Policy, setting: Setting) -> int:
@@ -188,10 +190,13 @@ def _compiled(wanted: bool | None, in_python: bool) -> bool | None:
     return False if in_python else wanted
 
 
-def _run(name: str, *args: Any) -> Served:
-    """As `fast.run`. name: of the policy."""
+def _run(name: str, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
+    """As `fast.run`, or what a search has found where the policy is one. name: of the policy."""
     try:
-        return run(*args)
+        if isinstance(policies[0], OraclePolicy):
+            found = search(policies[0], *known)
+            return found.served, found
+        return run(policies, *known), None
     except NotCompiled as error:
         raise SimulationError(f"the simulation cannot run compiled: {error}") from error
     except InvalidPlan as error:
@@ -204,20 +209,16 @@ def _routing(routing: str) -> str:
     return routing
 
 
-def _result(setting: Setting, served: Served, until: float) -> SimulationResult:
+def _result(
+    setting: Setting, served: Served, found: Found | None, until: float
+) -> SimulationResult:
     workload, outcome = served.workload, served.outcome
     if not len(workload):
         raise SimulationError(f"no request comes until {until:g} s")
-    wrote = np.isfinite(outcome.token_times)
-    before = np.concatenate([[0], np.cumsum(wrote)])
-    ends = np.cumsum(workload.output_len)
-    tokens = before[ends] - before[ends - workload.output_len]
-    times = outcome.token_times[wrote]
-    requests = RequestRecords(workload, outcome.preemptions, outcome.replica, times, tokens, until)
+    requests = RequestRecords.of(workload, outcome, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
-    return SimulationResult(
-        requests, BatchRecords.of(outcome.batches), served.rows, tokens, served.seed_read
-    )
+    batches, searched = BatchRecords.of(outcome.batches), (found.bound, found.runs) if found else ()
+    return SimulationResult(requests, batches, served.rows, tokens, served.seed_read, *searched)
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:

@@ -30,7 +30,8 @@ from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fi
 
 SEVEN = system("llama-2-7b@a100")
 PRICES = dataclasses.replace(SEVEN.cost_model.coefficients, sampled_row=2e-6, batch_bias=1e-4)
-OWN = ("accelgen", "aptserve", "bros", "fastserve", "round_robin")  # with code of their own
+# With code of their own.
+OWN = ("accelgen", "aptserve", "bros", "fastserve", "oracle", "round_robin")
 PLAIN = [name for name in policies() if not name.startswith(OWN)]
 VARIED = [
     "sarathi+ef",

@@ -65,7 +65,7 @@ def run(
     """Serves the workload to its end. key: `key_of` the form. InvalidPlan if the policy plans
     nothing where it could, or gets nowhere."""
     rules, costs = _rules(policy, form, setting), _costs(setting)
-    world = _world(workload, setting, knows=policy.hypothetical)
+    world = _world(workload, setting, form.given, knows=policy.hypothetical)
     kinds = numba.typeof(world), numba.typeof(rules), numba.typeof(costs)
     serve = compiled_serve(*kinds, compiling)
     count, seen = len(workload), 0
@@ -145,9 +145,10 @@ def _costs(setting: Setting) -> Costs:
     )
 
 
-def _world(workload: Workload, setting: Setting, *, knows: bool) -> World:
+def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, knows: bool) -> World:
     count, replicas = len(workload), setting.replicas
     requests = _requests(workload, setting, knows=knows)
+    requests["given"] = 0.0 if given is None else given
     machines = np.zeros(replicas, REPLICA)
     machines["next_time"], machines["free"] = math.inf, setting.num_blocks
     machines["flying"] = NOTHING

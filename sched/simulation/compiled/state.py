@@ -19,7 +19,7 @@ from jaxserve.sched.keys import FLOATS, INTEGERS
 # reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
 # it. state, lost_from: as in `sched/table.py`. losses, losses_since: as in `sched/progress.py`.
 REQUEST = np.dtype(
-    [(name, np.float64) for name in (*FLOATS, "key", "first")]
+    [(name, np.float64) for name in (*FLOATS, "given", "key", "first")]
     + [
         (name, np.int64)
         for name in (
