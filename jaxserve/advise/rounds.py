@@ -15,7 +15,7 @@ from jaxserve.simulate.sweep import Point, sweep
 from jaxserve.simulate.workers import Workers
 
 SEVERAL, MORE = 6, 3  # policies in the second round, and in the last
-SEEDS = 3  # of the second round, and of other rates
+SEEDS = 3  # of the second round
 FACTORS = (0.8, 1.25)  # of the traffic
 
 
@@ -25,7 +25,7 @@ class Advice:
     the one before, and then the others, with one seed. equal: those that cannot be told from the
     one with the most; it is among them, and best is the plainest of those of the last round.
     elsewhere: by rate, requests/s,
-    those of the last round with more or less traffic, None if it has no rate. refused: why the
+    those of the last round with more or less traffic; none if it has no rate. refused: why the
     others cannot serve the traffic, a line each."""
 
     best: Point
@@ -73,7 +73,7 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
     best = min(equals(last), key=lambda point: plainness(point.run.policy))
     ranked = [point for part in (last, out, rest) for point in sorted(part, key=_worst_last)]
     equal = equals(last, ranked)
-    elsewhere = _elsewhere([point.run for point in last], min(SEEDS, seeds), workers)
+    elsewhere = _elsewhere([point.run for point in last], workers)
     return Advice(best, ranked, equal, elsewhere, refused)
 
 
@@ -116,14 +116,14 @@ def _with(points: Sequence[Point], seeds: int, workers: Workers) -> list[Point]:
     ]
 
 
-def _elsewhere(runs: Sequence[Run], seeds: int, workers: Workers) -> dict[float, list[Point]]:
-    """At other rates."""
+def _elsewhere(runs: Sequence[Run], workers: Workers) -> dict[float, list[Point]]:
+    """At other rates, with the first seed."""
     found = {}
     for factor in FACTORS:
         source = _at(runs[0].workload, factor)
         if source is not None and source.rate is not None:
             changed = [dataclasses.replace(run, workload=source) for run in runs]
-            found[source.rate] = sweep(changed, seeds, workers)
+            found[source.rate] = sweep(changed, 1, workers)
     return found
 
 

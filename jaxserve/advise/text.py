@@ -105,7 +105,7 @@ def _parts(best: Point, base: Point) -> str:
             gained = {name: _met(ours[key][name]) - _met(theirs[key][name]) for name in shared}
             where = f", most of them of {kind} {max(sorted(gained), key=lambda n: gained[n])}"
             break
-    return f" (their {target} {100 * gains[target]:+.1f}{where})"
+    return f" ({100 * gains[target]:.1f} more their {target}{where})"
 
 
 def _met(group: dict[str, Any]) -> float:
