@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import __version__, policies
+from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
 from jaxserve.command_line import Parser
@@ -23,6 +24,7 @@ PACKAGE = ROOT / "jaxserve"
         (client.main, "client", "--file"),
         (policies.main, "policies", "--jsn"),
         (simulate.main, "simulate", "--rat=3"),
+        (advise.main, "advise", "--rat=3"),
         (bench.main, "bench load", "--rate=x"),
         (bench.main, "bench plan", "--repetes=x"),
     ],

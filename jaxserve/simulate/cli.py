@@ -51,12 +51,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve import workload_flags
-from jaxserve.sched.registry import make_policy
-from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate import as_json, flags, output, replay
+from jaxserve.simulate import as_json, asked, flags, output, replay
 from jaxserve.simulate.report import capacity_report, report
-from jaxserve.simulate.runs import REFUSED, Run, Source
+from jaxserve.simulate.runs import REFUSED
 from jaxserve.simulate.search import search
 from jaxserve.simulate.sweep import paired, sweep
 from jaxserve.simulate.workers import Workers
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     """Every policy at every rate."""
-    runs = _runs(args, _specs(args))
+    runs = asked.runs(args, asked.specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
@@ -98,7 +95,7 @@ def _replay(args: argparse.Namespace) -> int:
     recorded = replay.read(args)
     if args.seed is None:
         args.seed = recorded.recording.header.seed
-    runs = _runs(args, [recorded.workload])
+    runs = asked.runs(args, [recorded.workload])
     if args.system is None:
         runs = [recorded.on_the_recorded(run) for run in runs]
     output.check(args, len(runs))
@@ -122,7 +119,7 @@ def _find(args: argparse.Namespace) -> int:
     """The capacity of every policy."""
     args.rate = args.rate or [flags.FIRST_RATE]
     level = flags.ATTAINMENT if args.attainment is None else args.attainment
-    runs = _runs(args, _specs(args))
+    runs = asked.runs(args, asked.specs(args))
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
         searches = search(runs, level, args.seeds, workers)
@@ -140,56 +137,3 @@ def _say(args: argparse.Namespace, text: str, found: dict[str, Any]) -> None:
     if args.json:
         sys.stderr.flush()
         print(json.dumps(found, allow_nan=False), flush=True)
-
-
-def _specs(args: argparse.Namespace) -> list[WorkloadSpec]:
-    """One a rate."""
-    asked = workload_flags.options(args)
-    return [
-        WorkloadSpec(
-            args.workload,
-            args.num_requests,
-            args.arrivals,
-            rate,
-            args.cv,
-            args.on_s,
-            args.off_s,
-            duration=args.duration,
-            best_effort=args.best_effort,
-            **asked,
-        )
-        for rate in args.rate or [None]
-    ]
-
-
-def _runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
-    """One a policy and source, with the first seed. What is wrong with any is said before anything
-    runs."""
-    runs = [
-        Run(
-            policy,
-            args.system or flags.SYSTEM,
-            spec,
-            args.rules,
-            args.kv_tokens,
-            args.host_tokens,
-            args.block_size,
-            args.max_batch_tokens,
-            args.max_prefill_tokens,
-            args.max_rows,
-            args.replicas,
-            args.routing or "round_robin",
-            args.seed,
-            keep=output.keeps(args),
-            record_rows=output.records_rows(args),
-            hidden_read=args.hidden_read,
-            max_queue=args.max_queue,
-        )
-        for policy in args.policy
-        for spec in sources
-    ]
-    for run in runs:
-        run.limits()
-    if args.max_prefill_tokens and not any(make_policy(name).chunked for name in args.policy):
-        raise ValueError("--max_prefill_tokens is for policies that compute prompts in chunks")
-    return runs

@@ -45,7 +45,9 @@ def parser(description: str) -> Parser:
         prog="python -m jaxserve.simulate",
         description=description,
     )
-    _add_what_is_simulated(parser)
+    add_policy(parser, ["sarathi"], "sarathi")
+    add_what_is_simulated(parser)
+    add_how_often(parser)
     _add_what_is_asked(parser)
     return parser
 
@@ -89,14 +91,19 @@ def check(args: argparse.Namespace) -> str:
     return ""
 
 
-def _add_what_is_simulated(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
+def add_policy(parser: Parser, default: list[str] | None, named: str) -> None:
+    """Adds --policy. named: the default, for the help."""
+    parser.add_argument(
         "--policy",
         type=_names,
-        default=["sarathi"],
-        help="names, separated by commas, with parameters: edf:watermark=0.05 (sarathi)",
+        default=default,
+        help=f"names, separated by commas, with parameters: edf:watermark=0.05 ({named})",
     )
+
+
+def add_what_is_simulated(parser: Parser) -> None:
+    """Adds the flags of the system and of the workload."""
+    add = parser.add_argument
     add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({SYSTEM})")
     add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
     add("--workload", help="see above")
@@ -131,14 +138,19 @@ def _add_what_is_simulated(parser: Parser) -> None:
     )
 
 
-def _add_what_is_asked(parser: Parser) -> None:
+def add_how_often(parser: Parser) -> None:
+    """Adds --seeds, --seed, --jobs and --json."""
     add = parser.add_argument
     add("--seeds", type=positive_int, default=SEEDS, help=f"how many runs of each ({SEEDS})")
     add("--seed", type=_seed, help="the first: of workloads and policies (0; the recording's)")
-    add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
-    add("--attainment", type=_share, help=f"share of the requests that have to ({ATTAINMENT})")
     add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
     add("--json", action="store_true", help="one JSON object as the last line")
+
+
+def _add_what_is_asked(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
+    add("--attainment", type=_share, help=f"share of the requests that have to ({ATTAINMENT})")
     add("--summary", type=_path, metavar="PATH", help="a row a run, and their means, .csv")
     add("--requests_table", type=_path, metavar="PATH", help="a row a request, .csv or .json")
     add("--batches_table", type=_path, metavar="PATH", help="a row a batch, .csv or .json")

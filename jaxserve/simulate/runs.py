@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -23,12 +25,20 @@ REFUSED = (ValueError, InvalidPlan, OSError)
 @dataclass(frozen=True)
 class Outcome:
     """numbers: as `SimulationResult.summary` has them. kv_tokens: of the cache. seed_read: whether
-    the policy drew lots. result: if it is kept."""
+    the policy drew lots. attained: bool [n], which requests are within all of their targets.
+    result: if it is kept."""
 
     numbers: dict[str, Any]
     kv_tokens: int
     seed_read: bool
+    attained: np.ndarray
     result: SimulationResult | None
+
+    @classmethod
+    def of(cls, result: SimulationResult, *, keep: bool) -> Outcome:
+        """Of a simulation, or of what was served."""
+        kept = result if keep else None
+        return cls(result.summary(), result.kv_tokens, result.seed_read, result.attained, kept)
 
 
 class Source(Protocol):
@@ -146,5 +156,4 @@ class Run:
             progress=None if progress is None else lambda count: progress(count * share),
             compiling=compiling,
         )
-        kept = result if self.keep else None
-        return Outcome(result.summary(), result.kv_tokens, result.seed_read, kept)
+        return Outcome.of(result, keep=self.keep)

@@ -9,16 +9,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
 from jaxserve.sched.simulation.fast import COMPILING
 from jaxserve.sched.simulation.simulator import SimulationError
-from jaxserve.simulate.runs import Outcome, Run
 
 REFRESH_S = 0.2  # between two looks at how far the processes are
 BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
+
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Task(Protocol[T_co]):
+    """What can be done in another process, such as a `Run`."""
+
+    def outcome(
+        self, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
+    ) -> T_co:
+        """As `Run.outcome`."""
+        ...
 
 
 class Workers:
@@ -34,7 +47,7 @@ class Workers:
         self._compiling = self._context.Event()  # in one of them; until that has been said
         self._bar: tqdm | None = None
 
-    def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
+    def outcomes(self, runs: Sequence[Task[T]]) -> list[T]:
         """Of the runs, in their order. The first mistake ends it: one of `runs.REFUSED`."""
         bar = self._longer_bar(len(runs))
         if self._pool is None and (self._jobs == 1 or len(runs) < 2):
@@ -48,10 +61,10 @@ class Workers:
             )
         return self._on(self._pool, runs, bar)
 
-    def _on(self, pool: ProcessPoolExecutor, runs: Sequence[Run], bar: tqdm) -> list[Outcome]:
+    def _on(self, pool: ProcessPoolExecutor, runs: Sequence[Task[T]], bar: tqdm) -> list[T]:
         try:
-            futures = [pool.submit(_outcome, run) for run in runs]
-            left: set[Future[Outcome]] = set(futures)
+            futures: list[Future[T]] = [pool.submit(_outcome, run) for run in runs]
+            left: set[Future[T]] = set(futures)
             before = bar.n - self._done.value
             while left:
                 done, left = wait(left, REFRESH_S, FIRST_EXCEPTION)
@@ -117,5 +130,5 @@ def _begin(done: Any, compiling: Any) -> None:
     _progress, _compiling = progress, compiling.set
 
 
-def _outcome(run: Run) -> Outcome:
+def _outcome(run: Task[T]) -> T:
     return run.outcome(_progress, _compiling)

@@ -238,6 +238,11 @@ class SimulationResult:
             **split_metrics(times, terms, met, total),
         }
 
+    @property
+    def attained(self) -> np.ndarray:
+        """Who is within all of its targets, bool [n]."""
+        return attained(self.requests.times, self.requests.workload.terms).slo
+
     def _search(self) -> dict[str, Any]:
         if self.goodput_bound is None:
             return {}
@@ -260,7 +265,7 @@ class SimulationResult:
             "class": np.array(asked.classes)[asked.slo_class],
             "greedy": asked.greedy,
             **{f"slo_{name}": getattr(asked, name) for name in TARGETS},
-            "attained": attained(r.times, asked.terms).slo,
+            "attained": self.attained,
         }
 
     def batch_table(self) -> dict[str, np.ndarray]:

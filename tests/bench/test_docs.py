@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from jaxserve.advise import cli as advise
 from jaxserve.bench import cli
 from jaxserve.configs import base
 from jaxserve.sched.registry import policies
@@ -64,6 +65,8 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
             cli.parse(command[2:])
         elif command[:2] == ["-m", "jaxserve.simulate"]:
             assert simulate_flags.check(simulate_flags.parser("").parse_args(command[2:])) == ""
+        elif command[:2] == ["-m", "jaxserve.advise"]:
+            assert advise.check(advise.flag_parser().parse_args(command[2:])) == ""
         elif command[0] == "serve.py" and "FILE" not in command[-1]:
             values = flags.FlagValues()
             launch.parse_flags(command, "configs/tiny_cpu.py", values)

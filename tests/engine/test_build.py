@@ -34,6 +34,7 @@ from tests.cost_models import FLAT
             "scheduler.policy: rank_o knows how long outputs will get",
         ),
         ({"scheduler.policy": "vllm+ef"}, r"scheduler.policy: vllm\+ef knows .* simulations only"),
+        ({"scheduler.policy": "oracle"}, "scheduler.policy: oracle knows .* simulations only"),
         ({"scheduler.policy": "no/such.py:mine"}, "there is no policy file no/such.py"),
         (
             {"scheduler.policy": "vllm:watermark=x"},

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 from numba import types
 
@@ -107,7 +108,7 @@ class Compiling(Run):
 
     def outcome(self, progress: Any = None, compiling: Any = None) -> Outcome:
         compiling()
-        return Outcome({}, 1, False, None)
+        return Outcome({}, 1, False, np.zeros(0, bool), None)
 
 
 def test_processes_say_it_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Which policy to serve with."""

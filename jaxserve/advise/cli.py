@@ -1,0 +1,125 @@
+r"""Says which policy to serve with: all that a server takes, simulated on your traffic, ranked.
+
+    python -m jaxserve.advise --replay=served.jsonl
+    python -m jaxserve.advise --replay=served.jsonl --slo_ttft_ms=300 --slo_tbt_ms=80
+    python -m jaxserve.advise --system=mine.json --workload=sharegpt --rate=8 \
+        --slo_ttft_ms=1000 --slo_tbt_ms=100
+    python -m jaxserve.advise --system=llama-2-7b@a100 --workload=sharegpt --rate=8 \
+        --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s --json
+
+--replay=FILE is what a server has served that was started with --config.engine.record=FILE, on a
+system that is fitted to its steps. Otherwise --workload says what comes, and --system on what: a
+profile of this machine, which `python -m jaxserve.profile --out=mine.json` writes, or MODEL@DEVICE.
+The flags are those of `python -m jaxserve.simulate`, which says more of them.
+
+First every policy is simulated with one seed; the best few then with more, --seeds in the end, and
+with 0.8 and 1.25 times the traffic, one seed again. Policies are ranked by the share of the
+requests that attain their SLO, then by goodput. Two are told apart where that share, or the
+goodput, differs by more than its 95% interval and by more than makes a difference: half a point, or
+1%. The intervals are of the difference seed by seed, or where there is one run over its requests.
+Of those that cannot be told from the best the plainest is taken, sarathi before all.
+
+Exit codes: 0, 1 for what cannot be simulated, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxserve.advise import text
+from jaxserve.advise.rounds import Advice, advise
+from jaxserve.command_line import Parser
+from jaxserve.sched.metrics import has_targets
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.simulate import asked, flags, output, replay
+from jaxserve.simulate.runs import REFUSED, Run
+from jaxserve.simulate.workers import Workers
+
+# What the simulator's command has flags for beside.
+_NOT_ASKED = ("find", "attainment", "views", "plots", *output.FILES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    parser = flag_parser()
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    problem = check(args)
+    if problem:
+        parser.error(problem)
+    try:
+        return _advise(args)
+    except REFUSED as error:
+        print(f"jaxserve.advise: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def flag_parser() -> Parser:
+    """The parser; `check` what it gives."""
+    parser = Parser(prog="python -m jaxserve.advise", description=__doc__)
+    flags.add_policy(parser, None, "all that a server takes")
+    flags.add_what_is_simulated(parser)
+    flags.add_how_often(parser)
+    parser.set_defaults(**dict.fromkeys(_NOT_ASKED))
+    return parser
+
+
+def check(args: argparse.Namespace) -> str:
+    """Which flags contradict each other, or are missing, in a line; "" if none are."""
+    problem = flags.check(args)
+    if problem:
+        return problem
+    if args.rate is not None and len(args.rate) > 1:
+        return "--rate is that of the traffic, one; what 0.8 and 1.25 times as much do is said"
+    if args.replay is None and args.system is None:
+        return (
+            "--system is needed without --replay: a profile of this machine (python -m "
+            "jaxserve.profile --out=mine.json), or MODEL@DEVICE"
+        )
+    return ""
+
+
+def _advise(args: argparse.Namespace) -> int:
+    if args.policy is None:
+        args.policy = [name for name, entry in policies().items() if entry.deployable]
+    unreal = [name for name in args.policy if make_policy(name).hypothetical]
+    if unreal:
+        raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")
+    if args.replay:
+        recorded = replay.read(args)
+        if args.seed is None:
+            args.seed = recorded.recording.header.seed
+        served = recorded.recording.header.policy
+        args.policy += [served] if served not in args.policy else []
+        runs = asked.runs(args, [recorded.workload])
+        if args.system is None:
+            runs = [recorded.on_the_recorded(run) for run in runs]
+        notes = recorded.notes
+    else:
+        args.seed = args.seed or 0
+        runs, notes = asked.runs(args, asked.specs(args)), ()
+    _check_targets(runs[0])
+    with Workers(args.jobs) as workers:
+        advice = advise(runs, args.seeds, workers)
+    _say(args, advice, notes)
+    return 0
+
+
+def _check_targets(run: Run) -> None:
+    if not has_targets(run.workload.make(run.seed).terms):
+        raise ValueError(
+            "nobody has a target that could be missed: --slo_ttft_ms, --slo_tbt_ms, --slo_jct_ms, "
+            "--classes with one, or traffic with them"
+        )
+
+
+def _say(args: argparse.Namespace, advice: Advice, notes: Sequence[str]) -> None:
+    said = "\n".join([text.report(advice), *(["", *notes] if notes else [])])
+    print(said, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps(text.as_json(advice), allow_nan=False), flush=True)

@@ -1,0 +1,92 @@
+"""How much better one policy is than another, and whether that is more than noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.fast import NotCompiled, form_of
+from jaxserve.simulate.spread import half_width, mean
+from jaxserve.simulate.sweep import Point
+
+ATTAINMENT, GOODPUT = 0.005, 0.01  # differences that make none: share of requests, of the goodput
+_QUANTILE = 1.96  # of the normal distribution, for 95%
+DEFAULT = "sarathi"  # the server's
+
+
+@dataclass(frozen=True)
+class Margin:
+    """One policy less another. half_width: of the 95% interval of the difference in attainment;
+    None where there is too little to say. goodput: as a share of the better one's."""
+
+    attainment: float
+    half_width: float | None
+    goodput: float
+    goodput_half_width: float | None
+
+    @property
+    def matters(self) -> bool:
+        """Whether they can be told apart."""
+        return _apart(self.attainment, self.half_width, ATTAINMENT) or _apart(
+            self.goodput, self.goodput_half_width, GOODPUT
+        )
+
+
+def margin(one: Point, other: Point) -> Margin:
+    """Seed by seed, of the seeds that both have, with the same requests for both. A point whose
+    seed does not matter has all of them; where there is only one, over the requests of the run,
+    which takes them as independent."""
+    count = min((len(p.outcomes) for p in (one, other) if p.seed_matters), default=1)
+    ours, theirs = ([_numbers(point, seed) for seed in range(count)] for point in (one, other))
+    most = max(mean([numbers["goodput"] for numbers in each]) for each in (ours, theirs))
+    found = [
+        {
+            "attainment": a["attainment"] - b["attainment"],
+            "goodput": (a["goodput"] - b["goodput"]) / (most or 1.0),
+        }
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    means, widths = mean(found), half_width(found)
+    if count == 1:
+        widths = {"attainment": _over_requests(one, other), "goodput": None}
+    return Margin(means["attainment"], widths["attainment"], means["goodput"], widths["goodput"])
+
+
+def score(point: Point) -> tuple[float, float]:
+    """The better policy has the larger: attainment, then goodput."""
+    found = point.mean
+    return found["slo_attainment"], found["goodput_per_s"] or 0.0
+
+
+def plainness(name: str) -> tuple[bool, bool, int, str]:
+    """Of policies that are as good, the one with the smallest is taken: the server's own choice,
+    then settings of the unified scheduler before code of its own, and the variants behind what they
+    are of."""
+    try:
+        form_of(make_policy(name))
+    except NotCompiled:
+        return name != DEFAULT, True, len(name), name
+    return name != DEFAULT, False, len(name), name
+
+
+def _numbers(point: Point, seed: int) -> dict[str, float]:
+    found = point.numbers[seed if point.seed_matters else 0]
+    return {"attainment": found["slo_attainment"], "goodput": found["goodput_per_s"] or 0.0}
+
+
+def _over_requests(one: Point, other: Point) -> float | None:
+    """Half the width of the interval of a difference between paired shares (McNemar): with b
+    requests met by one only and c by the other only, of n, its variance is
+    (b + c - (b - c)^2 / n) / n^2. None where the requests are not the same."""
+    a, b = one.outcomes[0].attained, other.outcomes[0].attained
+    if len(a) != len(b):
+        return None
+    differ, net, n = int(np.count_nonzero(a != b)), int(a.sum()) - int(b.sum()), len(a)
+    return _QUANTILE * math.sqrt(max(differ - net**2 / n, 0.0)) / n
+
+
+def _apart(difference: float, width: float | None, negligible: float) -> bool:
+    return abs(difference) > max(width or 0.0, negligible)

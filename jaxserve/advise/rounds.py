@@ -1,0 +1,154 @@
+"""Successive halving: all policies on one seed, the best few on more, the best of these on all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.advise.margins import ATTAINMENT, DEFAULT, margin, plainness, score
+from jaxserve.sched.simulation.simulator import SimulationError
+from jaxserve.sched.workloads.specs import WorkloadSpec
+from jaxserve.simulate.replay import Recorded
+from jaxserve.simulate.runs import REFUSED, Outcome, Run, Source
+from jaxserve.simulate.sweep import Point, sweep
+from jaxserve.simulate.workers import Workers
+
+SEVERAL, MORE = 6, 3  # policies in the second round, and in the last
+SEEDS = 3  # of the second round
+FACTORS = (0.8, 1.25)  # of the traffic
+
+
+@dataclass(frozen=True)
+class Advice:
+    """best: the policy to take. points: all policies, the best first: those of the last round, of
+    the one before, and then the others, with one seed. equal: those that cannot be told from the
+    one with the most; it is among them, and best is the plainest of those of the last round.
+    elsewhere: by rate, requests/s,
+    those of the last round with more or less traffic; none if it has no rate. refused: why the
+    others cannot serve the traffic, a line each."""
+
+    best: Point
+    points: list[Point]
+    equal: list[Point]
+    elsewhere: dict[float, list[Point]]
+    refused: list[str]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A run that may not be possible."""
+
+    run: Run
+
+    def outcome(
+        self,
+        progress: Callable[[float], None] | None = None,
+        compiling: Callable[[], None] | None = None,
+    ) -> Outcome | str:
+        """Its outcome, or why there is none, in a line."""
+        try:
+            return self.run.outcome(progress, compiling)
+        except REFUSED as error:
+            return str(error)
+
+
+def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
+    """runs: one a policy, with the first of so many seeds. Raises one of `runs.REFUSED` if none of
+    them is possible."""
+    drawn = runs[0].workload.drawn()
+    refused: list[str] = []
+    points: list[Point] = []
+    for run, found in zip(runs, workers.outcomes([_Attempt(run) for run in runs]), strict=True):
+        if isinstance(found, str):
+            refused.append(_named(run.policy, found))
+        else:
+            points.append(Point(run, (found,), drawn or found.seed_read))
+    if not points:
+        raise SimulationError(refused[0])
+    several, rest = _cut(points, SEVERAL)
+    several = _with(several, min(SEEDS, seeds), workers)
+    last, out = _cut(several, MORE)
+    last = _with(last, seeds, workers)
+    best = min(equals(last), key=lambda point: plainness(point.run.policy))
+    ranked = [point for part in (last, out, rest) for point in sorted(part, key=_worst_last)]
+    equal = equals(last, ranked)
+    elsewhere = _elsewhere([point.run for point in last], workers)
+    return Advice(best, ranked, equal, elsewhere, refused)
+
+
+def equals(points: Sequence[Point], among: Sequence[Point] | None = None) -> list[Point]:
+    """The best of them, and those that cannot be told from it, of the points or of others."""
+    first = max(points, key=score)
+    return [one for one in among or points if one is first or not margin(first, one).matters]
+
+
+def _cut(points: Sequence[Point], count: int) -> tuple[list[Point], list[Point]]:
+    """The best, and the others. Of those that differ by less than what makes a difference the
+    plainest stay; the server's own choice always does, to compare with."""
+    first = max(points, key=score)
+
+    def order(point: Point) -> tuple[bool, int, tuple[bool, bool, int, str]]:
+        kept = point is first or point.run.policy == DEFAULT
+        steps = round((score(first)[0] - score(point)[0]) / ATTAINMENT)
+        return not kept, steps, plainness(point.run.policy)
+
+    found = sorted(points, key=order)
+    return found[:count], found[count:]
+
+
+def _worst_last(point: Point) -> tuple[float, float, tuple[bool, bool, int, str]]:
+    attainment, goodput = score(point)
+    return -attainment, -goodput, plainness(point.run.policy)
+
+
+def _with(points: Sequence[Point], seeds: int, workers: Workers) -> list[Point]:
+    """With so many seeds in all, where they matter."""
+    short = [one for one in points if one.seed_matters and len(one.outcomes) < seeds]
+    if not short:
+        return list(points)
+    have = len(short[0].outcomes)
+    again = [dataclasses.replace(one.run, seed=one.run.seed + have) for one in short]
+    more = {point.run.policy: point.outcomes for point in sweep(again, seeds - have, workers)}
+    return [
+        dataclasses.replace(one, outcomes=one.outcomes + more.get(one.run.policy, ()))
+        for one in points
+    ]
+
+
+def _elsewhere(runs: Sequence[Run], workers: Workers) -> dict[float, list[Point]]:
+    """At other rates, with the first seed."""
+    found = {}
+    for factor in FACTORS:
+        source = _at(runs[0].workload, factor)
+        if source is not None and source.rate is not None:
+            changed = [dataclasses.replace(run, workload=source) for run in runs]
+            found[source.rate] = sweep(changed, 1, workers)
+    return found
+
+
+def _at(source: Source, factor: float) -> Source | None:
+    """The same with so many times the traffic; None where all comes at once."""
+    if isinstance(source, WorkloadSpec):
+        rate = source.rate or _rate(source)
+        return None if rate is None else dataclasses.replace(source, rate=_short(rate * factor))
+    assert isinstance(source, Recorded)
+    own = _rate(source)
+    if own is None:
+        return None
+    rate = _short(own * factor)
+    return dataclasses.replace(source, workload=source.workload.at_rate(rate), rate=rate)
+
+
+def _rate(source: Source) -> float | None:
+    """Of what a trace says itself, requests/s."""
+    arrival = source.make(0).arrival
+    return float((len(arrival) - 1) / arrival[-1]) if len(arrival) > 1 and arrival[-1] else None
+
+
+def _short(rate: float) -> float:
+    return float(f"{rate:.4g}")
+
+
+def _named(policy: str, problem: str) -> str:
+    return problem if problem.startswith(f"policy {policy}") else f"{policy}: {problem}"
