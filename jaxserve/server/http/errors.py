@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.requests.streams import DuplicateRequest, StreamFailed
+from jaxserve.server.requests.streams import DuplicateRequest, SlowReader, StreamFailed
 
 RETRY_AFTER_S = 1
 """When a call that was refused for want of room may come again."""
@@ -63,6 +63,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(429, str(error), code="queue_full", headers=_RETRY)
         case EngineStopped():
             return ApiError(503, str(error), code="unavailable", headers=_RETRY)
+        case SlowReader():
+            return ApiError(429, str(error), code="slow_reader")
         case StreamFailed():
             return ApiError(500, str(error), code="engine_failed")
     return None
@@ -76,6 +78,7 @@ def add_handlers(app: FastAPI) -> None:
         DuplicateRequest,
         QueueFull,
         EngineStopped,
+        SlowReader,
         StreamFailed,
     ):
         app.add_exception_handler(kind, _known)
