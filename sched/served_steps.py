@@ -21,6 +21,7 @@ CLIP = 3.0  # a step counts as at most so many times what was to be expected
 HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
 PASSES = 4  # of the fit; in each, what is expected is what the one before found
 MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
+LEAST_STEP_S = 1e-6  # no step takes less
 NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
 
 
@@ -91,8 +92,10 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
     values = _robust(
         np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
     )
-    prices = values[: len(fields(Coefficients))].tolist()
-    return replace(prior, coefficients=Coefficients(*prices))
+    found = Coefficients(*values[: len(fields(Coefficients))].tolist())
+    least = LEAST_STEP_S / prior.num_layers  # noise may put all that a step takes on the others
+    found = replace(found, token_bias=max(found.token_bias, least))
+    return replace(prior, coefficients=found)
 
 
 def _without_overlap(steps: ServedSteps) -> bool:

@@ -154,20 +154,19 @@ def check_ports(config: ConfigDict) -> None:
             raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
         taken[port] = f"server.{name}"
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                config.server.host, port, type=socket.SOCK_STREAM
-            )[0]
+            found = socket.getaddrinfo(config.server.host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConfigError(f"server.host: {config.server.host!r}: {error.strerror}") from None
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
-                shortcut = f"--{name}={0 if name == 'port' else -1}"
-                wish = "takes any free port" if name == "port" else "does without"
-                raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
+                    shortcut = f"--{name}={0 if name == 'port' else -1}"
+                    wish = "takes any free port" if name == "port" else "does without"
+                    raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
 
 
 def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:

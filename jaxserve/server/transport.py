@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ _MIB = 1 << 20
 _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
 _BATCH_CALLS = 64
 _TEXT_BYTES = 63 * _MIB  # where no length of text is too long for sure
+_ATTEMPTS = 20  # to find a port that is free on all addresses
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently
@@ -98,11 +100,24 @@ def exposure(host: str, metrics_port: int, *, batches: bool) -> str | None:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Returns "host:port". Raises ConfigError if the port is taken."""
-    bracketed = f"[{host}]" if ":" in host else host
+    """Returns "host:port": the same port on all addresses that the host has, for on one that is
+    another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
+    unknown."""
+    name = _bracketed(host)
     try:
-        bound = server.add_insecure_port(f"{bracketed}:{port}")
-    except RuntimeError:
-        problem = f"cannot listen on {bracketed}:{port} (is another server running there?)"
-        raise ConfigError(f"server.port: {problem}; 0 takes any free port") from None
-    return f"{bracketed}:{bound}"
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
+    addresses = dict.fromkeys(str(info[4][0]) for info in found)
+    for _ in range(1 if port else _ATTEMPTS):
+        bound = port
+        with contextlib.suppress(RuntimeError):
+            for address in addresses:
+                bound = server.add_insecure_port(f"{_bracketed(address)}:{bound}")
+            return f"{name}:{bound}"
+    problem = f"cannot listen on {name}:{port} (is another server running there?)"
+    raise ConfigError(f"server.port: {problem}; 0 takes any free port")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

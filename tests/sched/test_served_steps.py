@@ -9,7 +9,13 @@ import pytest
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
 from jaxserve.sched.fit import FitError
-from jaxserve.sched.served_steps import MIN_STEPS, ServedSteps, fit_device, fit_host
+from jaxserve.sched.served_steps import (
+    LEAST_STEP_S,
+    MIN_STEPS,
+    ServedSteps,
+    fit_device,
+    fit_host,
+)
 
 TRUE = LinearCostModel(
     Coefficients(
@@ -156,6 +162,17 @@ def test_a_clock_that_stands_still_on_the_host_says_that_it_takes_no_time() -> N
     steps = dataclasses.replace(steps, after_idle=nothing > 0, **still)
     assert fit_host(steps, TRUE) == HostTerms()
     assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostTerms()
+
+
+def test_a_step_of_a_token_takes_some_time_whatever_the_others_say() -> None:
+    """As where a busy machine leaves nothing to what is common to all steps."""
+    nothing = Coefficients(*[0.0] * 9, batch_bias=1e-3)
+    steps = served()
+    steps = steps.take(steps.features.padded_tokens > 1)
+    steps = dataclasses.replace(steps, device_time=np.full(len(steps), 4e-3))
+    model = fit_device(steps, LinearCostModel(nothing, 4))
+    for one in (BatchFeatures(1, 1, 1, 1, 0, 0, 0), BatchFeatures(1, 1, 0, 0, 1, 1, 0)):
+        assert model.batch_time(one) == pytest.approx(LEAST_STEP_S)
 
 
 def test_too_few_steps_are_refused() -> None:
