@@ -115,6 +115,9 @@ class _Visit:
         finally:
             if not self._done and record.ending is Ending.OK:
                 record.ending = Ending.CANCELLED
+            if record.ending is Ending.SLOW_READER:
+                text = "gave up on %s, whose client reads too slowly"
+                self._keeper.warning("slow", text, record.request_id)
             self._keeper.ended(record)
 
     async def _admitted(self, receive: Receive) -> None:
@@ -129,9 +132,8 @@ class _Visit:
             leave = admission.leave
         try:
             await self._app(self._scope, self._limited(receive), self._sent)
-        except SlowReader as error:
+        except SlowReader:
             self._record.ending = Ending.SLOW_READER
-            self._keeper.warning("slow", "gave up on %s: %s", self._record.request_id, error)
         finally:
             if leave is not None:
                 leave()
