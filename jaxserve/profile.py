@@ -35,6 +35,7 @@ from jaxserve.sched.cost_model import HostTerms, Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.saturation import flat_from
 from jaxserve.sched.served_steps import ServedSteps, fit_host
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.server import launch
@@ -126,7 +127,30 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     # Copies were timed one way after the other, with nothing beside them.
     model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
     found = dataclasses.replace(found, model=model)
-    return _system(info, limits, timer.padding, found), found, samples
+    system = _system(info, limits, timer.padding, found)
+    return (
+        dataclasses.replace(system, about={**system.about, "pivot": pivot(samples)}),
+        found,
+        samples,
+    )
+
+
+def pivot(samples: Iterable[Sample]) -> dict[str, float]:
+    """Where throughput was measured to flatten (AccelGen section 3.1), of steps of prompts alone:
+    tokens and seconds of the least such step, and the tokens of the largest that was measured.
+    ValueError without such a step."""
+    least: dict[int, float] = {}
+    for sample in samples:
+        step, seconds = sample.features, sample.seconds
+        others = step.num_decodes + step.prefill_m + step.hidden_prefill + step.sampled_rows
+        if not others and step.num_prefills:
+            least[step.num_tokens] = min(seconds, least.get(step.num_tokens, seconds))
+    if not least:
+        raise ValueError("no step of prompts alone was measured")
+    sizes = np.array(sorted(least))
+    times = np.array([least[size] for size in sizes.tolist()])
+    first = flat_from(sizes, times)
+    return {"tokens": int(sizes[first]), "seconds": float(times[first]), "largest": int(sizes[-1])}
 
 
 def measure_host(engine: Any, system: System) -> HostTerms:
@@ -194,12 +218,15 @@ def _system(info: Any, limits: Limits, padding: Padding, found: Fit) -> System:
 def report(system: System, samples: int) -> str:
     """What was found, for people."""
     about, model = system.about, system.cost_model
+    flat = about["pivot"]
     r2 = ", ".join(f"{name} {value:.3f}" for name, value in about["r2"].items())
     lines = [
         f"{system.name} ({about['dtype']}): {samples} shapes, {model.num_layers} layers",
         f"  R^2               {r2}",
         f"  relative error    mean {about['mean_error']:.1%}, worst {about['worst_error']:.1%}, "
         f"left out {about['leave_out_error']:.1%}",
+        f"  throughput        flat from {flat['tokens']} tokens a step on, "
+        f"{1e3 * flat['seconds']:.3g} ms; measured up to {flat['largest']}",
         f"  host, ms a step   {host_ms(system.host)}",
         "  seconds a layer",
     ]

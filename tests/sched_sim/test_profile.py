@@ -13,8 +13,8 @@ from jaxserve import profile
 from jaxserve.bench import fidelity
 from jaxserve.configs import base
 from jaxserve.engine import timing
-from jaxserve.sched.cost_model import Coefficients, Padding
-from jaxserve.sched.fit import columns
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, Padding
+from jaxserve.sched.fit import Sample, columns
 from jaxserve.sched.simulation.profiles import System, load
 from tests.cost_models import FLAT
 from tests.engine.harness import write_shape
@@ -82,9 +82,30 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
         measured = dataclasses.replace(system, host=host)
         measured.save(tmp_path / "tiny.json")
         assert load(tmp_path / "tiny.json") == measured
-        assert "R^2" in profile.report(measured, len(samples))
+        flat = load(tmp_path / "tiny.json").about["pivot"]
+        assert 1 <= flat["tokens"] <= flat["largest"] == 32 and flat["seconds"] > 0
+        report = profile.report(measured, len(samples))
+        assert "R^2" in report and f"flat from {flat['tokens']} tokens" in report
     finally:
         engine.stop()
+
+
+def sample(
+    tokens: int, seconds: float, *, decodes: int = 0, before: int = 0, sampled: int = 0
+) -> Sample:
+    step = BatchFeatures(tokens, tokens, 0, decodes, 0, 1, before, sampled_rows=sampled)
+    return Sample(step, seconds)
+
+
+def test_the_pivot_is_where_throughput_was_measured_to_flatten() -> None:
+    """100, 160, 192 and 200 tokens a second; the shorter of two times counts."""
+    curve = [sample(100, 1.0), sample(160, 1.0), sample(192, 1.5), sample(192, 1.0)]
+    curve.append(sample(400, 2.0))
+    others = [sample(50, 0.1, decodes=1), sample(50, 0.1, before=9), sample(50, 0.1, sampled=4)]
+    found = {"tokens": 192, "seconds": 1.0, "largest": 400}
+    assert profile.pivot([*others, *curve]) == found
+    with pytest.raises(ValueError, match="no step of prompts alone"):
+        profile.pivot(others)
 
 
 def test_the_host_is_measured_in_a_pool_smaller_than_the_longest_request(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
+from jaxserve.sched.saturation import flat_from
 
-SHARE = 0.95  # of the most throughput, at which it counts as flat
 SIZES = 256  # that are looked at
-INSTANT = 1e-100  # seconds, of a step without a price
 EVERY = 256  # plans from one look to the next: a model that learns changes slowly
 
 
@@ -26,8 +25,8 @@ class Pivot:
 
     @classmethod
     def of(cls, view: View, size: int | None = None) -> Pivot:
-        """The least number of tokens, of one prompt, with SHARE of the throughput that any number
-        up to max_batch_tokens has ("nearly saturates", section 3.1). size: given instead."""
+        """The least number of tokens, of one prompt, with nearly the throughput that any number up
+        to max_batch_tokens has (`saturation.flat_from`). size: given instead."""
         most = view.limits.max_batch_tokens
         if size is not None:
             sizes = np.array([min(size, most)])
@@ -38,8 +37,7 @@ class Pivot:
             sizes = np.unique(sizes)
         prompt = BatchFeatures(sizes, sizes, 0, 0, sizes**2, 1, 0)
         seconds = np.broadcast_to(view.step_time(prompt), sizes.shape)
-        rate = sizes / np.maximum(seconds, INSTANT)
-        first = int(np.argmax(rate >= SHARE * rate.max()))
+        first = flat_from(sizes, seconds)
         return cls(int(sizes[first]), float(seconds[first]), most)
 
     def budget(self, slo: Any) -> Any:

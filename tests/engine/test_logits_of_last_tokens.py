@@ -1,0 +1,46 @@
+"""Logits are computed of one token a row: its last one (AccelGen section 4.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from tests.engine.harness import SHAPES, engine
+
+TOKENS, ROWS = 64, 8
+
+
+def shapes_in(program: Jaxpr) -> set[tuple[int, ...]]:
+    """Of every array that the program computes, those of its inner programs included."""
+    found: set[tuple[int, ...]] = set()
+    for equation in program.eqns:
+        found |= {getattr(value.aval, "shape", ()) for value in equation.outvars}
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                found |= shapes_in(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return found
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_a_step_has_logits_of_one_token_a_row(
+    shapes: dict[str, Path], family: str, decode_only: bool
+) -> None:
+    """Of chunks, too, that are not the last of their prompt; there are none of other tokens."""
+    vocabulary = SHAPES[family]["vocab_size"]
+    with engine(shapes[family]) as running:
+        executor = running.executor
+        buckets = executor.buckets
+        layout = buckets.decode(ROWS) if decode_only else buckets.mixed(TOKENS)
+        assert layout.tokens > layout.rows or decode_only
+        packed = jnp.zeros(layout.size, jnp.int32)
+        last = jnp.zeros(layout.slots, jnp.int32)
+        traced = jax.make_jaxpr(lambda *given: executor._step(*given, layout=layout))(
+            executor.params, executor.pool, last, packed
+        )
+    logits = {shape for shape in shapes_in(traced.jaxpr) if shape[-1:] == (vocabulary,)}
+    assert logits == {(layout.rows, vocabulary)}
