@@ -105,6 +105,11 @@ class BatchBudget:
         """Nobody holds cache: whoever comes next has the pool to itself."""
         return self._holders == 0
 
+    @property
+    def sums(self) -> bool:
+        """Whether memory is the sum of what each has: nobody shares, nobody is expected to grow."""
+        return self._refs is None and self._expected is None
+
     def new_blocks(self, cands: Candidates) -> np.ndarray:
         """Free blocks each candidate takes, [n]."""
         if cands.new is None:
@@ -154,9 +159,10 @@ class BatchBudget:
             self.chosen.append(cands)
         return True
 
-    def preempt(self, row: int) -> None:
-        """Takes the row's cache away. It must not be in the batch."""
-        self.free += self.view.pool.returned(row, self._refs)
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
+        where nobody shares any."""
+        self.free += self.view.pool.returned(row, self._refs) if gives is None else gives
         self.slots_left += 1
         self._holders -= 1
         if self._promises:
@@ -188,6 +194,12 @@ class BatchBudget:
         return self.view.pool.needed(rows, self._expected.peak(rows), self.view.pool.kind[rows])
 
 
+# The place of a request in the ranking, the blocks that it lacks, and whether it lacks a slot, to
+# the blocks and slots that preempted requests have freed for it, and the place from which on nobody
+# starts any more; None if they do not free enough.
+Room = Callable[[int, int, bool], tuple[int, int, int] | None]
+
+
 class OneByOne:
     """Candidates that are looked at, and put into the batch, one after the other. They are plain
     numbers here: of a single one an array operation takes longer than all there is to do.
@@ -206,9 +218,16 @@ class OneByOne:
         if budget._expected is not None:
             self._peak = np.maximum(budget._growth_of(cands.rows), new).tolist()
         self._taken: list[int] = []
+        self._places: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def places(self, place: np.ndarray) -> list[int]:
+        """Where each of them is in a ranking. place: of that, int64 by row; always the same."""
+        if self._places is None:
+            self._places = place[self._cands.rows].tolist()
+        return self._places
 
     def fits_budget(self, i: int) -> bool:
         """Whether number i stays within C and P."""
@@ -269,6 +288,39 @@ class OneByOne:
             budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
             budget.rows_left -= count
         return count
+
+    def take_starts(self, which: list[int], places: list[int], last: int, room: Room | None) -> int:
+        """Puts as many of these as wait and fit, where memory `sums`, into the batch, one after the
+        other, up to one who does not: how many, and of those who are passed over. places [n]: of
+        all candidates; whoever is at `last` or behind it is passed over. room: see `Room`."""
+        budget, keep, decided = self._budget, self._keep_free, self._budget.decided
+        rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
+        batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
+        slots, holders, left = budget.slots_left, budget._holders, budget.rows_left
+        passed, starts, taken = 0, self.starts, []
+        for i in which:
+            if not (left and starts[i]):
+                break
+            if places[i] < last:
+                if tokens[i] > batch or (prefill[i] and tokens[i] > prefills):
+                    break
+                short = new[i] - free + (keep if holders else 0)
+                if short > 0 or slots <= 0:
+                    made = room and room(places[i], short, slots <= 0)
+                    if not made:
+                        break
+                    free, slots, holders = free + made[0], slots + made[1], holders - made[1]
+                    last = made[2]
+                batch, prefills, free = batch - tokens[i], prefills - tokens[i], free - new[i]
+                slots, holders, left = slots - 1, holders + 1, left - 1
+                taken.append(i)
+            passed += 1
+        if taken:
+            self._taken += taken
+            decided[[rows[i] for i in taken]] = True
+        budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
+        budget.slots_left, budget._holders, budget.rows_left = slots, holders, left
+        return passed
 
     def close(self) -> None:
         """Lists those that were taken in the plan; it may go on."""

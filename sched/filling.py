@@ -7,7 +7,6 @@ considered one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxserve.sched.batch_budget import BatchBudget, Candidates, OneByOne
 from jaxserve.sched.policy import View
 from jaxserve.sched.ranking import Ranking
 from jaxserve.sched.table import RUNNING, WAITING, RequestTable
+from jaxserve.sched.victims import Victims
 
 FIRST_LOOK, LOOK_GROWTH = 64, 8
 NEVER = np.iinfo(np.int64).max
@@ -56,7 +56,7 @@ class Filling:
         # Whoever is preempted waits again, at its place in the queue: those behind it start later.
         self._last_start = NEVER
         self._prefills = True  # C and P leave something
-        self._victims = _Victims(budget, ranking)
+        self._victims = Victims(budget, ranking)
 
     @property
     def takes_prefills(self) -> bool:
@@ -96,8 +96,12 @@ class Filling:
         rest, at = list(range(len(each))), 0
         while at < len(rest) and budget.rows_left:
             i = rest[at]
-            if not each.starts[i] and (taken := each.take_run(rest[at:])):
-                at += taken
+            if each.starts[i]:
+                passed = self._start_run(each, rest[at:], preempts)
+            else:
+                passed = each.take_run(rest[at:])
+            if passed:
+                at += passed
             elif budget.preempted and self._is_out(each, i):
                 at += 1
             elif each.fits_budget(i):
@@ -113,11 +117,39 @@ class Filling:
                 rest, at = self._cut(each, cands, rest[at:], preempts), 0
         each.close()
 
+    def _start_run(self, each: OneByOne, which: list[int], preempts: bool) -> int:
+        """Those of `OneByOne.take_starts`, with room made for them."""
+        if not self.budget.sums:
+            return 0
+        last = self._last_start if self.budget.preempted else NEVER
+        room = self._displace if preempts else None
+        return each.take_starts(which, each.places(self.ranking.place), last, room)
+
+    def _displace(self, place: int, blocks: int, slot: bool) -> tuple[int, int, int] | None:
+        """Preempts as many as free so many blocks, and a slot if one is wanted, for the request at
+        that place: the blocks and slots that they free, and from which place on nobody starts now.
+        None, and nobody is, if all would not be enough."""
+        victims = self._victims.giving(place, blocks, slot=slot)
+        if not victims:
+            return None
+        blocks, decided = 0, self.budget.decided
+        for row, _, gives in victims:
+            blocks += gives or 0
+            self.budget.preempted.append(row)
+            decided[row] = True
+        self._stop_starts(victims[-1][1])
+        return blocks, len(victims), self._last_start
+
+    def _stop_starts(self, place: int) -> None:
+        """Who has been preempted waits again, at that place: only those before it may start."""
+        if not self.policy.probing:
+            self._last_start = min(self._last_start, place)
+
     def _is_out(self, each: OneByOne, i: int) -> bool:
         """Whether number i has been preempted, or waits behind somebody who has."""
         row = each.rows[i]
         if each.starts[i]:
-            return bool(self.ranking.place[row] >= self._last_start)
+            return each.places(self.ranking.place)[i] >= self._last_start
         return bool(self.budget.decided[row])
 
     def _cut(self, each: OneByOne, cands: Candidates, rest: list[int], preempts: bool) -> list[int]:
@@ -159,7 +191,9 @@ class Filling:
             return [j for j in rest if each.starts[j] or each.new[j] <= budget.free]
         free, slots = budget.free, budget.slots_left
         if preempts:
-            victims = [victim for victim, _ in self._victims.of(each.rows[head])]
+            victims = [
+                row for row, _, _ in self._victims.behind(each.places(self.ranking.place)[head])
+            ]
             free += int(budget.view.pool.returned_by(np.array(victims, np.int64)).sum())
             slots += len(victims)
         free -= 0 if budget.alone else self._watermark
@@ -168,69 +202,15 @@ class Filling:
     def _make_room(self, each: OneByOne, i: int) -> bool:
         """Preempts running requests of lower priority that are not in the batch, the lowest first,
         until number i fits; one that runs may be the last of them. Whether any was preempted."""
-        budget, row = self.budget, each.rows[i]
-        if each.starts[i] and not self._would_fit(each, i):
-            return False
+        budget, row, place = self.budget, each.rows[i], each.places(self.ranking.place)[i]
+        if each.starts[i]:
+            blocks = each.new[i] + (0 if budget.alone else self._watermark) - budget.free
+            if self._victims.giving(place, blocks, slot=budget.slots_left <= 0) is None:
+                return False
         before = len(budget.preempted)
-        for victim, place in self._victims.of(row):
-            budget.preempt(victim)
-            if not self.policy.probing:
-                self._last_start = min(self._last_start, place)
+        for victim, its, gives in self._victims.behind(place):
+            budget.preempt(victim, gives)
+            self._stop_starts(its)
             if victim == row or each.fits_memory(i):
                 break
         return len(budget.preempted) > before
-
-    def _would_fit(self, each: OneByOne, i: int) -> bool:
-        """Whether number i, who waits, could start if all the victims went."""
-        budget, more = self.budget, 0 if self.budget.alone else self._watermark
-        need = each.new[i] + more - budget.free
-        return self._victims.would_give(each.rows[i], need, slot=budget.slots_left <= 0)
-
-
-class _Victims:
-    """Those that run and may be preempted, as plain numbers."""
-
-    def __init__(self, budget: BatchBudget, ranking: Ranking) -> None:
-        self._budget, self._ranking = budget, ranking
-        self._rows: list[int] | None = None  # but those at the end that are decided
-        self._places: list[int] = []
-        self._gives: list[int] = []  # blocks of each, where nobody shares any
-
-    def of(self, row: int) -> Iterator[tuple[int, int]]:
-        """Running requests, the row itself or behind it, that may be preempted for it, the lowest
-        first, and the place of each."""
-        decided, rows = self._budget.decided, self._undecided()
-        mine = int(self._ranking.place[row])
-        for victim, its in zip(reversed(rows), reversed(self._places), strict=True):
-            if its < mine:
-                return
-            if not decided[victim]:
-                yield victim, its
-
-    def would_give(self, row: int, blocks: int, *, slot: bool) -> bool:
-        """Whether those who may be preempted for the row would free so many blocks, and a slot if
-        it wants one."""
-        pool = self._budget.view.pool
-        if pool.shares:
-            victims = [victim for victim, _ in self.of(row)]
-            returned = int(pool.returned_by(np.array(victims, np.int64)).sum())
-            return returned >= blocks and not (slot and not victims)
-        decided, rows, at = self._budget.decided, self._undecided(), len(self._places) - 1
-        mine = int(self._ranking.place[row])
-        while (slot or blocks > 0) and at >= 0 and self._places[at] >= mine:
-            if not decided[rows[at]]:
-                blocks, slot = blocks - self._gives[at], False
-            at -= 1
-        return blocks <= 0 and not slot
-
-    def _undecided(self) -> list[int]:
-        """Rows, but those at the end that are decided."""
-        running, decided = self._ranking.running, self._budget.decided
-        if self._rows is None:
-            self._rows = running.tolist()
-            self._places = self._ranking.place[running].tolist()
-            self._gives = self._budget.view.pool.blocks_held(running).tolist()
-        while self._rows and decided[self._rows[-1]]:
-            for column in (self._rows, self._places, self._gives):
-                column.pop()
-        return self._rows

@@ -142,11 +142,14 @@ class HostMemory:
     ) -> None:
         """The rows' cached tokens first[i] to end[i] (not included) are lost, but for those of them
         that are here. If the others would not have found room, that is why they are."""
-        here = np.where(self._one["first"][rows] >= first, self.tokens[rows], 0)
-        for i in np.flatnonzero(self._is_among_several(rows)).tolist():
-            mine = self.segments(int(rows[i]))
-            here[i] = sum(s.end - s.first for s in mine if s.first >= first[i])
-        lost = slots_for(end - first - here, kinds)
+        lost = end - first
+        if self.num_used:
+            here = np.where(self._one["first"][rows] >= first, self.tokens[rows], 0)
+            for i in np.flatnonzero(self._is_among_several(rows)).tolist():
+                mine = self.segments(int(rows[i]))
+                here[i] = sum(s.end - s.first for s in mine if s.first >= first[i])
+            lost = lost - here
+        lost = slots_for(lost, kinds)
         self.num_full += int(np.count_nonzero(lost > self.num_free))
 
     def release(self, row: int) -> None:

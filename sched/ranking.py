@@ -12,24 +12,20 @@ from jaxserve.sched.table import RUNNING, WAITING, RequestTable
 
 
 class Ranking:
-    """All requests in the policy's order. waiting, running: rows, most urgent first. order: all of
-    them; if not given, those that run are before those that wait."""
+    """All requests in the policy's order, those that run before those that wait. waiting, running:
+    rows, most urgent first."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        waiting: np.ndarray,
-        running: np.ndarray,
-        order: np.ndarray | None = None,
-    ) -> None:
-        self.waiting, self.running = waiting, running
-        self._table, self._order = table, order
+    def __init__(self, table: RequestTable, waiting: np.ndarray, running: np.ndarray) -> None:
+        self._table, self._waiting, self.running = table, waiting, running
+
+    @cached_property
+    def waiting(self) -> np.ndarray:
+        """Rows of those that wait."""
+        return self._waiting
 
     @cached_property
     def order(self) -> np.ndarray:
         """Rows of all of them."""
-        if self._order is not None:
-            return self._order
         return np.concatenate([self.running, self.waiting])
 
     @cached_property
@@ -38,6 +34,19 @@ class Ranking:
         place = np.empty(self._table.capacity, np.int64)
         place[self.order] = np.arange(len(self.order))
         return place
+
+
+class ByKey(Ranking):
+    """All in one order. order: rows; waits: bool, which of them wait."""
+
+    def __init__(self, table: RequestTable, order: np.ndarray, waits: np.ndarray) -> None:
+        super().__init__(table, order, order[~waits])
+        self.order, self._waits = order, waits
+
+    @cached_property
+    def waiting(self) -> np.ndarray:
+        """Rows of those that wait; few policies ask, and they may be many."""
+        return self.order[self._waits]
 
 
 class ByArrival(Ranking):
@@ -80,5 +89,4 @@ def rank(
     else:
         order = np.argsort(table.seq[rows], kind="stable")
         order = order[np.argsort(keys(rows)[order], kind="stable")]
-    ranked, runs = rows[order], order < len(running)
-    return Ranking(table, ranked[~runs], ranked[runs], ranked)
+    return ByKey(table, rows[order], order >= len(running))

@@ -134,16 +134,22 @@ class Scheduler:
             decodes,
             feeds_back,
             generated,
-            table.lost_from[rows],
             hidden,
             moves,
             plan.preempted if plan.operations else _NOBODY,
             sampling,
+            self._recomputed(rows, start, end),
         )
-        again = step.num_recomputed_tokens if self.preemptions else 0
         losers = _losers(plan) if plan.operations else _NOBODY
-        self._progress.note(step.num_tokens, again, losers)
+        self._progress.note(step.num_tokens, step.num_recomputed_tokens, losers)
         return step
+
+    def _recomputed(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
+        """Tokens that had been in the cache already."""
+        if not self.preemptions:
+            return 0
+        again = np.minimum(end, self.table.lost_from[rows]) - start
+        return int(np.add.reduce(np.maximum(again, 0)))
 
     def _note_batch(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """The order in which they are in the batch, single tokens first."""
@@ -208,9 +214,10 @@ class Scheduler:
     def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
         table, rows = self.table, op.rows
         table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
-        whole, kinds = op.keep == 0, self.pool.kind[rows]
-        self.pool.release_all(rows[whole])
-        for row, keep in zip(rows[~whole].tolist(), op.keep[~whole].tolist(), strict=True):
+        part, kinds = np.flatnonzero(op.keep), self.pool.kind[rows]
+        whole = rows if not len(part) else rows[op.keep == 0]
+        self.pool.release_all(whole)
+        for row, keep in zip(rows[part].tolist(), op.keep[part].tolist(), strict=True):
             self.pool.truncate(row, keep)
         if self.policy.moves_cache:
             self.host.keep_chains(rows, op.keep)
@@ -220,7 +227,7 @@ class Scheduler:
         order = self.preemptions + 1
         table.preempted_order[rows] = np.arange(order, order + len(rows))
         self.preemptions += len(rows)
-        table.move(rows[whole], WAITING)
+        table.move(whole, WAITING)
         return []
 
     def _to_kv(self, plan: BatchPlan, op: ToKV) -> list[Move]:

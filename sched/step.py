@@ -70,10 +70,10 @@ class Step:
     emits: bool, which rows sample a token. decodes: bool, which compute the newest generated token
     and nothing else. feeds_back: bool, whose last token is the newest generated one, which may be
     on the device alone. generated: int64, tokens generated, those that the step samples included.
-    lost_from: int64, tokens of each that have been in the cache already when some were lost.
     hidden: bool, which rows have hidden caches; None where none has. moves: what to do on the
     device before it, in order. preempted: rows that lost all their cache. sampling: whether anybody
-    who samples does so otherwise than greedily.
+    who samples does so otherwise than greedily. num_recomputed_tokens: those that had been in the
+    cache already before it was lost.
     """
 
     plan: BatchPlan
@@ -83,11 +83,11 @@ class Step:
     decodes: np.ndarray
     feeds_back: np.ndarray
     generated: np.ndarray
-    lost_from: np.ndarray
     hidden: np.ndarray | None
     moves: tuple[Move, ...]
     preempted: np.ndarray
     sampling: bool = False
+    num_recomputed_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.plan.rows)
@@ -111,12 +111,6 @@ class Step:
     def num_prefill_tokens(self) -> int:
         """Those of prompts that are computed for the first time."""
         return self.num_tokens - self.num_decode_tokens - self.num_recomputed_tokens
-
-    @property
-    def num_recomputed_tokens(self) -> int:
-        """Those that had been in the cache already before it was lost."""
-        again = np.minimum(self.end, self.lost_from) - self.start
-        return int(np.maximum(again, 0).sum())
 
     @property
     def num_decodes(self) -> int:

@@ -12,6 +12,7 @@ import enum
 
 import numpy as np
 
+from jaxserve.sched.listing import Listing
 from jaxserve.sched.output_lengths import OutputLengths
 from jaxserve.sched.request import Request
 
@@ -28,7 +29,6 @@ class State(enum.IntEnum):
 
 # Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
 FREE, WAITING, RUNNING, DRAINING = map(int, State)
-_LISTED = (WAITING, RUNNING)
 
 
 class RequestTable:
@@ -64,11 +64,9 @@ class RequestTable:
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy
         self.num_timed = 0  # requests that have a TTFT or a TBT
-        # By state.
-        self._order = [np.zeros(0, np.int64) for _ in State]
-        self._stale = [False for _ in State]
-        self._joined: list[list[np.ndarray]] = [[] for _ in State]
-        self._requeued = (self._order[WAITING], self._order[WAITING])
+        self._waiting, self._running = Listing(WAITING), Listing(RUNNING)
+        self._requeued = Listing(WAITING)
+        self._listings = (self._waiting, self._requeued, self._running)
 
     @property
     def num_free(self) -> int:
@@ -111,13 +109,13 @@ class RequestTable:
         if not len(rows):
             return
         before = self.state[rows]
-        for state in _LISTED:
-            if not self._stale[state]:
-                self._stale[state] = bool(np.count_nonzero(before == state))
+        for listing in self._listings:
+            if not listing.stale:
+                listing.stale = bool(np.count_nonzero(before == listing.state))
         self.state[rows] = to
-        if to in _LISTED:
-            self._joined[to].append(rows)
-            self._stale[to] = True
+        for listing in self._listings:
+            if listing.state == to:
+                listing.join(rows)
 
     def _is_timed(self, row: int) -> bool:
         return bool(min(self.ttft[row], self.tbt[row]) < np.inf)
@@ -133,36 +131,20 @@ class RequestTable:
     def in_state(self, state: int) -> np.ndarray:
         """Rows in `state` (WAITING or RUNNING), in order of arrival. Not to be written to; the same
         array as long as they are the same."""
-        if self._stale[state]:
-            self._order[state] = self._reorder(state)
-            self._joined[state] = []
-            self._stale[state] = False
-        return self._order[state]
+        listing = self._waiting if state == WAITING else self._running
+        return listing.rows(self.state, self._by_arrival)
 
     def requeued(self) -> np.ndarray:
         """Rows that wait, in order of arrival, but that the preempted ones are at the head, the
-        latest of them first. Not to be written to."""
-        waiting = self.in_state(WAITING)
-        if self._requeued[0] is not waiting:
-            order = self.preempted_order[waiting]
-            again = np.flatnonzero(order)
-            first = waiting[again[np.argsort(-order[again])]]
-            rows = np.concatenate([first, waiting[order == 0]]) if len(again) else waiting
-            self._requeued = (waiting, rows)
-        return self._requeued[1]
+        latest of them first. Not to be written to; as `in_state`."""
+        return self._requeued.rows(self.state, self._by_preemption)
 
-    def _reorder(self, state: int) -> np.ndarray:
-        """From what was in the state before and what joined it: sorting that is nearly free. A row
-        may have left and come back meanwhile, as itself or as another request."""
-        rows, joined = self._order[state], self._joined[state]
-        if joined:
-            rows = np.concatenate([rows, *joined])
-        rows = rows[self.state[rows] == state]
-        seq = self.seq[rows] if joined else rows[:0]
-        if not np.count_nonzero(seq[1:] <= seq[:-1]):
-            return rows
-        rows = rows[np.argsort(seq, kind="stable")]
-        return rows[np.append(True, rows[1:] != rows[:-1])]
+    def _by_arrival(self, rows: np.ndarray) -> np.ndarray:
+        return self.seq[rows]
+
+    def _by_preemption(self, rows: np.ndarray) -> np.ndarray:
+        order = self.preempted_order[rows]
+        return np.where(order > 0, -order, self.seq[rows])
 
 
 def _targets(request: Request) -> tuple[float | None, float | None, float | None]:

@@ -21,6 +21,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register_variant
+from jaxserve.sched.table import RequestTable
 
 
 class Phase(enum.Flag):
@@ -111,11 +112,10 @@ class UnifiedPolicy(Policy):
             expected=self.expected(view),
         )
         filling = Filling(self, budget, ranking, cuts_room=self.reserve is _CHUNK)
-        decoding = view.table.decoding(ranking.running)
         for group in self.groups:
             if not (_parts(group.phases)[0] or filling.takes_prefills):
                 continue
-            rows = _members(group.phases, ranking, decoding)
+            rows = _members(group.phases, ranking, view.table)
             if self.mixed_batches:
                 filling.fill(rows, group.preempts)
             elif len(rows):
@@ -181,17 +181,18 @@ def _parts(phases: Phase) -> tuple[bool, bool, bool]:
     return Phase.DECODE in phases, Phase.PREFILL in phases, Phase.WAITING in phases
 
 
-def _members(phases: Phase, ranking: Ranking, decoding: np.ndarray) -> np.ndarray:
-    running = ranking.running
+def _members(phases: Phase, ranking: Ranking, table: RequestTable) -> np.ndarray:
     decode, prefill, waiting = _parts(phases)
+    if decode and prefill and waiting:
+        return ranking.order
+    if not (decode or prefill):
+        return ranking.waiting
+    running = ranking.running
     if not (decode and prefill):
-        if not (decode or prefill):
-            return ranking.waiting
+        decoding = table.decoding(running)
         running = running[decoding if decode else ~decoding]
     if not waiting:
         return running
-    if decode and prefill:
-        return ranking.order
     rows = np.concatenate([running, ranking.waiting])
     return rows[np.argsort(ranking.place[rows], kind="stable")]
 

@@ -26,6 +26,7 @@ from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
 from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
+from jaxserve.sched.table import RUNNING, WAITING
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
 
 NOBODY = -1
@@ -108,23 +109,22 @@ class FastServe(UnifiedPolicy):
         return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
-        """The queue that each request is in, 0 the top, int16 [n]. Takes note of new ones, and of
-        those that have had nothing for `patience` seconds: they are at the top again."""
+        """The queue that each request is in, 0 the top, int16 [n]. Takes note of all new ones, and
+        of all that have had nothing for `patience` seconds: they are at the top again."""
         table, memory = view.table, self._memory
         memory.grow(table.capacity)
         # Over all of the table that is quicker than to look these rows up in it.
         changed = memory.seq != table.seq
         starved = now - table.last_token > self.patience
-        asked = np.zeros(table.capacity, bool)
-        asked[rows] = True
-        new = np.flatnonzero(changed & asked)
+        there = (table.state == WAITING) | (table.state == RUNNING)
+        new = np.flatnonzero(changed & there)
         if len(new):
             memory.seq[new] = table.seq[new]
             memory.prompt[new] = self._prompt_cost(view, table.prompt_len[new])
             memory.joined[new] = self._first_covering(memory.prompt[new])
             memory.before[new] = 0.0
         changed |= (memory.generated != table.generated) | (starved & ~memory.starved)
-        found = np.flatnonzero(changed & asked)
+        found = np.flatnonzero(changed & there)
         if len(found):
             self._requeue(view, found, starved[found])
         return memory.queue[rows]
@@ -134,8 +134,9 @@ class FastServe(UnifiedPolicy):
         table, memory = view.table, self._memory
         generated = table.generated[rows]
         had = np.where(generated > 0, memory.prompt[rows] + generated - 1, 0.0)
-        memory.joined[rows[starved]] = 0
-        memory.before[rows[starved]] = had[starved]
+        if np.count_nonzero(starved):
+            memory.joined[rows[starved]] = 0
+            memory.before[rows[starved]] = had[starved]
         # Quanta from the queue joined on add up to q (r^k - 1) / (r - 1) after k of them.
         first = self.quantum * self.ratio ** memory.joined[rows]
         used = (had - memory.before[rows]) * (self.ratio - 1) / first

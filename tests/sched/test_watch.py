@@ -42,7 +42,6 @@ def step(rows: int) -> Step:
         decodes=yes,
         feeds_back=yes,
         generated=2 * ones,
-        lost_from=0 * ones,
         hidden=None,
         moves=(),
         preempted=NOBODY,
