@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.policies.apt import knapsack
 from jaxserve.sched.policies.apt.knapsack import NOT_SERVED, Choice, Offers, choose, fit
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
@@ -115,3 +116,17 @@ def test_fit_passes_over_those_that_do_not() -> None:
     assert fit(np.arange(5), weight, 6).tolist() == [0, 3]
     assert fit(np.array([1, 0, 4, 2]), weight, 6).tolist() == [1, 4]
     assert fit(np.arange(5), weight, 0).tolist() == [3]
+
+
+def test_it_does_not_matter_how_many_are_sorted_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(INSTANCES // 10):
+        offers = random_offers(rng, bool(rng.integers(2)))
+        budget = int(rng.integers(1, int(offers.kv.sum()) + 3))
+        found = []
+        for first in (1, 2, 1000):
+            monkeypatch.setattr(knapsack, "FIRST_LOOK", first)
+            monkeypatch.setattr(knapsack, "LOOK_GROWTH", 2)
+            choice = choose(offers, budget)
+            found.append((choice.kinds.tolist(), choice.served.tolist(), choice.gain.tolist()))
+        assert found[0] == found[1] == found[2]

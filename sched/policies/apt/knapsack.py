@@ -22,6 +22,7 @@ import numpy as np
 from jaxserve.sched.kinds import CacheKind
 
 NOT_SERVED = -1
+FIRST_LOOK, LOOK_GROWTH = 128, 8
 _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 
@@ -67,39 +68,65 @@ class Choice:
 @dataclass(frozen=True)
 class _Entries:
     """The candidate schedules (Eq. 10). Entry i < n is request i's first, entry n + i its change
-    from hidden to KV. weight: blocks. order: entries by falling gain. kind [n]: of the first."""
+    from hidden to KV. weight: blocks. gain: value a block. known: entries that there are, in the
+    order that breaks ties. kind [n]: of the first."""
 
     weight: np.ndarray
-    order: np.ndarray
-    kind: np.ndarray
     gain: np.ndarray
+    known: np.ndarray
+    kind: np.ndarray
+
+    def falling(self, entries: np.ndarray) -> np.ndarray:
+        """Some of the known ones, in their order, by falling gain."""
+        return entries[np.argsort(-self.gain[entries], kind="stable")]
+
+    def cut(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """All of them by falling gain, up to the first that the budget has no room for, and from
+        there on; there, those that it has no room for either may be left out."""
+        known, weight, most = self.known, self.weight, FIRST_LOOK
+        gain, head = self.gain[known], known
+        least = -np.inf
+        while most < len(known):
+            # Many wait, and there is room for few of them: sorting those is enough.
+            least = np.partition(gain, len(known) - most)[len(known) - most]
+            head = known[gain >= least]
+            if int(np.add.reduce(weight[head])) > budget:
+                break
+            head, most, least = known, most * LOOK_GROWTH, -np.inf
+        order = self.falling(head)
+        used = np.cumsum(weight[order])
+        taken = int(np.searchsorted(used, budget, side="right"))
+        rest = order[taken:]
+        if len(head) < len(known):
+            others = known[gain < least]
+            left = budget - (int(used[taken - 1]) if taken else 0)
+            rest = np.concatenate([rest, self.falling(others[weight[others] <= left])])
+        return order[:taken], rest
 
 
 def choose(offers: Offers, budget: int) -> Choice:
     """Who is served with which cache in `budget` blocks (Algorithm 1). O(n log n)."""
     entries, count = _entries(offers, budget), len(offers.value)
-    order = entries.order
-    taken = int(np.searchsorted(np.cumsum(entries.weight[order]), budget, side="right"))
-    kinds = _filled(entries, order[:taken], order[taken:], budget, count)
-    if taken < len(order):
+    taken, rest = entries.cut(budget)
+    kinds = _filled(entries, taken, rest, budget, count)
+    if len(rest):
         # The double check: the one that broke the sequence may outweigh all before it.
-        alone = int(order[taken]) % count
+        alone = int(rest[0]) % count
         kind = _KV if offers.kv[alone] <= budget else _HIDDEN
         value = float(offers.value[alone])
         if kind == _HIDDEN and offers.penalty is not None:
             value -= float(offers.penalty[alone])
         if offers.value_of(kinds) < value:
             kinds = _with_alone(entries, alone, kind, budget, count, offers)
-    firsts = order[order < count]
-    return Choice(kinds, entries.gain, firsts[kinds[firsts] != NOT_SERVED])
+    served = entries.falling(np.flatnonzero(kinds != NOT_SERVED))
+    return Choice(kinds, entries.gain[:count], served)
 
 
 def _entries(offers: Offers, budget: int) -> _Entries:
     value, kv, hidden, penalty = offers.value, offers.kv, offers.hidden, offers.penalty
     fits = kv <= budget
     if hidden is None or penalty is None:
-        gain = value / kv
-        return _Entries(kv, _falling(gain, np.flatnonzero(fits)), np.zeros(len(kv), np.int64), gain)
+        return _Entries(kv, value / kv, np.flatnonzero(fits), np.zeros(len(kv), np.int64))
     left = value - penalty
     direct = fits & (penalty > 0) & (left * kv <= value * hidden)  # the refined rule
     half = ~direct & (hidden <= budget) & (left >= 0)
@@ -111,13 +138,8 @@ def _entries(offers: Offers, budget: int) -> _Entries:
     known = np.concatenate(
         [np.flatnonzero(direct | half), len(kv) + np.flatnonzero(half & fits & (penalty > 0))]
     )
-    order = _falling(np.concatenate([gain, upgrade]), known)
     kind = np.where(direct, _KV, _HIDDEN)
-    return _Entries(np.concatenate([first, more]), order, kind, gain)
-
-
-def _falling(gain: np.ndarray, entries: np.ndarray) -> np.ndarray:
-    return entries[np.argsort(-gain[entries], kind="stable")]
+    return _Entries(np.concatenate([first, more]), np.concatenate([gain, upgrade]), known, kind)
 
 
 def _filled(
@@ -148,7 +170,8 @@ def _with_alone(
     left = budget - int(offers.kv[alone] if kind == _KV or offers.hidden is None else 0)
     if kind == _HIDDEN and offers.hidden is not None:
         left -= int(offers.hidden[alone])
-    others = entries.order[entries.order % count != alone]
+    others = entries.known[entries.known % count != alone]
+    others = entries.falling(others[entries.weight[others] <= left])
     kinds = _filled(entries, others[:0], others, left, count)
     kinds[alone] = kind
     return kinds
