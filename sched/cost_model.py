@@ -224,6 +224,11 @@ class Coefficients:
         return asdict(self)
 
 
+# Seconds for which a thread keeps Python's interpreter to itself where another one wants it
+# (`sys.getswitchinterval`): who submits requests in a row has as long before the engine wakes up.
+BURST = 5e-3
+
+
 @dataclass(frozen=True, slots=True)
 class HostTerms:
     """Seconds of the host's thread around a step, and how they grow.
@@ -234,7 +239,8 @@ class HostTerms:
     tokens are there, and for each row that samples one. idle: what a step takes longer on a device
     that had nothing to do. receive, receive_row: from one step to the next plan, and for each
     request taken in then. wake: from an arrival until a thread that slept is as far as one that did
-    not. ValueError for a negative or infinite one.
+    not; where others arrive meanwhile, within BURST of the first, from the last of them. ValueError
+    for a negative or infinite one.
     """
 
     plan: float = 0.0

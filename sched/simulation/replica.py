@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.sched.cost_model import BURST
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
@@ -78,6 +79,7 @@ class Replica:
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
         self._came = 0  # requests that the host has not taken in
+        self._woken = -math.inf  # when the first of those came that woke it up just now
         seen = scheduler.view.cost_model
         self._watch: StepWatch | None = None
         if isinstance(seen, OnlineCostModel):
@@ -105,12 +107,14 @@ class Replica:
         self.live += 1
         self._came += 1
         if self.next_time == math.inf:
+            self._woken = request.arrival
+        if request.arrival - self._woken <= BURST:
             self.next_time = self._clock.wake(request.arrival)
 
     def run(self, horizon: float) -> None:
         """Once round the loop; several times, until `horizon`, where the outcome is certain.
         horizon: when the next request arrives anywhere."""
-        last = self._last
+        last, self._woken = self._last, -math.inf
         if not (
             last is not None
             and last.steady

@@ -77,6 +77,17 @@ def test_a_host_that_slept_wakes_up_and_takes_in_who_has_come_by_then() -> None:
     assert times(found, 1) == [64.5]
 
 
+def test_who_submits_several_in_a_row_has_as_long_before_the_host_wakes() -> None:
+    host = HostTerms(wake=0.001)
+    place = dataclasses.replace(SEVEN, cost_model=SECOND, host=host, padding=None)
+    for gap, together in ((0.0008, 8), (0.002, 1)):
+        arrival = [gap * i for i in range(12)]
+        for compiled in (False, True):
+            found = simulate("sarathi", of(arrival, [4] * 12, [1] * 12), place, compiled=compiled)
+            first = [i for i in range(12) if times(found, i)[0] < 1.5]
+            assert first == list(range(together)), "as arrive within 5 ms, and in the last wake"
+
+
 def test_the_papers_preemption_example() -> None:
     """M = 8 holds two prompts of 4 but not their second tokens: the second request is preempted,
     waits for the first to end, and is refilled (InferMax Figure 1)."""

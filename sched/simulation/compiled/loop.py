@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from jaxserve.sched.cost_model import BURST
 from jaxserve.sched.keys import Key
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample
@@ -96,6 +97,8 @@ def _arrive(m: Machine, rules: Rules, key: Key, number: int, replica: int) -> No
     me.came += 1
     wait(m, rules.settings[0], key, number)
     if me.next_time == math.inf:
+        me.woken = r.arrival
+    if r.arrival - me.woken <= BURST:
         me.clock = me.next_time = max(me.clock, r.arrival + rules.host[0].wake)
 
 
@@ -103,6 +106,7 @@ def _arrive(m: Machine, rules: Rules, key: Key, number: int, replica: int) -> No
 def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndarray) -> int:
     """Once round the engine's loop, ON; or STUCK, or NOWHERE."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]
+    me.woken = -math.inf
     side, count, end = me.side, me.flying, me.flying_end
     me.flying = NOTHING
     if me.live:

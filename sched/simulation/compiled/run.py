@@ -151,7 +151,7 @@ def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, kn
     requests["given"] = 0.0 if given is None else given
     machines = np.zeros(replicas, REPLICA)
     machines["next_time"], machines["free"] = math.inf, setting.num_blocks
-    machines["flying"] = NOTHING
+    machines["flying"], machines["woken"] = NOTHING, -math.inf
     room = min(_FIRST_LIVE, max(count, 2))
     machines["first"] = machines["end"] = room
     longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing

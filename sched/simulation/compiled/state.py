@@ -34,14 +34,15 @@ REQUEST = np.dtype(
     align=True,
 )
 
-# Of a replica. next_time: when its loop comes round. live: requests that are not over. first, end:
-# where in its list those that wait are. free: blocks. arrivals, batch_order, preempted: how many
-# there have been. gone: preempted since the last batch. again: tokens of the batch that were in the
-# cache already before it was lost. flying: rows of the launched step that
-# sample, -1 where none is in flight; flying_end: when it ends; side: which list has them.
-# got_on: steps that computed something new; most_losses: of any one request since the last of them.
-# outputs: how many have ended; ended: with the last tokens that reached the host, at `landed`.
-# came: requests that the host has not taken in.
+# Of a replica. next_time: when its loop comes round; woken: when the first of those came that woke
+# it up just now, else -inf. live: requests that are not over. first, end: where in its list those
+# that wait are. free: blocks. arrivals, batch_order, preempted: how many there have been. gone:
+# preempted since the last batch. again: tokens of the batch that were in the cache already before
+# it was lost. flying: rows of the launched step that sample, -1 where none is in flight;
+# flying_end: when it ends; side: which list has them. got_on: steps that computed something new;
+# most_losses: of any one request since the last of them. outputs: how many have ended; ended: with
+# the last tokens that reached the host, at `landed`. came: requests that the host has not taken
+# in.
 #
 # Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
 # promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
@@ -50,7 +51,10 @@ REQUEST = np.dtype(
 # scanned: how far in the list of those that wait; undecided: blocks of those that run
 # and are not decided.
 REPLICA = np.dtype(
-    [(name, np.float64) for name in ("clock", "device_free", "next_time", "flying_end", "landed")]
+    [
+        (name, np.float64)
+        for name in ("clock", "device_free", "next_time", "woken", "flying_end", "landed")
+    ]
     + [
         (name, np.int64)
         for name in (
