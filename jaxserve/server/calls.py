@@ -23,6 +23,7 @@ from jaxserve.server.requests.streams import SlowReader
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 _READ_S = 30.0  # what a request may take from its first byte to its last
+_ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
 _NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
 Method = Callable[[Any, "Call"], Awaitable[Message | None]]
 
@@ -65,7 +66,8 @@ class Call:
     def ended_by_client(self) -> None:
         """Cancelled, past its deadline, or nobody is there any more."""
         left = self._context.time_remaining()
-        self.record.ending = Ending.TIMED_OUT if left == 0 else Ending.CANCELLED
+        late = left is not None and left < _ABOUT_NOW_S
+        self.record.ending = Ending.TIMED_OUT if late else Ending.CANCELLED
 
 
 class Calls:

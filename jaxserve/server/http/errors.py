@@ -17,7 +17,7 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
 from jaxserve.server.requests.requests import SHUTTING_DOWN
-from jaxserve.server.requests.streams import DuplicateRequest, StreamFailed
+from jaxserve.server.requests.streams import DuplicateRequest, SlowReader, StreamFailed
 
 RECORD = "jaxserve.record"
 """Where the scope of a call has its CallRecord, if somebody keeps one."""
@@ -96,6 +96,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(429, str(error), code="queue_full", headers=retry_after())
         case EngineStopped():
             return ApiError(503, str(error), code="unavailable", headers=retry_after())
+        case SlowReader():
+            return ApiError(429, str(error), code="slow_reader")
         case StreamFailed():
             return ApiError(500, str(error), code="engine_failed")
     return None
@@ -109,6 +111,7 @@ def add_handlers(app: FastAPI) -> None:
         DuplicateRequest,
         QueueFull,
         EngineStopped,
+        SlowReader,
         StreamFailed,
     ):
         app.add_exception_handler(kind, _known)
