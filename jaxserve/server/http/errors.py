@@ -68,6 +68,7 @@ _ENDINGS = {
     "duplicate": Ending.DUPLICATE,
     "cancelled": Ending.CANCELLED,
     "engine_failed": Ending.ENGINE_FAILED,
+    "slow_reader": Ending.SLOW_READER,
     "not_json": Ending.MALFORMED,
     "internal": Ending.FAILED,
 }
