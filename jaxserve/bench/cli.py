@@ -9,12 +9,14 @@
     python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
     python -m jaxserve.bench mixed --rate=16
     python -m jaxserve.bench slo --load=0.5
+    python -m jaxserve.bench abuse
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
     python -m jaxserve.bench league
 
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
+`abuse` tries what hostile and clumsy clients can do; see abuse.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
 times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
@@ -63,6 +65,7 @@ STANDALONE = {
     "mixed": "jaxserve.bench.mixed",
     "slo": "jaxserve.bench.slo",
     "league": "jaxserve.experiments.league.cli",
+    "abuse": "jaxserve.bench.abuse",
 }
 
 
@@ -251,6 +254,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
     commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
+    commands.add_parser("abuse", help="hostile and clumsy clients against a server of its own")
     commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
     commands.add_parser("league", help="all policies on all workloads, simulated: docs/league.md")
     commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")

@@ -21,7 +21,7 @@ from jaxserve.server.proto import batches_pb2 as pb
 
 _FIELDS = ("id", "prompt", "token_ids", "sampling")
 _MAX_ID = 128
-_MAX_BYTES = 32 << 20  # of a message: what the server takes in one call is 64 MiB
+_MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
 
 
 class PromptError(ValueError):

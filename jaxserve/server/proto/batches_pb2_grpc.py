@@ -74,7 +74,7 @@ class BatchesServicer(object):
 
         A line that cannot be served (a prompt too long, a parameter out of range) fails by itself,
         with a result that says why. Also ends with RESOURCE_EXHAUSTED (more than 100,000 lines in a
-        batch, 64 MiB in a call, or server.batch_gib in all), OUT_OF_RANGE (the lines do not go on
+        batch, 8 MiB in a call, or server.batch_gib in all), OUT_OF_RANGE (the lines do not go on
         where the batch ends) and ALREADY_EXISTS (the batch has other lines there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

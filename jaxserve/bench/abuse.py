@@ -1,0 +1,302 @@
+"""What hostile and clumsy clients can do to a server, tried on one: in three minutes at most.
+
+    python -m jaxserve.bench abuse
+    python -m jaxserve.bench abuse --config=configs/tiny_cpu.py --json
+
+A server process of its own listens on this machine only. It gets prompts that are far too long,
+8,000 calls at once, streams that nobody reads, bytes that are no message and numbers at the edge
+of what a float holds; then its engine hangs, and that of another one fails. Each row says how calls
+ended, how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
+served, again and again), how much memory the server took more, and how many lines it logged. The
+exit code is 1 if something did not hold. Flags of serve.py work too: --config=, --model=, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.bench import attacks
+from jaxserve.bench.attacks import Tried
+from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.target import BenchError
+from jaxserve.client import Client, ServerError
+from jaxserve.command_line import Parser
+from jaxserve.group_table import aligned
+from jaxserve.machine import machine, versions
+
+WRITE_TIMEOUT_S, STALL_S = 3.0, 3.0  # so that nobody waits long for what is to happen
+MAX_WAIT_S = 0.05  # of others, while prompts are too long
+MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on its way
+GRACE_S = 5.0
+MAX_EXIT_S = GRACE_S + 6.0
+MAX_LINES = 20
+_PATIENCE_S = 60.0
+_PROBE_S = 0.01
+_HEADER = ("", "calls ended", "refused in", "others waited", "memory", "lines", "held")
+
+
+@dataclass
+class Row:
+    """What became of one attack. refused_s, others_s: the longest. memory_mib: more than before, at
+    most. lines: logged. problems: what did not hold."""
+
+    attack: str
+    codes: dict[str, int]
+    refused_s: float = 0.0
+    others_s: float = 0.0
+    memory_mib: float = 0.0
+    lines: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Victim:
+    """A server process. address: where it listens."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
+        self.process, self.address = process, address
+        self._log = log
+
+    def memory_mib(self) -> float:
+        """Resident."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def lines(self) -> int:
+        """Logged so far."""
+        return len(self._log.read_text(encoding="utf-8").splitlines())
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
+    --help. Raises UsageError or ConfigError."""
+    parser = Parser(prog="python -m jaxserve.bench abuse", description=__doc__)
+    parser.set_defaults(command="abuse")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args, rest = parser.parse_known_args(argv)
+    read_config(rest)
+    args.flags = rest
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Tries it all and prints; the exit code."""
+    where, rows = machine(), run(args.flags)
+    print(text(rows), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
+        print(json.dumps({**result, "machine": where, "versions": versions()}), flush=True)
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def run(flags: Sequence[str]) -> list[Row]:
+    """flags: for the servers."""
+    rows = []
+    with victim(*flags, "--config.server.exit_on_failure=off") as server:
+        longest = measured(server, "prompts far too long", attacks.long_prompts)
+        if longest.others_s > MAX_WAIT_S:
+            longest.problems.append(f"others waited for more than {1000 * MAX_WAIT_S:.0f} ms")
+        rows.append(longest)
+        crowd = f"{attacks.OVERLOAD:,} calls at once"
+        rows.append(measured(server, crowd, attacks.overload))
+        rows.append(measured(server, "no messages", attacks.malformed))
+        rows.append(measured(server, "numbers at the edge", attacks.extremes))
+        rows.append(measured(server, "an engine that hangs", lambda _: hang(server)))
+        unread = f"{attacks.UNREAD} streams unread"
+        rows.append(measured(server, unread, lambda _: leave_unread(server)))
+        rows.append(stop_unread(server))
+    with victim(*flags, "--config.server.exit_on_failure=on") as server:
+        rows.append(measured(server, "an engine that fails", lambda _: fail(server)))
+    for row in rows:
+        if row.lines > MAX_LINES:
+            row.problems.append(f"more than {MAX_LINES} lines were logged")
+    return rows
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table, and below it what did not hold."""
+    lines = [_HEADER]
+    for row in rows:
+        codes = ", ".join(f"{count:,} {code}" for code, count in sorted(row.codes.items()))
+        lines.append(
+            (
+                row.attack,
+                codes or "-",
+                f"{row.refused_s:.2f} s",
+                f"{1000 * row.others_s:.0f} ms",
+                f"{row.memory_mib:+.0f} MiB",
+                str(row.lines),
+                "no" if row.problems else "yes",
+            )
+        )
+    problems = [f"{row.attack}: {problem}" for row in rows for problem in row.problems]
+    return "\n".join([aligned(lines), *problems])
+
+
+def measured(server: Victim, name: str, attack: Callable[[str], Any]) -> Row:
+    """Tries an attack, a coroutine over the server's address, while another client calls."""
+    memory, lines = server.memory_mib(), server.lines()
+    with watched(server) as most:
+        tried: Tried = asyncio.run(attack(server.address))
+    row = Row(name, dict(tried.codes), tried.longest_s, problems=tried.problems)
+    row.others_s, row.memory_mib = most["wait_s"], max(0.0, most["memory_mib"] - memory)
+    row.lines = server.lines() - lines
+    return row
+
+
+@contextlib.contextmanager
+def watched(server: Victim) -> Iterator[dict[str, float]]:
+    """The longest that another client waits for an answer, and the most memory, meanwhile."""
+    most, over = {"wait_s": 0.0, "memory_mib": 0.0}, threading.Event()
+
+    def probe() -> None:
+        with Client(server.address) as client:
+            while not over.wait(_PROBE_S):
+                began = time.monotonic()
+                with contextlib.suppress(ServerError, OSError):
+                    client.info(timeout=_PATIENCE_S)
+                    most["wait_s"] = max(most["wait_s"], time.monotonic() - began)
+                    most["memory_mib"] = max(most["memory_mib"], server.memory_mib())
+
+    with Client(server.address) as client:
+        client.info(timeout=_PATIENCE_S)
+    thread = threading.Thread(target=probe)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
+
+
+async def leave_unread(server: Victim) -> Tried:
+    """Until the server has given up on them, and serves others; then they vanish."""
+    before, unread = server.memory_mib(), attacks.Unread(server.address)
+    deadline = time.monotonic() + _PATIENCE_S
+    ended = ""
+    while ended != "OK" and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        ended = await attacks.served(server.address)
+    taken = server.memory_mib() - before
+    tried = await asyncio.to_thread(unread.read)
+    unread.vanish()
+    tried.expect(ended == "OK", "others were not served meanwhile")
+    limit = f"they took more than {MAX_UNREAD_MIB} MiB"
+    tried.expect(taken <= MAX_UNREAD_MIB, limit)
+    return tried
+
+
+def stop_unread(server: Victim) -> Row:
+    """SIGTERM while streams are not read."""
+    lines, unread = server.lines(), attacks.Unread(server.address)
+    time.sleep(2.0)  # so that they have something to say
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(_PATIENCE_S)
+    took = time.monotonic() - began
+    unread.vanish()
+    row = Row("SIGTERM, unread", {f"exit {server.process.returncode}": 1}, took)
+    row.lines = server.lines() - lines
+    if server.process.returncode != 0 or took > MAX_EXIT_S:
+        row.problems.append(f"it did not exit with 0 within {MAX_EXIT_S:g} s")
+    return row
+
+
+async def hang(server: Victim) -> Tried:
+    """The engine hangs with a request in flight, and goes on."""
+    tried = Tried()
+    with Client(server.address) as client:
+        server.process.send_signal(signal.SIGUSR1)
+        stream = client.generate("Once upon a time", max_tokens=8, timeout=_PATIENCE_S)
+        began = time.monotonic()
+        while (ended := await attacks.served(server.address, 1.0)) != "UNAVAILABLE":
+            if time.monotonic() - began > STALL_S + 10:
+                tried.problems.append("nobody noticed")
+                break
+        tried.codes[ended] += 1
+        tried.expect(not healthy(server), "health said SERVING")
+        server.process.send_signal(signal.SIGUSR1)
+        tried.expect(bool(list(stream)), "the request did not go on")
+        tried.codes["OK"] += 1
+    for _ in range(100):
+        if healthy(server):
+            break
+        await asyncio.sleep(0.1)
+    tried.expect(healthy(server), "health did not come back")
+    return tried
+
+
+async def fail(server: Victim) -> Tried:
+    """The engine fails with a request in flight; the process is to end."""
+    tried = Tried()
+    with Client(server.address) as client:
+        stream = client.generate("Once upon a time", max_tokens=400, timeout=_PATIENCE_S)
+        next(stream)
+        server.process.send_signal(signal.SIGUSR2)
+        try:
+            list(stream)
+            tried.codes["OK"] += 1
+        except ServerError as error:
+            tried.codes[error.code] += 1
+    tried.expect(set(tried.codes) == {"INTERNAL"}, "the call did not end with INTERNAL")
+    try:
+        code = await asyncio.to_thread(server.process.wait, _PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    tried.codes[f"exit {code}"] += 1
+    tried.expect(code == 1, "the process did not exit with 1")
+    return tried
+
+
+def healthy(server: Victim) -> bool:
+    """What health checks of an orchestrator find."""
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@contextlib.contextmanager
+def victim(*flags: str) -> Iterator[Victim]:
+    """A server, ready; killed at the end."""
+    fields = (
+        f"server.write_timeout_s={WRITE_TIMEOUT_S}",
+        f"engine.stall_s={STALL_S}",
+        f"server.grace_s={GRACE_S}",
+        "server.batch_dir=",
+    )
+    command = [sys.executable, "-m", "jaxserve.bench.saboteur", *flags]
+    command += [f"--config.{each}" for each in fields]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with (
+            log.open("w") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                address = process.stdout.readline().strip()
+                if not address:
+                    last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
+                    raise BenchError(f"the server did not start: {' '.join(last)}")
+                yield Victim(process, address, log)
+            finally:
+                process.kill()

@@ -1,0 +1,60 @@
+"""A server whose engine can be broken, for `bench abuse`: flags as of serve.py.
+
+Prints its address once it takes calls. SIGUSR1 holds the engine's thread after its next step, and
+lets it go again; SIGUSR2 has the engine fail there.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+from jaxserve.bench.config_flags import read_config
+from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.server.process import run_server
+
+
+class Saboteur(Observer):
+    """Holds the engine, or fails it, after a step."""
+
+    def __init__(self) -> None:
+        self._go_on = threading.Event()
+        self._go_on.set()
+        self._fail = False
+
+    def hold(self) -> None:
+        """Holds the engine after its next step, or lets it go."""
+        if self._go_on.is_set():
+            self._go_on.clear()
+        else:
+            self._go_on.set()
+
+    def fail(self) -> None:
+        """Fails the engine after its next step."""
+        self._fail = True
+
+    def on_step(self, stats: StepStats) -> None:
+        """On the engine's thread."""
+        self._go_on.wait()
+        if self._fail:
+            raise RuntimeError("sabotage")
+
+
+def main() -> int:
+    """The exit code of the server."""
+    config = read_config(sys.argv[1:])
+    config.server.update(port=0, http_port=-1, metrics_port=-1)
+    # Imported late: jax takes seconds.
+    from jaxserve.engine.build import build_engine
+
+    engine, saboteur = build_engine(config, progress=False), Saboteur()
+    engine.add_observer(saboteur)
+    engine.start()
+    signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
+    signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
+    return run_server(engine, config, lambda server: print(server.address, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

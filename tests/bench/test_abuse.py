@@ -1,0 +1,118 @@
+"""`bench abuse`: its attacks, on a server without a model, and its table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.bench import abuse, attacks, cli
+from jaxserve.bench.abuse import Row
+from jaxserve.bench.saboteur import Saboteur
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import FakeEngine, step_stats
+
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    engine = FakeEngine()
+    options = ServerOptions(max_calls=64)
+    with Server(engine, grace_s=0.0, options=options) as server:
+        engine.run()
+        yield server.address
+
+
+def test_prompts_far_too_long_are_all_refused(address: str) -> None:
+    tried = asyncio.run(attacks.long_prompts(address))
+    assert tried.problems == []
+    assert tried.codes == {"RESOURCE_EXHAUSTED": 4, "INVALID_ARGUMENT": 8}
+    assert tried.longest_s > 0
+
+
+def test_bytes_that_are_no_message_are_all_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attacks, "MALFORMED", 250)
+    tried = asyncio.run(attacks.malformed(address))
+    assert tried.problems == []
+    assert tried.codes == {"INVALID_ARGUMENT": 250}
+
+
+def test_numbers_at_the_edge_are_right_or_refused(address: str) -> None:
+    tried = asyncio.run(attacks.extremes(address))
+    assert tried.problems == []
+    assert tried.codes == {"OK": 3, "INVALID_ARGUMENT": 1}
+
+
+def test_of_a_crowd_all_are_served_or_told_when_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attacks, "OVERLOAD", 300)
+    engine = FakeEngine()
+    with Server(engine, grace_s=0.0, options=ServerOptions(max_calls=8)) as server:
+
+        async def crowd() -> attacks.Tried:
+            trying = asyncio.create_task(attacks.overload(server.address))
+            await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 8)
+            engine.step()  # so that those hear something, and stay
+            return await trying
+
+        tried = asyncio.run(crowd())
+    assert tried.codes == {"served": 8, "RESOURCE_EXHAUSTED": 292}
+    assert [each for each in tried.problems if "more than 1 s" not in each] == []
+
+
+def test_streams_can_be_left_unread_and_read_after_all(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attacks, "UNREAD", 3)
+    unread = attacks.Unread(address)
+    assert asyncio.run(attacks.served(address)) == "OK"
+    assert unread.read().codes == {"OK": 3}
+    unread.vanish()
+
+
+def test_a_held_engine_goes_on_and_a_failed_one_does_not() -> None:
+    saboteur, stats = Saboteur(), step_stats(1)
+    saboteur.on_step(stats)
+    saboteur.hold()
+    assert not saboteur._go_on.is_set()
+    saboteur.hold()
+    saboteur.on_step(stats)
+    saboteur.fail()
+    with pytest.raises(RuntimeError, match="sabotage"):
+        saboteur.on_step(stats)
+
+
+def test_the_table_says_what_did_not_hold() -> None:
+    good = Row("calls at once", Counter({"OK": 1, "RESOURCE_EXHAUSTED": 7999}), 0.5, 0.02, 3.0, 4)
+    bad = Row("SIGTERM, unread", {"exit 1": 1}, 31.0, problems=["it took too long"])
+    lines = abuse.text([good, bad]).splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == ["held", "yes", "no"]
+    cells = "calls at once 1 OK, 7,999 RESOURCE_EXHAUSTED 0.50 s 20 ms +3 MiB 4 yes"
+    assert " ".join(lines[1].split()) == cells
+    assert lines[3:] == ["SIGTERM, unread: it took too long"]
+
+
+def test_wrong_flags_are_found_before_any_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(abuse, "run", lambda flags: pytest.fail("it ran"))
+    assert cli.main(["abuse", "--config.scheduler.polcy=x"]) == 2
+    assert "did you mean scheduler.policy" in capsys.readouterr().err
+
+
+def test_its_exit_code_says_whether_all_held(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for problems, code in (([], 0), (["it broke"], 1)):
+        rows = [Row("a", {"OK": 1}, problems=problems)]
+        monkeypatch.setattr(abuse, "run", lambda flags, rows=rows: rows)
+        assert cli.main(["abuse", "--json"]) == code
+        assert '"attack": "a"' in capsys.readouterr().out
