@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.fit import PRIOR, FitError, columns, nearest
+from jaxserve.sched.host_terms import HostTerms
 
 MIN_STEPS = 10
 MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.sched.cost_model import HostTerms
+from jaxserve.sched.host_terms import HostTerms
 
 
 @dataclass

@@ -13,11 +13,11 @@ from jaxserve.sched.cost_model import (
     BatchFeatures,
     Coefficients,
     CostModel,
-    HostTerms,
     InferMaxCostModel,
     LinearCostModel,
     Padding,
 )
+from jaxserve.sched.host_terms import HostTerms
 
 FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to

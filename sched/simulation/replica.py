@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BURST
+from jaxserve.sched.host_terms import BURST
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxserve.sched.block_sizes import blocks_for, slots_for, tokens_in
-from jaxserve.sched.cost_model import CostModel, HostTerms, LinearCostModel
+from jaxserve.sched.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy

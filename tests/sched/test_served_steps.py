@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.fit import FitError
+from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.served_steps import (
     LEAST_STEP_S,
     MIN_STEPS,

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.figures.chrome_trace import write_trace
-from jaxserve.sched.cost_model import Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.metrics import attained
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Tier

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View

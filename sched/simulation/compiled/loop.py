@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BURST
+from jaxserve.sched.host_terms import BURST
 from jaxserve.sched.keys import Key
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.cost_model import HostTerms
+from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.keys import FLOATS, INTEGERS
 
 # key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
