@@ -31,7 +31,15 @@ from ml_collections import ConfigDict
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.target import EngineTarget, drive, must_finish, random_jobs
-from jaxserve.bench.turns import WARM_UP, check_numbers, configured, engines, in_turns, policy_names
+from jaxserve.bench.turns import (
+    WARM_UP,
+    again,
+    check_numbers,
+    configured,
+    engines,
+    in_turns,
+    policy_names,
+)
 from jaxserve.command_line import Parser
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
@@ -48,7 +56,6 @@ from jaxserve.server.launch import UsageError
 POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
 NUM_BLOCKS, LONGEST = 128, 384  # of the pool; tokens of a request
-RECORD_MIB = 1024  # as good as without limit
 MEASURES = {
     "normalised_ms": ("ms a token", "{:.2f}"),
     "ttft_attained": ("of TTFT", "{:.1%}"),
@@ -178,9 +185,8 @@ def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dic
     configs: dict[str, ConfigDict] = {}
     for number, name in enumerate(args.policies):
         size = {"longest": LONGEST, "num_blocks": NUM_BLOCKS}
-        configs[name] = configured(args.config, name, requests=len(loads[0]), **size)
-        configs[name].engine.record = str(folder / f"{number}.jsonl")
-        configs[name].engine.record_mib = RECORD_MIB
+        path = folder / f"{number}.jsonl"
+        configs[name] = configured(args.config, name, path, requests=len(loads[0]), **size)
     with engines(configs, loads, args.seed) as serving:
         recorders = {name: StepRecorder() for name in serving}
         for name, engine in serving.items():
@@ -204,12 +210,7 @@ def _compare(
     turns: dict[str, list[dict[str, float]]] = {"served": [], "simulated": []}
     for turn, taken in enumerate(steps):
         first = WARM_UP + turn * count
-        part = recording.part(first, first + count)
-        others = recording
-        if args.repeats > 1:
-            own = recording.within(first, first + count)
-            others = dataclasses.replace(recording, steps=recording.steps.take(~own))
-        predicted = replay.again(part, replay.system_of(others), record_rows=True)
+        part, predicted = again(recording, first, count, own_steps=args.repeats == 1)
         assert predicted.lengthening is not None
         longer = np.array([one.lengthening for one in taken])
         turns["served"].append(_measures(replay.served(part), longer))

@@ -5,7 +5,9 @@
 
 Each policy has an engine of its own, with the same small pool, and they take turns, so that what
 drifts on the machine falls on all of them; each turn has other requests, the same for every policy.
-Numbers are means over the turns with 95% confidence intervals (Student's t).
+All is recorded, and each turn simulated under its policy, limits and pool, on a system fitted to
+all else that this engine served. Numbers are means over the turns with 95% confidence intervals
+(Student's t).
 
 The requests are AccelGen's mix (section 3.1: Alpaca, ShareGPT, and 35% from BookCorpus), their
 lengths over --scale, and the prompts from BookCorpus over what makes the longest of them fit.
@@ -24,8 +26,10 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,10 +37,21 @@ import numpy as np
 from jaxserve.bench import runs
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.target import EngineTarget, Target
-from jaxserve.bench.turns import check_numbers, configured, engines, in_turns, policy_names
+from jaxserve.bench.turns import (
+    WARM_UP,
+    again,
+    check_numbers,
+    configured,
+    engines,
+    in_turns,
+    policy_names,
+)
 from jaxserve.command_line import Parser
 from jaxserve.group_table import group_lines
 from jaxserve.machine import machine, versions
+from jaxserve.sched.metrics import load_metrics
+from jaxserve.sched.simulation import replay
+from jaxserve.sched.simulation.replay import Recording
 from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.lengths import DATA_SETS, sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
@@ -125,6 +140,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if len(set(args.policies)) < len(args.policies):
         raise UsageError("--policies: one is there twice")
     args.config = read_config(rest)
+    if args.config.engine.record:
+        raise UsageError("--config.engine.record: slo makes recordings of its own")
     args.longest = args.config.engine.max_model_len or LONGEST
     if args.longest < 2 * OUTPUT:
         limits = f"must be at least {2 * OUTPUT}, got {args.longest}"
@@ -176,7 +193,8 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
 
 
 def show(args: argparse.Namespace) -> int:
-    """Serves and prints; the exit code. Raises ConfigError, BenchError and WorkloadError."""
+    """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
+    and RecordingError."""
     result = measure(args)
     print(text(result), file=sys.stderr if args.json else sys.stdout)
     if args.json:
@@ -188,11 +206,35 @@ def show(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The JSON object."""
     where, asked = machine(), {name: v for name, v in vars(args).items() if name != "config"}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / f"{i}.jsonl" for i, name in enumerate(args.policies)}
+        measured = _serve(args, paths)
+        served = measured.pop("served")
+        policies = {
+            name: {
+                "served": _over_turns(turns),
+                "simulated": _over_turns(_simulated(replay.read(paths[name]), args)),
+            }
+            for name, turns in served.items()
+        }
+    return {
+        "command": "slo",
+        "workload": asked,
+        **measured,
+        "policies": policies,
+        "config": args.config.to_dict(),
+        "machine": where,
+        "versions": versions(),
+    }
+
+
+def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Records all turns of all policies. `served`: what came of them, by policy."""
     size = {"requests": args.num_requests, "longest": LONGEST, "num_blocks": NUM_BLOCKS}
-    configs = {name: configured(args.config, name, **size) for name in args.policies}
+    configs = {name: configured(args.config, name, path, **size) for name, path in paths.items()}
     waiting = lengths(args, np.random.default_rng((args.seed, 0)))
     at_once = Workload.of(all_at_once(len(waiting)), waiting, limit=waiting.output_len)
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
+    served: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
     with engines(configs, [at_once], args.seed) as serving:
         targets = {name: EngineTarget(engine) for name, engine in serving.items()}
         alone = Alone.measured(list(targets.values()), args.longest, args.seed)
@@ -203,22 +245,30 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rate = args.load * max(capacity.values())
         for turn, name in in_turns(args.policies, args.repeats):
             load = workload(args, turn, alone, rate)
-            results[name].append(runs.load(targets[name], load, args.seed + turn))
+            served[name].append(runs.load(targets[name], load, args.seed + turn))
         info = targets[args.policies[0]].info()
     return {
-        "command": "slo",
-        "workload": asked,
         "alone_ms": {
             "ttft": {n: 1e3 * t for n, t in zip(alone.lengths, alone.ttft, strict=True)},
             "tpot": 1e3 * alone.tpot,
         },
         "requests_per_s": {"at_once": capacity, "offered": rate},
-        "policies": {name: _over_turns(turns) for name, turns in results.items()},
         "model": {**info, "policy": ",".join(args.policies)},
-        "config": args.config.to_dict(),
-        "machine": where,
-        "versions": versions(),
+        "served": served,
     }
+
+
+def _simulated(recording: Recording, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each turn of one policy, as `runs.load` says it of one that was served."""
+    found = []
+    before = WARM_UP + 2 * ALONE + args.num_requests  # served before the first turn
+    for turn in range(args.repeats):
+        first = before + turn * args.num_requests
+        _, result = again(recording, first, args.num_requests, own_steps=False)
+        requests = result.requests
+        numbers = load_metrics(requests.times, requests.workload.terms)
+        found.append({**numbers, "preemptions": int(requests.preemptions.sum())})
+    return found
 
 
 def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -241,15 +291,17 @@ def text(result: dict[str, Any]) -> str:
         f"alone: first token {prompts}; then {alone['tpot']:.2f} ms a token",
     ]
     for policy, found in result["policies"].items():
-        mean, width = found["mean"], found["half_width"]
-        around = f" ±{width['output_tokens_per_s']:.0f}" if asked["repeats"] > 1 else ""
-        lines.append(
-            f"{policy}: {mean['output_tokens_per_s']:.0f}{around} tokens/s, "
-            f"{mean['preemptions']:.0f} preemptions, "
-            f"{result['requests_per_s']['at_once'][policy]:.1f} requests/s all at once"
-        )
-        groups = (_with_all(mean, asked["num_requests"]), _with_all(width, None))
-        lines += [f"  {line}" for line in group_lines(*groups)]
+        at_once = result["requests_per_s"]["at_once"][policy]
+        lines.append(f"{policy}: {at_once:.1f} requests/s all at once")
+        for which, numbers in found.items():
+            mean, width = numbers["mean"], numbers["half_width"]
+            around = f" ±{width['output_tokens_per_s']:.0f}" if asked["repeats"] > 1 else ""
+            lines.append(
+                f"{which}: {mean['output_tokens_per_s']:.0f}{around} tokens/s, "
+                f"{mean['preemptions']:.0f} preemptions"
+            )
+            groups = (_with_all(mean, asked["num_requests"]), _with_all(width, None))
+            lines += [f"  {line}" for line in group_lines(*groups)]
     return "\n".join(lines)
 
 

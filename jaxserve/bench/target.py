@@ -17,7 +17,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.sched.metrics import Times
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
@@ -35,7 +35,8 @@ class Job:
     """One request to send. output_len: tokens after which it ends. max_tokens: the limit that it
     asks for; where that is more, the sender ends it by cancelling it, so that the server knows no
     more about its length than of a request that ends by itself. temperature: of its sampling, 0 for
-    none."""
+    none. slo_class: the name of its class; an engine records it, and a server, which has classes of
+    its own, is not told."""
 
     prompt: tuple[int, ...]
     output_len: int
@@ -43,6 +44,7 @@ class Job:
     slo: SLO = NO_SLO
     tier: Tier = Tier.REALTIME
     temperature: float = 0.0
+    slo_class: str = NO_CLASS
 
 
 @dataclass
@@ -116,7 +118,8 @@ class EngineTarget:
             done.release()
 
         sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
-        request = Request(name, job.prompt, sampling, job.slo, job.tier)
+        asked = (job.prompt, sampling, job.slo, job.tier)
+        request = Request(name, *asked, slo_class=job.slo_class)
         try:
             self._engine.submit(request, on_output)
         except QueueFull as error:
@@ -188,14 +191,17 @@ def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -
         workload.limit,
         workload.tier,
         workload.greedy,
+        workload.slo_class,
         *(getattr(workload, name) for name in TARGETS),
     )
     jobs = []
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    for prompt, output, limit, tier, greedy, *targets in rows:
+    for prompt, output, limit, tier, greedy, slo_class, *targets in rows:
         ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
         slo = SLO(*(t if math.isfinite(t) else None for t in targets))
-        jobs.append(Job(ids, output, limit, slo, Tier(tier), 0.0 if greedy else 1.0))
+        sampled = 0.0 if greedy else 1.0
+        name = workload.classes[slo_class]
+        jobs.append(Job(ids, output, limit, slo, Tier(tier), sampled, name))
     return jobs
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
@@ -18,6 +20,9 @@ from jaxserve.bench import runs
 from jaxserve.bench.target import EngineTarget, check_fits
 from jaxserve.profile import build
 from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation import replay
+from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.workloads.workload import Workload
 from jaxserve.server.launch import UsageError
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:  # jax takes seconds, and a wrong command line should answer a
 
 HOST_GIB = 0.0625  # of host memory for checkpoints, for policies that make them
 WARM_UP = 8  # requests
+RECORD_MIB = 1024  # as good as without limit
 
 
 def policy_names(text: str) -> list[str]:
@@ -54,10 +60,11 @@ def check_numbers(
 
 
 def configured(
-    config: ConfigDict, policy: str, *, requests: int, longest: int, num_blocks: int
+    config: ConfigDict, policy: str, record: Path, *, requests: int, longest: int, num_blocks: int
 ) -> ConfigDict:
-    """For one policy, with room for so many requests. The pool has num_blocks, and a request at
-    most `longest` tokens, unless the configuration says otherwise."""
+    """For one policy, with room for so many requests, and a recording of all that is served. The
+    pool has num_blocks, and a request at most `longest` tokens, unless the configuration says
+    otherwise."""
     config = copy.deepcopy(config)
     config.scheduler.policy, config.scheduler.params = policy, {}
     config.scheduler.max_queue = max(config.scheduler.max_queue, requests)
@@ -65,6 +72,7 @@ def configured(
     config.cache.num_blocks = config.cache.num_blocks or num_blocks
     if make_policy(policy).moves_cache:
         config.cache.host_gib = config.cache.host_gib or HOST_GIB
+    config.engine.record, config.engine.record_mib = str(record), RECORD_MIB
     return config
 
 
@@ -87,6 +95,20 @@ def engines(
     finally:
         for engine in built.values():
             engine.stop()
+
+
+def again(
+    recording: Recording, first: int, count: int, *, own_steps: bool
+) -> tuple[Recording, SimulationResult]:
+    """Requests number `first` on, `count` of them, which were alone then: what is recorded of them,
+    and the same traffic simulated under the policy that served it, on a system fitted to the other
+    steps. own_steps: to theirs, too, for want of others. RecordingError if they say too little."""
+    steps = recording.steps
+    if not own_steps:
+        steps = steps.take(~recording.within(first, first + count))
+    system = replay.system_of(dataclasses.replace(recording, steps=steps))
+    part = recording.part(first, first + count)
+    return part, replay.again(part, system, record_rows=True)
 
 
 def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:

@@ -32,15 +32,21 @@ def test_every_policy_serves_every_turn(tmp_path: Path, capsys: pytest.CaptureFi
     (short, first), (_, last) = found["alone_ms"]["ttft"].items()
     assert short == "16" and 0 < first <= last and found["alone_ms"]["tpot"] > 0
     for by_policy in found["policies"].values():
-        turns = by_policy["turns"]
-        assert [turn["requests"]["finished"] for turn in turns] == [8, 8]
+        served, simulated = by_policy["served"], by_policy["simulated"]
+        assert [turn["requests"]["finished"] for turn in served["turns"]] == [8, 8]
+        for real, predicted in zip(served["turns"], simulated["turns"], strict=True):
+            assert predicted["output_tokens"] == real["output_tokens"]
+            for name, group in real["classes"].items():
+                assert predicted["classes"][name]["requests"] == group["requests"]
+    for numbers in (by[which] for by in found["policies"].values() for which in by):
+        turns = numbers["turns"]
         rates = [turn["slo"]["goodput_per_s"] for turn in turns]
-        assert by_policy["mean"]["slo"]["goodput_per_s"] == np.mean(rates)
-        assert by_policy["half_width"]["slo"]["goodput_per_s"] == spread.half_width(rates)
+        assert numbers["mean"]["slo"]["goodput_per_s"] == np.mean(rates)
+        assert numbers["half_width"]["slo"]["goodput_per_s"] == spread.half_width(rates)
         for turn in turns:
             assert sum(one["requests"] for one in turn["classes"].values()) == 8
     rows = [line.split()[:2] for line in err.splitlines() if line.startswith("  class all")]
-    assert rows == [["class", "all"]] * 2
+    assert rows == [["class", "all"]] * 4
 
 
 def test_a_turn_is_the_same_under_every_policy_and_another_is_not() -> None:
@@ -95,6 +101,7 @@ def test_what_takes_longer_alone_has_more_time() -> None:
         ("--policies=vllm,nobody", "--policies: .*nobody"),
         ("--policies=vllm,vllm", "--policies: one is there twice"),
         ("--config.engine.max_model_len=63", "max_model_len must be at least 64, got 63"),
+        ("--config.engine.record=x", "slo makes recordings of its own"),
         ("--port=1", "--port is for serve.py"),
     ],
 )
