@@ -74,9 +74,12 @@ def search(
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
 ) -> Found:
-    """Searches as long as the oracle says. The rest is as in `fast.run`. NotSearched for several
-    replicas, and for best-effort requests of which each comes when others have ended; InvalidPlan
-    if no policy can serve the workload."""
+    """Searches as long as the oracle says. The rest is as in `fast.run`, which does not have it
+    compiled as such: NotCompiled if that is asked for. NotSearched for several replicas, and for
+    best-effort requests of which each comes when others have ended; InvalidPlan if no policy can
+    serve the workload."""
+    if compiled:
+        form_of(oracle)
     if setting.replicas > 1:
         raise NotSearched("policy oracle: schedules are searched for one replica, not for several")
     if options.best_effort is not None:

@@ -30,7 +30,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     begin = float(workload.arrival.min())
     ends = workload.arrival + work.jct
     met = work.met & (ends <= until * (1 + _ROUNDING))
-    most = min((_most_met(workload, met, *way, until) for way in _ways(work)), default=0)
+    most = min((most_met(workload, met, *way, until) for way in _ways(work)), default=0)
     if until < math.inf:
         return most / (until - begin)
     count = np.arange(1, most + 1)
@@ -64,10 +64,10 @@ def _shortest(workload: Workload, work: Work) -> float:
     return soonest
 
 
-def _most_met(
+def most_met(
     workload: Workload, met: np.ndarray, first: np.ndarray, rest: np.ndarray, until: float
 ) -> int:
-    """How many of `met` there is time for, at most.
+    """How many of `met` there is time for, at most. The rest is as in `_ways`.
 
     Who attains its TTFT has `first` done between its arrival and then, and all of it by `latest`,
     and when the run is cut off. Of those whose times lie in a window no more are

@@ -165,9 +165,9 @@ class BatchRecords:
 class SimulationResult:
     """requests, batches: see there. rows: per replica and batch who was in it, if that was asked
     for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
-    seed; if none did, it changes nothing but the workload. goodput_bound, search_runs: where the
-    schedule was searched for, requests/s that none exceeds (inf where nothing can be said), and how
-    many were simulated."""
+    seed; if none did, it changes nothing but the workload. goodput_bound, search_runs, found_by:
+    where the schedule was searched for, requests/s that none exceeds (inf where nothing can be
+    said), how many were simulated, and whose the best is (`oracle.Found`)."""
 
     requests: RequestRecords
     batches: BatchRecords
@@ -176,6 +176,7 @@ class SimulationResult:
     seed_read: bool
     goodput_bound: float | None = None
     search_runs: int | None = None
+    found_by: str | None = None
 
     @property
     def lengthening(self) -> np.ndarray | None:

@@ -218,7 +218,8 @@ def _result(
         raise SimulationError(f"no request comes until {until:g} s")
     requests = RequestRecords.of(workload, outcome, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
-    batches, searched = BatchRecords.of(outcome.batches), (found.bound, found.runs) if found else ()
+    searched = (found.bound, found.runs, found.name) if found else ()
+    batches = BatchRecords.of(outcome.batches)
     return SimulationResult(requests, batches, served.rows, tokens, served.seed_read, *searched)
 
 

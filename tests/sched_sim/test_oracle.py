@@ -21,10 +21,10 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.compiled.setting import Setting
 from jaxserve.sched.simulation.oracle import portfolio
-from jaxserve.sched.simulation.oracle_bound import goodput_bound
+from jaxserve.sched.simulation.oracle_bound import goodput_bound, most_met
 from jaxserve.sched.simulation.oracle_candidates import SHAPES
 from jaxserve.sched.simulation.oracle_work import Work, latest
-from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems import system
 from jaxserve.sched.terms import TARGETS, Terms
 from jaxserve.sched.unified import Reserve
@@ -135,6 +135,7 @@ def test_a_search_finds_more_than_the_policies() -> None:
         simulate(f"{QUICK}:runs={runs}", workload, SEVEN, **options) for runs in (0, 60, 300)
     )
     assert goodput(none) < goodput(some) <= goodput(more)
+    assert none.found_by in portfolio(Portfolio.QUICK) and more.found_by == "ordered"
     assert none.search_runs == len(portfolio(Portfolio.QUICK))
     assert more.search_runs == none.search_runs + 300
 
@@ -209,6 +210,11 @@ def test_what_cannot_be_searched_is_refused(options: dict[str, Any], problem: st
         simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, **options)
 
 
+def test_a_search_is_not_compiled_as_such() -> None:
+    with pytest.raises(SimulationError, match="cannot run compiled"):
+        simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, compiled=True)
+
+
 @pytest.mark.parametrize(
     ("params", "problem"),
     [("seconds=-1", "seconds must be at least 0"), ("runs=-1", "runs must be at least 0")],
@@ -271,6 +277,50 @@ def test_a_window_holds_so_many_at_most() -> None:
     bound = goodput_bound(workload, setting(), False, math.inf)
     found = simulate(f"{QUICK}:runs=150", workload, SEVEN, kv_tokens=16000, overlap=False)
     assert 0 < goodput(found) <= bound <= 1.35 * goodput(found)
+
+
+def in_time_together(workload: Workload, first: np.ndarray, rest: np.ndarray) -> int:
+    """The largest set of requests of which no window between any two times has too much."""
+    begin, early = workload.arrival, workload.arrival + workload.ttft
+    late = np.maximum(begin + workload.jct, early)
+    times = np.unique(np.concatenate([begin, early, late]))
+    windows = [(s, t) for s, t in itertools.combinations(times.tolist(), 2)]
+    works = [
+        ((begin >= s) & (early <= t)) * first + ((begin >= s) & (late <= t)) * rest
+        for s, t in windows
+    ]
+    found = 0
+    for chosen in itertools.product((False, True), repeat=len(workload)):
+        fits = (
+            work[list(chosen)].sum() <= t - s for (s, t), work in zip(windows, works, strict=True)
+        )
+        if sum(chosen) > found and all(fits):
+            found = sum(chosen)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+@example(0)
+def test_windows_exclude_no_more_than_has_to_be(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = 6
+    workload = Workload.of(rng.integers(0, 9, count).cumsum() / 2.0, fixed_lengths(5, 3, count))
+    ttft = rng.integers(1, 8, count).astype(float)
+    workload = dataclasses.replace(workload, ttft=ttft, jct=ttft + rng.integers(0, 6, count))
+    first, rest = (rng.integers(0, 9, count) / 2.0 for _ in range(2))
+    bound = most_met(workload, np.ones(count, bool), first, rest, math.inf)
+    assert bound >= in_time_together(workload, first, rest)
+
+
+def test_windows_exclude_what_has_to_be() -> None:
+    """Two bursts of three requests of a second each, with time for two of each."""
+    arrival = np.array([0.0, 0.0, 0.0, 5.0, 5.0, 5.0])
+    workload = with_targets(Workload.of(arrival, fixed_lengths(5, 3, 6)), jct=2.5)
+    half, everybody = np.full(6, 0.5), np.ones(6, bool)
+    assert most_met(workload, everybody, half, half, math.inf) == 4
+    assert most_met(workload, everybody, half, half, 6.0) == 3
+    assert most_met(workload, arrival > 0, half, half, math.inf) == 2
 
 
 @pytest.mark.parametrize(
