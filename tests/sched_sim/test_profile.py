@@ -145,6 +145,12 @@ def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
             assert measured == pytest.approx((first + second) / 2)
             assert row["error"][name] == pytest.approx(abs(predicted - measured) / measured)
             assert row["scatter"][name] == pytest.approx(abs(first - second) / 2 / measured)
+            if row["verdict"][name] == fidelity.MISSED:
+                assert row["error"][name] > max(0.08, row["scatter"][name])
+            elif row["verdict"][name] == fidelity.WITHIN:
+                assert 0.08 < row["error"][name] <= row["scatter"][name]
+            else:
+                assert row["error"][name] <= 0.08
         # No load's own steps are among those that predict it.
         fitted = int(row["system"]["source"].split()[2])
         assert row["steps"] > 0 and fitted == result["steps"] - row["steps"]
@@ -153,21 +159,27 @@ def test_fidelity_compares_prediction_and_measurement(tmp_path: Path) -> None:
     errors = [row["error"]["total_s"] for row in rows]
     assert found["mean_error"] == pytest.approx(np.mean(errors))
     assert found["worst_error"] == max(errors)
-    assert f"{found['worst_error']:.1%}" in fidelity.text(result)
+    told = fidelity.text(result)
+    assert f"{found['worst_error']:.1%}" in told
+    verdicts = [one["verdict"][m] for one in rows for m in fidelity.MEASURES]
+    verdicts += [one["verdict"] for one in result["summary"].values()]
+    for verdict in (fidelity.WITHIN, fidelity.MISSED):
+        assert told.count(f"  {verdict}") == verdicts.count(verdict)
 
 
 def test_a_target_is_missed_beyond_the_scatter_only() -> None:
     zero = dict.fromkeys(fidelity.MEASURES, 0.0)
 
-    def met(total: float, scatter: float) -> bool:
+    def verdict(total: float, scatter: float) -> str:
         rows = [
             {"error": zero | {"total_s": total}, "scatter": zero | {"total_s": scatter}},
             {"error": zero, "scatter": zero},
         ]
-        return bool(fidelity._summary(rows)["total_s"]["met"])
+        return str(fidelity._summary(rows)["total_s"]["verdict"])
 
-    assert met(0.05, 0.0), "3% mean"
-    assert not met(0.07, 0.0)
-    assert met(0.07, 0.07)
-    assert not met(0.5, 0.49)
-    assert met(0.12, 0.12) and not met(0.12, 0.11)
+    met, within, missed = fidelity.MET, fidelity.WITHIN, fidelity.MISSED
+    assert verdict(0.05, 0.0) == met, "3% mean"
+    assert verdict(0.07, 0.0) == missed
+    assert verdict(0.07, 0.07) == within
+    assert verdict(0.5, 0.49) == missed
+    assert verdict(0.12, 0.12) == within and verdict(0.12, 0.11) == missed
