@@ -69,7 +69,6 @@ _ENDINGS = {
     "slow_reader": Ending.SLOW_READER,
     "cancelled": Ending.CANCELLED,
     "engine_failed": Ending.ENGINE_FAILED,
-    "slow_reader": Ending.SLOW_READER,
     "not_json": Ending.MALFORMED,
     "internal": Ending.FAILED,
 }
