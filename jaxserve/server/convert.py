@@ -29,6 +29,7 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.streams import Delta
 
+_MANY_BYTES = 4096
 _LISTS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -192,11 +193,22 @@ def at_most(name: str, text: str, limit: int) -> None:
 
 def no_unknown_fields(name: str, message: Message) -> None:
     """A field that a newer client sends would be dropped silently, so it is refused: raises
-    InvalidRequest."""
+    InvalidRequest. Those of messages in lists are not looked at."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    size = message.ByteSize() - known.ByteSize()
+    if size > _MANY_BYTES:  # to find the first one would take as long as to list them all
+        raise InvalidRequest(name, f"has {size} bytes of fields that are unknown to this server")
+    if size:
+        _find_unknown(name, message)
+
+
+def _find_unknown(name: str, message: Message) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number = unknown[0].field_number
         raise InvalidRequest(name, f"field number {number} is unknown to this server")
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
-            no_unknown_fields(descriptor.name, value)
+            _find_unknown(descriptor.name, value)

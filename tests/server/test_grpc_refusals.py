@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import grpc
 import pytest
 
 from jaxserve.client import make_request
+from jaxserve.server import convert
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from tests.server.fake_engine import INFO, FakeEngine
@@ -76,6 +78,20 @@ def test_invalid_argument(stub, engine: FakeEngine, request_, words: list[str]) 
     assert all(word in details for word in words), details
     assert "\n" not in details
     assert engine.requests == []
+
+
+def test_any_number_of_unknown_fields_is_refused_without_a_look_at_each(
+    stub, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "UnknownFieldSet", lambda message: pytest.fail("looked"))
+    for where in (lambda request: request, lambda request: request.sampling):
+        request = make_request("hi", max_tokens=1)
+        where(request).MergeFromString(b"\x98\x06\x01" * 300_000)
+        code, details = refusal(stub, request)
+        assert code is INVALID
+        assert re.fullmatch(r"request: has 90000\d bytes of fields that are unknown .*", details)
+    engine.run()
+    assert list(stub.Generate(make_request("hi", max_tokens=1)))
 
 
 def test_a_full_queue_is_resource_exhausted(stub, engine: FakeEngine) -> None:

@@ -12,7 +12,6 @@ from jaxserve.server.requests.streams import BUFFER_BYTES
 
 MAX_GRACE_S = 86_400
 _KIB = 1 << 10
-_ORCHESTRATORS = ("KUBERNETES_SERVICE_HOST", "INVOCATION_ID")  # Kubernetes; systemd
 _SECONDS = (("server", "write_timeout_s"), ("engine", "stall_s"))
 
 
@@ -56,7 +55,7 @@ def server_options(config: Any) -> ServerOptions:
     server = config.server
     on = server.exit_on_failure == "on"
     if server.exit_on_failure == "auto":
-        on = any(name in os.environ for name in _ORCHESTRATORS)
+        on = _is_restarted()
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,
         stream_buffer_bytes=server.stream_buffer_kib * _KIB,
@@ -66,3 +65,10 @@ def server_options(config: Any) -> ServerOptions:
         request_log=server.request_log,
         reflection=server.reflection,
     )
+
+
+def _is_restarted() -> bool:
+    """Whether whoever has started this process starts it again once it ends: Kubernetes, or systemd
+    (which terminals, too, are started by; but not their processes)."""
+    of_systemd = os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+    return of_systemd or "KUBERNETES_SERVICE_HOST" in os.environ

@@ -1,0 +1,72 @@
+"""What the config says of how calls are treated."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.requests.options import ServerOptions, check_options, server_options
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("server.grace_s", -1.0, "must be 0 to 86400, got -1"),
+        ("server.max_calls", -1, "must be at least 0, got -1"),
+        ("server.stream_buffer_kib", 63, "must be 64 to 1048576, got 63"),
+        ("server.write_timeout_s", 0.0, "must be 0.1 to 86400, got 0"),
+        ("server.write_timeout_s", math.nan, "must be 0.1 to 86400, got nan"),
+        ("engine.stall_s", -1.0, "must be 0 to 86400, got -1"),
+        ("engine.stall_s", math.inf, "must be 0 to 86400, got inf"),
+        ("server.exit_on_failure", "yes", "must be auto, on or off, got 'yes'"),
+    ],
+)
+def test_what_is_out_of_range_is_one_line(path: str, value: object, words: str) -> None:
+    config = base.get_config()
+    check_options(config)
+    section, name = path.split(".")
+    config[section][name] = value
+    with pytest.raises(ConfigError, match=f"{path}: {words}") as error:
+        check_options(config)
+    assert "\n" not in str(error.value)
+
+
+def test_the_defaults_bound_all_that_can_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    config = base.get_config()
+    assert server_options(config) == ServerOptions(
+        max_calls=config.scheduler.max_queue + config.scheduler.max_rows,
+        stream_buffer_bytes=1 << 20,
+        write_timeout_s=30.0,
+        stall_s=60.0,
+        exit_on_failure=False,
+        request_log=False,
+        reflection=True,
+    )
+    config.server.max_calls = 7
+    assert server_options(config).max_calls == 7
+
+
+def test_whoever_is_started_again_ends_once_the_engine_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = base.get_config()
+
+    def ends(how: str = "auto") -> bool:
+        config.server.exit_on_failure = how
+        return server_options(config).exit_on_failure
+
+    for name in ("KUBERNETES_SERVICE_HOST", "SYSTEMD_EXEC_PID"):
+        monkeypatch.delenv(name, raising=False)
+    assert (ends(), ends("on"), ends("off")) == (False, True, False)
+    monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getppid()))  # a terminal
+    assert not ends()
+    monkeypatch.setenv("SYSTEMD_EXEC_PID", str(os.getpid()))
+    assert (ends(), ends("off")) == (True, False)
+    monkeypatch.delenv("SYSTEMD_EXEC_PID")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert ends()
