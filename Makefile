@@ -47,9 +47,10 @@ format: $(READY) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Not quiet: it takes a minute.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 proto: ## regenerate jaxserve/server/proto from proto/

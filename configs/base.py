@@ -49,7 +49,8 @@ def _cache() -> dict[str, Any]:
         # Tokens a block holds.
         "block_size": 16,
         # Blocks of the pool; each holds K or V of block_size tokens, for all layers.
-        # 0: as many as memory_gib holds.
+        # 0: as many as memory_gib holds. Its array has a few more, one of few sizes, so that not
+        # each number has steps of its own to compile.
         "num_blocks": 0,
         # Size of the pool; 0: memory_fraction of what the device has left.
         "memory_gib": 0.0,

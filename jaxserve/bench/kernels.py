@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from jaxserve.bench import kernel_inputs as inputs
 from jaxserve.bench.device_timing import Loop, Timing, measure
@@ -33,6 +34,7 @@ from jaxserve.pallas_kernels.pool import POOL_DTYPES
 
 MODELS = "opt-13b,llama-3-8b"
 Tell = Callable[[str], None]
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,20 @@ def show(args: argparse.Namespace) -> int:
     """Measures and prints; the exit code."""
     out = sys.stderr if args.json else sys.stdout
 
-    def tell(text: str) -> None:
-        print(text, file=out, flush=True)
+    shown = sys.stderr.isatty()
 
+    def tell(text: str) -> None:
+        tqdm.write(text, file=out)
+        out.flush()
+
+    def bar(work: Iterable[Any]) -> Iterable[Any]:
+        return tqdm(work, desc="measuring", unit="kernel", disable=not shown)
+
+    if shown:
+        print("measuring what a copy and a matrix product reach", file=sys.stderr, flush=True)
     work = Workload(**{item.name: getattr(args, item.name) for item in fields(Workload)})
     try:
-        ceilings, found = run(args.model, work, args.backend, args.matrix, tell)
+        ceilings, found = run(args.model, work, args.backend, args.matrix, tell, bar)
     except ValueError as error:  # a backend that does not take the shape
         print(f"jaxserve.bench: {error}", file=sys.stderr)
         return 1
@@ -117,11 +127,17 @@ def show(args: argparse.Namespace) -> int:
 
 
 def run(
-    models: Sequence[str], work: Workload, backend: str, matrix: int, tell: Tell
+    models: Sequence[str],
+    work: Workload,
+    backend: str,
+    matrix: int,
+    tell: Tell,
+    progress: Progress = iter,
 ) -> tuple[Ceilings, list[Measured]]:
     """Ceilings, then every kernel of every model; ValueError if a named backend does not take
-    one."""
+    one. progress: wraps the list of kernels, as tqdm does."""
     dtype = jnp.dtype(work.dtype)
+    planned = [one for model in models for one in _planned(model, work, backend, tell)]
     ceilings = measure_ceilings(matrix, dtype)
     tell(
         f"{device_name()}: copy {ceilings.copy / 1e9:,.1f} GB/s, {dtype.name} matrix product "
@@ -129,24 +145,30 @@ def run(
     )
     tell(HEAD)
     found = []
-    for model in models:
-        heads = inputs.model_heads(model)
-        chosen, reason = select_backend(
-            backend,
-            kinds=(KV, HIDDEN) if heads.offers_hidden else (KV,),
-            num_heads=heads.num_heads,
-            kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
-            block_size=work.block_size,
-            dtype=dtype,
-        )
-        if reason:
-            tell(f"{model}: {reason}; measuring {chosen}")
-        for case in cases(heads, work, chosen):
-            pool = inputs.random_pool(heads, work.layers, work.blocks, work.block_size, dtype)
-            found.append(_result(model, case, chosen, measure(case.make(pool)), ceilings))
-            tell(line(found[-1]))
+    for model, heads, chosen, case in progress(planned):
+        pool = inputs.random_pool(heads, work.layers, work.blocks, work.block_size, dtype)
+        found.append(_result(model, case, chosen, measure(case.make(pool)), ceilings))
+        tell(line(found[-1]))
     return ceilings, found
+
+
+def _planned(
+    model: str, work: Workload, backend: str, tell: Tell
+) -> list[tuple[str, inputs.Heads, str, Case]]:
+    """What is measured of a model, with the backend that it is measured on."""
+    heads = inputs.model_heads(model)
+    chosen, reason = select_backend(
+        backend,
+        kinds=(KV, HIDDEN) if heads.offers_hidden else (KV,),
+        num_heads=heads.num_heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        block_size=work.block_size,
+        dtype=jnp.dtype(work.dtype),
+    )
+    if reason:
+        tell(f"{model}: {reason}; measuring {chosen}")
+    return [(model, heads, chosen, case) for case in cases(heads, work, chosen)]
 
 
 def measure_ceilings(matrix: int, dtype: jnp.dtype) -> Ceilings:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import jaxserve
 from jaxserve.compile_check.targets import Target
 from jaxserve.engine.buckets import Buckets, make_buckets
-from jaxserve.engine.sizing import Demand, pool_blocks
+from jaxserve.engine.sizing import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
 from jaxserve.models.presets import preset, preset_names
@@ -142,7 +142,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         max_model_len=config.max_position,
         max_batch_tokens=sizes.max_batch_tokens,
     )
-    blocks = pool_blocks(
+    room = pool_room(
         demand,
         config,
         dtype,
@@ -164,7 +164,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         config=config,
         sizes=sizes,
         mesh=mesh,
-        blocks=blocks,
+        blocks=pool_blocks(demand, room),
         weights_bytes=weights * dtype.itemsize,
         backend=chosen,
         note=reason,

@@ -93,7 +93,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
     pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
     pool = make_pool(
         model.num_layers,
-        chosen.num_blocks,
+        chosen.allocated_blocks,
         chosen.pool_heads,
         chosen.block_size,
         model.head_dim,

@@ -20,10 +20,12 @@ from jaxserve.engine.sampling_state import MAX_EOS
 from jaxserve.engine.sizing import (
     GIB,
     Demand,
+    array_blocks,
     hidden_workspace,
     host_slots,
     moving_workspace,
     pool_blocks,
+    pool_room,
 )
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.models import sharding
@@ -44,7 +46,8 @@ TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 @dataclass(frozen=True)
 class Choices:
-    """All that is decided before anything is loaded or compiled."""
+    """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
+    see `array_blocks`; num_blocks: those of them that are used."""
 
     model: StepModel
     dtype: jnp.dtype
@@ -52,6 +55,7 @@ class Choices:
     limits: Limits
     buckets: Buckets
     num_blocks: int
+    allocated_blocks: int
     block_size: int
     pool_heads: int
     given_rho: float | None
@@ -92,7 +96,7 @@ def choose(config: ConfigDict) -> Choices:
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
     moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
-    num_blocks = pool_blocks(
+    room = pool_room(
         demand,
         model,
         dtype,
@@ -101,6 +105,7 @@ def choose(config: ConfigDict) -> Choices:
         shards=tensor,
         other_work=_hidden_work(model, dtype, buckets, demand, tensor) + moving,
     )
+    allocated = array_blocks(demand, room)
     repeat = pool_heads // model.num_kv_heads
     unroll = unrolls(jax.default_backend())
     step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
@@ -110,7 +115,8 @@ def choose(config: ConfigDict) -> Choices:
         policy,
         limits,
         buckets,
-        num_blocks,
+        min(pool_blocks(demand, room), allocated),
+        allocated,
         demand.block_size,
         pool_heads,
         given,

@@ -18,6 +18,7 @@ from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.policy import Policy
 
 GIB = 1 << 30
+_LITTLE = 16  # part of the memory that a pool may take for nothing
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,15 @@ class Demand:
     max_batch_tokens: int
 
 
-def pool_blocks(
+@dataclass(frozen=True)
+class Room:
+    """Blocks that the pool may have, at least a pair, and that the device has memory for."""
+
+    allowed: int
+    free: int
+
+
+def pool_room(
     demand: Demand,
     config: ModelConfig,
     dtype: DTypeLike,
@@ -45,11 +54,11 @@ def pool_blocks(
     other_work: int = 0,
     device: tuple[str, int] | None = None,
     platform: str | None = None,
-) -> int:
-    """Blocks of the pool. weights: bytes on each device; pool_heads: KV heads in the whole pool;
-    other_work: bytes that hidden caches and moves take beside the pool, see `hidden_workspace` and
-    `moving_workspace`; device, platform: name and memory of each, and its kind, if not those of
-    this process. ConfigError says what would fit."""
+) -> Room:
+    """How large the pool can be. weights: bytes on each device; pool_heads: KV heads of the whole
+    pool; other_work: bytes that hidden caches and moves take beside the pool, see
+    `hidden_workspace` and `moving_workspace`; device, platform: name and memory of each, and its
+    kind, if not those of this process. ConfigError says what would fit."""
     block = block_bytes(
         config.num_layers,
         pool_heads // shards,
@@ -83,10 +92,30 @@ def pool_blocks(
             f"{_gib(budget)} are left on {name}; at most {fits} blocks of {demand.block_size} "
             "tokens fit"
         )
-    if demand.num_blocks:
-        return demand.num_blocks
+    return Room(fits, left // block)
+
+
+def pool_blocks(demand: Demand, room: Room) -> int:
+    """Blocks of the pool: those asked for, else as many as there may be and are of use."""
     useful = demand.max_rows * int(blocks_for(demand.max_model_len, demand.block_size))
-    return min(fits, useful)
+    return demand.num_blocks or min(room.allowed, useful)
+
+
+def array_blocks(demand: Demand, room: Room) -> int:
+    """Blocks of the pool's array, whose shape is part of every compiled step: one of few sizes, so
+    that a start with other blocks, or beside other programs, may find its steps compiled. Fewer
+    than `pool_blocks` only where nobody has asked for a number; then so many are the pool.
+
+    Powers of two where that is little of the memory; beyond, 16 sizes from one to the next."""
+    blocks = pool_blocks(demand, room)
+    power = 1 << (blocks - 1).bit_length()
+    if power <= min(room.allowed, room.free // _LITTLE):
+        return power
+    step = max(1, power // 32)
+    above = -(-blocks // step) * step
+    if above <= room.allowed:
+        return above
+    return blocks if demand.num_blocks else blocks // step * step
 
 
 def hidden_workspace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import jax
@@ -48,6 +49,17 @@ def test_the_command_measures_every_kernel(quick: None, capsys: pytest.CaptureFi
         assert (one["clock"], one["backend"]) == (HOST, "xla")
         assert one["seconds"] >= 0 and one["bytes_per_s"] > 0
     assert result["workload"]["context"] == 20
+
+
+def test_on_a_terminal_it_shows_how_far_it_is(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["kernels", "--model=tiny", "--dtype=float32", *TOY]) == 0
+    said = capsys.readouterr()
+    assert "measuring what a copy and a matrix product reach" in said.err.splitlines()[0]
+    assert "8/8" in said.err and "8/8" not in said.out
+    assert len(said.out.splitlines()) == 2 + 8
 
 
 def test_what_must_be_moved_and_done_is_counted() -> None:

@@ -12,7 +12,7 @@ from jaxserve.engine import choices, moves
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.model_options import load_shape
 from jaxserve.engine.moves import ROOM
-from jaxserve.engine.sizing import Demand, moving_workspace, pool_blocks
+from jaxserve.engine.sizing import Demand, moving_workspace, pool_room
 from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts
@@ -100,6 +100,6 @@ def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
         "shards": 1,
         "device": ("it", 1 << 30),
     }
-    without = pool_blocks(demand, config, "float32", **sizes)
-    fewer = pool_blocks(demand, config, "float32", other_work=160 * slot, **sizes)
-    assert fewer == without - 10
+    without = pool_room(demand, config, "float32", **sizes)
+    fewer = pool_room(demand, config, "float32", other_work=160 * slot, **sizes)
+    assert fewer.allowed == without.allowed - 10

@@ -31,12 +31,12 @@ def test_it_is_committed_without_outputs(notebook: NotebookNode) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
-def test_it_runs(notebook: NotebookNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs(notebook: NotebookNode, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The engine keeps compiled steps in the home directory; a test keeps them with its own caches.
     home = CACHES / "home"
     home.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("HOME", str(home))
-    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    resources = {"metadata": {"path": str(elsewhere)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     text, pictures = _outputs(notebook)
     assert "Once upon a time" in text

@@ -28,9 +28,9 @@ def test_it_is_committed_without_outputs(notebook: NotebookNode) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
-def test_it_runs(notebook: NotebookNode) -> None:
+def test_it_runs(notebook: NotebookNode, elsewhere: Path) -> None:
     pytest.importorskip("ortools")
-    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    resources = {"metadata": {"path": str(elsewhere)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     text = "".join(out.text for out in outputs if out.output_type == "stream")

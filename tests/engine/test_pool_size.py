@@ -1,0 +1,77 @@
+"""How large the pool's array is: every compiled step is of one size of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.configs import base
+from jaxserve.engine.build import build_engine
+from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.sizing import Demand, Room, array_blocks, pool_blocks
+from tests.engine.harness import SAMPLING, engine, generate, prompts
+
+
+def demand(num_blocks: int = 0, rows: int = 1 << 40) -> Demand:
+    return Demand(num_blocks, 16, 0, 0.9, rows, 16, 64)
+
+
+@given(st.integers(2, 10**9), st.integers(1, 10**9), st.floats(1, 100))
+def test_it_holds_what_was_asked_for_and_wastes_little(
+    blocks: int, more: int, times: float
+) -> None:
+    room = Room(blocks + more, int((blocks + more) * times))
+    asked = array_blocks(demand(blocks), room)
+    assert blocks <= asked <= room.allowed
+    assert asked <= blocks * 17 / 16 + 1 or asked <= min(2 * blocks, room.free // 16)
+    exact = Room(blocks, int(blocks * times))
+    assert array_blocks(demand(blocks), exact) == pool_blocks(demand(blocks), exact) == blocks
+    fitting = array_blocks(demand(), room)
+    assert room.allowed * 15 / 16 - 1 <= fitting <= room.allowed
+
+
+@given(st.integers(16, 1 << 30))
+def test_there_are_few_sizes(start: int) -> None:
+    """From some number of blocks to twice that, whatever memory there is."""
+    every = range(start, 2 * start, max(1, start // 1000))
+    tight = {array_blocks(demand(), Room(blocks, blocks)) for blocks in every}
+    assert len(tight) <= 18
+    roomy = {array_blocks(demand(blocks), Room(64 * start, 64 * start)) for blocks in every}
+    assert len(roomy) <= 2
+
+
+class Stop(Exception):
+    pass
+
+
+def test_another_number_of_blocks_compiles_nothing(
+    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step, and the shape that it is compiled for, are the same: see `make_model_step`."""
+    compiled = []
+
+    def warmup(self: JaxExecutor, progress: object) -> None:
+        compiled.append((self.pool.shape, self._step))
+        raise Stop
+
+    monkeypatch.setattr(JaxExecutor, "warmup", warmup)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    for blocks in (1000, 1024, 700):
+        config.cache.num_blocks = blocks
+        with pytest.raises(Stop):
+            build_engine(config, progress=False)
+    assert compiled[0] == compiled[1] == compiled[2]
+
+
+def test_blocks_beyond_the_pool_are_never_used(shapes: dict[str, Path]) -> None:
+    fields = {"cache__num_blocks": 36, "scheduler__max_rows": 8}
+    with engine(shapes["opt"], **fields) as scarce:
+        assert scarce.info().num_blocks == 36
+        assert scarce.executor.pool.shape[1] == 64  # type: ignore[attr-defined]
+        generate(scarce, prompts(8), **SAMPLING)
+        beyond = scarce.executor.pool[:, 36:]  # type: ignore[attr-defined]
+        assert not beyond.any()

@@ -1,0 +1,38 @@
+"""The package as pip installs it, built from a copy of the tree."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("jaxserve", "sched", "pallas_kernels", "configs", "notebooks")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+
+
+def clone(folder: Path) -> Path:
+    """The tree, as far as it is installed, as folder/jaxserve."""
+    tree = folder / "jaxserve"
+    tree.mkdir(parents=True)
+    for part in PARTS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=ignored)
+    for file in FILES:
+        shutil.copyfile(ROOT / file, tree / file)
+    return tree
+
+
+def install(tree: Path, site: Path, *, editable: bool = False) -> Path:
+    """What pip puts into site-packages for the tree, without what it depends on. Returns site."""
+    site.mkdir(parents=True)
+    build = f"build_{'editable' if editable else 'wheel'}"
+    script = f"from setuptools import build_meta as b; b.{build}({str(site)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=tree, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    # PYTHONPATH alone leads to no .pth files.
+    (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
+    return site

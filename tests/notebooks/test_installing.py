@@ -1,0 +1,65 @@
+"""The first cell of each notebook: where the package is found, and what is said where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from jaxserve import __version__
+from tests.notebooks.packages import ROOT, clone, install
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NAMES = [path.stem for path in NOTEBOOKS]
+
+
+def first_cell(notebook: Path) -> str:
+    cells = nbformat.read(notebook, as_version=4).cells
+    return next(cell.source for cell in cells if cell.cell_type == "code")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_beside_a_clone_the_package_is_the_installed_one(
+    notebook: Path, editable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named jaxserve is a package, too, where Python finds no other first."""
+    tree = clone(tmp_path / "parent")
+    site = install(clone(tmp_path / "source") if not editable else tree, tmp_path / "site",
+                   editable=editable)  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    shown = "import jaxserve\nprint(jaxserve.__version__, jaxserve.__file__)"
+    cells = [nbformat.v4.new_code_cell(source) for source in (first_cell(notebook), shown)]
+    book = nbformat.v4.new_notebook(cells=cells)
+    resources = {"metadata": {"path": str(tmp_path / "parent")}}
+    NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
+    (output,) = book.cells[-1].outputs
+    package = (tree if editable else site) / "jaxserve" / "__init__.py"
+    assert output.text == f"{__version__} {package}\n"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
+@pytest.mark.parametrize("place", ["", "clone"])
+def test_where_nothing_can_be_installed_it_says_what_to_paste(
+    notebook: Path, place: str, tmp_path: Path
+) -> None:
+    """Python without its packages: pip is asked for what the notebook would have it install."""
+    folder = clone(tmp_path) / "notebooks" if place else tmp_path
+    command = [sys.executable, "-I", "-S", "-c", first_cell(notebook)]
+    environment = {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_DRY_RUN": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    source = str(tmp_path / "jaxserve") if place else "jaxserve"
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(f"RuntimeError: pip cannot install jaxserve from {source!r}. Paste the ")
+    assert last.endswith('above: SOURCE = "https://github.com/OWNER/REPOSITORY"')
