@@ -121,7 +121,8 @@ class Batch:
         if limit == np.inf:
             return max(most, 0)
         while high - low > 1:
-            tokens = np.unique(np.linspace(low + 1, high - 1, LOOK, dtype=np.int64))
+            sizes = min(LOOK, high - low - 1)
+            tokens = np.linspace(low + 1, high - 1, sizes, dtype=np.int64)
             added = columns(tokens, np.full_like(tokens, start), np.zeros(len(tokens), bool))
             count = prefix(self._seconds(self._sums + added) <= limit)
             if count < len(tokens):
