@@ -1,5 +1,4 @@
-"""The search for the best schedule: what it finds can be done, is no worse than any policy, and
-never more than its bound."""
+"""The search for the best schedule: what it finds can be done, and its bound holds."""
 
 from __future__ import annotations
 
