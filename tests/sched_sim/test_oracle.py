@@ -57,7 +57,7 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 
 @pytest.mark.parametrize("place", [SEVEN, OPT], ids=["kv", "hybrid"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     policy=st.sampled_from([*portfolio(Portfolio.ALL), "bros"]),
     seed=st.integers(0, 1 << 30),
