@@ -144,12 +144,12 @@ def _setting(advice: Advice) -> str:
 
 def _table(advice: Advice) -> str:
     rates = list(advice.elsewhere)
-    header = ["policy", "seeds", "SLO", "goodput/s", f"less than {advice.best.run.policy}, points"]
+    best = advice.best.run.policy
+    header = ["policy", "seeds", "SLO", f"less than {best}, points", "goodput less, %"]
     lines = [[*header, *(f"SLO at {rate:g}/s" for rate in rates)]]
     for point in advice.points:
-        attainment, goodput = score(point)
-        cells = [point.run.policy, str(len(point.outcomes)), f"{attainment:.1%}", f"{goodput:.2f}"]
-        cells.append(_behind(margin(advice.best, point)) if point is not advice.best else "")
+        cells = [point.run.policy, str(len(point.outcomes)), f"{score(point)[0]:.1%}"]
+        cells += ["", ""] if point is advice.best else _behind(margin(advice.best, point))
         for rate in rates:
             there = [p for p in advice.elsewhere[rate] if p.run.policy == point.run.policy]
             cells.append(f"{score(there[0])[0]:.1%}" if there else "")
@@ -157,14 +157,21 @@ def _table(advice: Advice) -> str:
     return aligned(lines)
 
 
-def _behind(found: Margin) -> str:
-    width = "" if found.half_width is None else f" ±{100 * found.half_width:.1f}"
-    return f"{100 * found.attainment:.1f}{width}"
+def _behind(found: Margin) -> list[str]:
+    """Of the same requests: those with other seeds are others."""
+    pairs = (
+        (found.attainment, found.half_width),
+        (found.goodput, found.goodput_half_width),
+    )
+    widths = ("" if width is None else f" ±{100 * width:.1f}" for _, width in pairs)
+    return [f"{100 * less:.1f}{width}" for (less, _), width in zip(pairs, widths, strict=True)]
 
 
 def _notes(advice: Advice) -> list[str]:
-    of = "over the seeds that both have, or over the requests where that is one"
-    notes = [f"±: half of the {LEVEL:.0%} interval of the difference, {of}"]
+    notes = [
+        "SLO: of each policy's own seeds. Less: of those that it and the best both have, with half",
+        f"of the {LEVEL:.0%} interval of the difference, over them or, of one, over its requests",
+    ]
     return notes + [f"not compared: {line}" for line in advice.refused]
 
 
