@@ -12,12 +12,11 @@ from typing import Any
 
 import grpc
 
+from jaxserve.bench.crowd import GENERATE, crowd
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 
-GENERATE = "/jaxserve.v1.Generation/Generate"
-RETRY_KEY = "grpc-retry-pushback-ms"
 OVERLOAD, CHANNELS = 8_000, 4
 UNREAD, UNREAD_TOKENS = 64, 400
 MALFORMED = 1_164
@@ -56,33 +55,11 @@ async def long_prompts(address: str) -> Tried:
 async def overload(address: str) -> Tried:
     """Thousands of calls at once, over a few connections. Those that are served are cancelled at
     the end."""
-    message = make_request("Once upon a time", max_tokens=400, ignore_eos=True)
-    raw, tried, hints, over = message.SerializeToString(), Tried(), 0, asyncio.Event()
-    channels = [_channel(address) for _ in range(CHANNELS)]
-    await asyncio.gather(*(channel.channel_ready() for channel in channels))
-
-    async def one(number: int) -> None:
-        nonlocal hints
-        began = time.monotonic()
-        call = _call(channels[number % CHANNELS], raw)
-        try:
-            await call.read()  # the first news of one that is served
-            tried.codes["served"] += 1
-        except grpc.aio.AioRpcError as error:
-            tried.codes[error.code().name] += 1
-            hints += RETRY_KEY in dict(error.trailing_metadata() or ())
-            tried.longest_s = max(tried.longest_s, time.monotonic() - began)
-        if tried.codes.total() == OVERLOAD:
-            over.set()
-        await over.wait()
-        call.cancel()
-
-    await asyncio.gather(*(one(number) for number in range(OVERLOAD)))
-    await asyncio.gather(*(channel.close() for channel in channels))
-    refused = tried.codes["RESOURCE_EXHAUSTED"]
-    tried.expect(set(tried.codes) <= {"served", "RESOURCE_EXHAUSTED"}, "a refusal was not typed")
-    tried.expect(hints == refused > 0, "a refusal had no retry hint")
-    tried.expect(tried.longest_s <= 1, "a refusal took more than 1 s")
+    codes, hints, longest = await crowd(address, CHANNELS, OVERLOAD // CHANNELS)
+    tried = Tried(codes, longest)
+    tried.expect(set(codes) <= {"served", "RESOURCE_EXHAUSTED"}, "a refusal was not typed")
+    tried.expect(hints == codes["RESOURCE_EXHAUSTED"] > 0, "a refusal had no retry hint")
+    tried.expect(longest <= 1, "a refusal took more than 1 s")
     return tried
 
 

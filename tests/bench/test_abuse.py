@@ -54,6 +54,7 @@ def test_of_a_crowd_all_are_served_or_told_when_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attacks, "OVERLOAD", 300)
+    monkeypatch.setattr(attacks, "CHANNELS", 2)
     engine = FakeEngine()
     with Server(engine, grace_s=0.0, options=ServerOptions(max_calls=8)) as server:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 
@@ -142,6 +143,7 @@ def test_a_stream_that_nobody_reads_counts_until_it_is_given_up(
         engine.wait(lambda: engine.live)
         while engine.live:  # until its buffer is full: it is cancelled
             engine.step()
+            _let_loop_run(impatient)
         assert engine.cancelled == ["unread"]
         while True:  # refused, until the call is given up
             try:
@@ -206,6 +208,11 @@ def test_a_reader_that_does_not_read_holds_no_shutdown_up(
         engine.step()
         assert server.stop(timeout=PATIENCE)
         assert ended(unread).code() in (Code.CANCELLED, Code.UNAVAILABLE)
+
+
+def _let_loop_run(server: Server) -> None:
+    assert server._loop is not None
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server._loop).result()
 
 
 def _stepped(stream, engine: FakeEngine):

@@ -17,6 +17,7 @@ from jaxserve.client import Call, Client, ServerError
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
+from tests.server.processes import serve_command
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PATIENCE = 20
@@ -150,6 +151,24 @@ def test_whoever_stops_it_is_told_what_drains_and_how_long() -> None:
         server.client.info()
         server.process.send_signal(signal.SIGINT)
     assert server.log.splitlines() == ["stopping: nothing runs"]
+
+
+def test_ctrl_c_ends_a_server_that_still_loads_at_once(tmp_path: Path) -> None:
+    """Not at the next line of Python: a compiler may run for long, and crashes if it is left."""
+    config = tmp_path / "mine.py"
+    config.write_text("import sys\nprint('loading', flush=True)\nsys.stdin.read()\n")
+    with subprocess.Popen(
+        serve_command(f"--config={config}"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == -signal.SIGINT
+        assert process.stderr.read() == ""
 
 
 def _first(server: Process, stream: Call) -> None:

@@ -27,13 +27,16 @@ class Scripted(FakeEngine):
         return dataclasses.replace(super().stats(), steps=steps, running=running, waiting=waiting)
 
 
-def told(*script: tuple[int, int, int]) -> list[tuple[float, str | None]]:
-    """When it was told of what, the first look being at 0 s and one each second."""
-    now, news = 0.0, []
+def told(
+    *script: tuple[int, int, int], held_up: Iterable[float] = ()
+) -> list[tuple[float, str | None]]:
+    """When it was told of what, the first look being at 0 s and one each second. held_up: by how
+    much later the first looks are."""
+    now, news, late = 0.0, [], iter(held_up)
 
     async def sleep(seconds: float) -> None:
         nonlocal now
-        now += seconds
+        now += seconds + next(late, 0.0)
 
     async def tell(why: str | None) -> None:
         news.append((now, why))
@@ -66,3 +69,9 @@ def test_it_is_told_once_and_again_when_the_engine_goes_on() -> None:
     assert [(at, why is None) for at, why in news] == [(8.0, False), (13.0, True), (21.0, False)]
     gone = told((5, 1, 0), *[(5, 1, 0)] * 9, (5, 0, 0), (5, 0, 0))
     assert [(at, why is None) for at, why in gone] == [(8.0, False), (10.0, True)]
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    assert told((5, 1, 0), (5, 1, 0), (5, 1, 0), (6, 1, 0), held_up=[0, 1000]) == []
+    news = told((5, 1, 0), *[(5, 1, 0)] * 9, held_up=[1000])
+    assert [at for at, _ in news] == [1007.0]

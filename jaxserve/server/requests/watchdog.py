@@ -24,17 +24,22 @@ async def watch(
     """Looks at the engine until it is cancelled. tell(why) is called once it has finished no step
     for stall_s seconds though it has requests, tell(None) once it goes on. clock: seconds."""
     now = clock or asyncio.get_running_loop().time
-    since, steps, stalled = now(), engine.stats().steps, False
+    each, waited, stalled = stall_s / _LOOKS, 0.0, False
+    last, steps = now(), engine.stats().steps
     while True:
-        await sleep(stall_s / _LOOKS)
+        await sleep(each)
+        # Of a time in which we ourselves were held up, the engine may have been, too.
+        passed, last = min(now() - last, 2 * each), now()
         stats = engine.stats()
         if stats.steps != steps or not stats.running + stats.waiting:
-            since, steps = now(), stats.steps
+            waited, steps = 0.0, stats.steps
             if stalled:
                 stalled = False
                 log.warning("the engine goes on")
                 await tell(None)
-        elif not stalled and now() - since >= stall_s:
+            continue
+        waited += passed
+        if not stalled and waited >= stall_s:
             stalled = True
             count = stats.running + stats.waiting
             work = "1 request" if count == 1 else f"{count} requests"

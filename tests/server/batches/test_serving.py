@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import grpc
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import Request, Tier
 from jaxserve.server.batches import lines as lines_module
+from jaxserve.server.batches import runner as batch_runner
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.runner import Server
-from tests.server.batches.serving import STATE, BatchDoor, batch_server
+from tests.server.batches.serving import PATIENCE, STATE, BatchDoor, batch_server
 from tests.server.fake_engine import FIRST, FakeEngine
 
 
@@ -267,3 +270,30 @@ def test_cancelling_ends_what_runs_and_what_waits(door: BatchDoor, engine: FakeE
     door.delete("b")
     with pytest.raises(grpc.RpcError, match="no batch 'b'"):
         door.status("b")
+
+
+def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "RETRY_S", 0.01)
+    with batch_server(engine, tmp_path, in_flight=1) as door:
+        requests, refused = door.server._requests, threading.Event()
+        door.submit("b", [line(max_tokens=1), line(max_tokens=1)])
+        engine.wait(lambda: len(engine.requests) == 1)
+        opened_before = requests.open
+
+        def spied(*arguments, **named):
+            try:
+                return opened_before(*arguments, **named)
+            except EngineStopped:
+                refused.set()
+                raise
+
+        monkeypatch.setattr(requests, "open", spied)
+        requests.stalled = "no step for 60 s"
+        engine.step()
+        assert refused.wait(PATIENCE)
+        requests.stalled = None
+        engine.wait(lambda: len(engine.requests) == 2)
+        engine.step()
+        assert [result.line for result in door.results("b")] == [0, 1]
