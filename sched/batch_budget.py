@@ -289,10 +289,12 @@ class OneByOne:
             budget.rows_left -= count
         return count
 
-    def take_starts(self, which: list[int], places: list[int], last: int, room: Room | None) -> int:
+    def take_starts(
+        self, which: list[int], places: list[int] | None, last: int, room: Room | None
+    ) -> int:
         """Puts as many of these as wait and fit, where memory `sums`, into the batch, one after the
-        other, up to one who does not: how many, and of those who are passed over. places [n]: of
-        all candidates; whoever is at `last` or behind it is passed over. room: see `Room`."""
+        other, up to one who does not: how many, with those who are passed over, at place `last` or
+        behind it. places [n]: of all candidates; None if nobody asks. room: see `Room`."""
         budget, keep, decided = self._budget, self._keep_free, self._budget.decided
         rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
         batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
@@ -301,12 +303,12 @@ class OneByOne:
         for i in which:
             if not (left and starts[i]):
                 break
-            if places[i] < last:
+            if places is None or places[i] < last:
                 if tokens[i] > batch or (prefill[i] and tokens[i] > prefills):
                     break
                 short = new[i] - free + (keep if holders else 0)
                 if short > 0 or slots <= 0:
-                    made = room and room(places[i], short, slots <= 0)
+                    made = room and places and room(places[i], short, slots <= 0)
                     if not made:
                         break
                     free, slots, holders = free + made[0], slots + made[1], holders - made[1]

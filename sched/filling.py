@@ -121,9 +121,11 @@ class Filling:
         """Those of `OneByOne.take_starts`, with room made for them."""
         if not self.budget.sums:
             return 0
-        last = self._last_start if self.budget.preempted else NEVER
-        room = self._displace if preempts else None
-        return each.take_starts(which, each.places(self.ranking.place), last, room)
+        last, room = NEVER, self._displace if preempts else None
+        if self.budget.preempted:
+            last = self._last_start
+        places = None if room is None and last == NEVER else each.places(self.ranking.place)
+        return each.take_starts(which, places, last, room)
 
     def _displace(self, place: int, blocks: int, slot: bool) -> tuple[int, int, int] | None:
         """Preempts as many as free so many blocks, and a slot if one is wanted, for the request at

@@ -59,7 +59,8 @@ class Listing:
                 new, key = new[once], key[once]
         if not len(rows) or not len(new):
             return rows if len(rows) else new
-        first, last = np.searchsorted(key, keys(rows[[0, -1]])).tolist()
+        ends = rows[:: len(rows) - 1] if len(rows) > 1 else rows.repeat(2)
+        first, last = key.searchsorted(keys(ends)).tolist()
         if first == last:
             return np.concatenate([new[:first], rows, new[first:]])
         rows = np.concatenate([rows, new])
