@@ -16,8 +16,8 @@ from jaxserve.sched.cost_model import (
     HostTerms,
     InferMaxCostModel,
     LinearCostModel,
-    Padding,
 )
+from jaxserve.sched.padding import Padding
 
 FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to

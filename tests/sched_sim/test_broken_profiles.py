@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import Coefficients, HostTerms, LinearCostModel, Padding
+from jaxserve.sched.cost_model import Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.profiles import MOST, System, UnknownSystem, load
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import HostTerms, LinearCostModel, Padding
+from jaxserve.sched.cost_model import HostTerms, LinearCostModel
 from jaxserve.sched.keys import where
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Limits, Policy, View

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.sched.cost_model import (
-    BatchFeatures,
-    Coefficients,
-    HostTerms,
-    LinearCostModel,
-    Padding,
-)
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, HostTerms, LinearCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.hardware import DEVICES, MODELS, hidden_read_of
 from jaxserve.sched.simulation.layers import figures_of
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.cost_model import CostModel, HostTerms, Padding
+from jaxserve.sched.cost_model import CostModel, HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 
 REFUSED = -1  # the replica of a request that found the queue full
