@@ -31,9 +31,9 @@ from jaxserve.engine.output import Output
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.engine.step_timer import Shape, StepTimer
 from jaxserve.machine import machine, versions
-from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.fit import Fit, FitError, Sample, fit
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.saturation import flat_from

@@ -7,63 +7,12 @@ the pool operations' beside them. Times are in seconds, lengths in tokens.
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """How an engine's static shapes round a batch up.
-
-    A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
-    both ascending. decode_group: rows whose caches decodes read together, sorted by length; each of
-    a group costs what its longest does, and the last group counts as full (the XLA backend).
-    decode_chunk: tokens that such a group reads at once, to which its length is rounded up.
-    ValueError for buckets that are none.
-    """
-
-    rows: tuple[int, ...]
-    tokens: tuple[int, ...]
-    decode_group: int = 1
-    decode_chunk: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "tokens"):
-            sizes = getattr(self, name)
-            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ValueError(f"padding.{name} must be positive and ascending, got {sizes}")
-        for name in ("decode_group", "decode_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"padding.{name} must be at least 1, got {getattr(self, name)}")
-
-    def of(self, num_tokens: Any, singles: Any) -> Any:
-        """Padded size of batches with `num_tokens` tokens; singles: whether each row has one.
-        Numbers or arrays. What is over the last bucket counts as the last."""
-        if isinstance(num_tokens, int):
-            return _next(self.rows if singles else self.tokens, num_tokens)
-        rows, tokens = np.asarray(self.rows), np.asarray(self.tokens)
-        as_rows = rows[np.minimum(np.searchsorted(rows, num_tokens), len(rows) - 1)]
-        as_tokens = tokens[np.minimum(np.searchsorted(tokens, num_tokens), len(tokens) - 1)]
-        return np.where(singles, as_rows, as_tokens)
-
-    def rows_of(self, padded_tokens: int) -> int:
-        """Rows of a step of that padded size."""
-        return _next(self.rows, padded_tokens)
-
-    def read(self, lengths: np.ndarray, padded_tokens: int) -> int:
-        """Tokens that decodes over so many cached ones, int64 [n], read in such a step."""
-        group = min(self.decode_group, self.rows_of(padded_tokens))
-        if group == 1:
-            return int(np.add.reduce(lengths))
-        chunks = -(-np.sort(lengths)[::-1][::group] // self.decode_chunk)
-        return group * self.decode_chunk * int(np.add.reduce(chunks))
-
-
-def _next(sizes: tuple[int, ...], size: int) -> int:
-    return sizes[min(bisect.bisect_left(sizes, size), len(sizes) - 1)]
+from jaxserve.sched.padding import Padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +75,11 @@ class BatchFeatures:
             kv, before = read + decodes, cached - read
             # Over all rows, less the decodes, whose c is 1.
             quad = int(counts @ (counts + 2 * contexts)) - decodes - 2 * read
-        padded = tokens if padding is None else padding.of(tokens, tokens == rows)
+        some_hidden = hidden is not None and bool(np.count_nonzero(hidden))
+        padded = tokens if padding is None else padding.of(tokens, tokens == rows, some_hidden)
         hidden_read = hidden_before = 0
         read_as = _plain if padding is None else padding.read
-        if hidden is not None and np.count_nonzero(hidden):
+        if hidden is not None and some_hidden:
             lengths = contexts + 1
             kv = read_as(lengths[decoding & ~hidden], padded)
             hidden_read = read_as(lengths[decoding & hidden], padded)
@@ -165,7 +115,8 @@ class BatchFeatures:
     def padded(self, padding: Padding) -> BatchFeatures:
         """The same batches, rounded up."""
         singles = self.num_tokens == self.num_decodes + self.num_prefills
-        return replace(self, padded_tokens=padding.of(self.num_tokens, singles))
+        hidden = (self.hidden_tokens > 0) | (self.hidden_prefill > 0)
+        return replace(self, padded_tokens=padding.of(self.num_tokens, singles, hidden))
 
 
 def _plain(lengths: np.ndarray, padded_tokens: int) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.cost_model import BatchFeatures, CostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.host import HostMemory
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.table import RequestTable
 

@@ -15,9 +15,10 @@ import numpy as np
 from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.checks import check_plan
-from jaxserve.sched.cost_model import CostModel, Padding
+from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.host import HostMemory
 from jaxserve.sched.kinds import HIDDEN, LEFT
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.step import Move, Step
 
 

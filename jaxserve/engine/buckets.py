@@ -1,8 +1,9 @@
 """Which static shapes exist. Additive: row buckets for decode steps, token buckets for the others.
 
 A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
-could be in it. So the number of compiled steps is the sum, not the product, of the two lists: twice
-that where there are hidden caches, so that steps without one pay nothing for them.
+could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
+there are hidden caches, each decode step is there a second time, and every other of the others, so
+that steps without one pay nothing for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.layout import Layout
-from jaxserve.sched.cost_model import Padding
+from jaxserve.sched.padding import Padding
 
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
@@ -49,7 +50,8 @@ class Buckets:
     def mixed(self, tokens: int, *, hidden: bool = False) -> Layout:
         """The smallest step for that many tokens in any number of rows. Raises IndexError beyond
         the last bucket."""
-        size = self.tokens[bisect.bisect_left(self.tokens, tokens)]
+        sizes = self.padding.hidden_tokens if hidden else self.tokens
+        size = sizes[bisect.bisect_left(sizes, tokens)]
         return Layout(size, self._rows_for(size), self.width, self.slots, False, hidden)
 
     def fitting(self, counts: np.ndarray, *, hidden: bool = False) -> Layout:
@@ -65,9 +67,12 @@ class Buckets:
 
     def all(self) -> list[Layout]:
         """Every step there is, decode steps first."""
-        kinds = (False, True) if self.hidden else (False,)
-        decodes = [self.decode(r, hidden=hidden) for hidden in kinds for r in self.rows]
-        return decodes + [self.mixed(t, hidden=hidden) for hidden in kinds for t in self.tokens]
+        decodes = [self.decode(rows) for rows in self.rows]
+        mixed = [self.mixed(tokens) for tokens in self.tokens]
+        if self.hidden:
+            decodes += [self.decode(rows, hidden=True) for rows in self.rows]
+            mixed += [self.mixed(n, hidden=True) for n in self.padding.hidden_tokens]
+        return decodes + mixed
 
     def _rows_for(self, tokens: int) -> int:
         return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.step import Widen
 

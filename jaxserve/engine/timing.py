@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxserve.engine.step_timer import CHAIN, Shape
-from jaxserve.sched.cost_model import LinearCostModel, Padding
+from jaxserve.sched.cost_model import LinearCostModel
 from jaxserve.sched.fit import Sample, least_squares
+from jaxserve.sched.padding import Padding
 
 BUDGET_S = 20.0
 ROUNDS = 3

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.clock import Clock
 from jaxserve.sched.simulation.compiled.setting import BATCH, Setting
 

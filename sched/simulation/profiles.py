@@ -15,9 +15,9 @@ from jaxserve.sched.cost_model import (
     CostModel,
     InferMaxCostModel,
     LinearCostModel,
-    Padding,
 )
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 
 FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to

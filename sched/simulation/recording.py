@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 
 FORMAT = 4

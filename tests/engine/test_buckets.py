@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.cost_model import BatchFeatures
 
 
 @given(max_rows=st.integers(1, 300), max_tokens=st.integers(1, 4096), data=st.data())
@@ -38,3 +40,32 @@ def test_given_sizes_are_checked_and_trimmed() -> None:
     for rows, problem in (((4, 2, 8), "ascending"), ((0, 8), "positive"), ((2, 4), "reach 8")):
         with pytest.raises(ConfigError, match=rf"engine\.row_buckets .*{problem}"):
             make_buckets(8, 64, width=4, rows=rows)
+
+
+@given(max_rows=st.integers(1, 300), max_tokens=st.integers(1, 4096), data=st.data())
+def test_a_batch_with_hidden_rows_is_padded_as_its_cost_is_predicted(
+    max_rows: int, max_tokens: int, data: st.DataObject
+) -> None:
+    buckets = make_buckets(max_rows, max_tokens, width=4, hidden=True)
+    count = data.draw(st.integers(1, min(max_rows, max_tokens)))
+    counts = np.ones(count, np.int64)
+    counts[0] = data.draw(st.integers(1, max_tokens - count + 1))
+    some = np.arange(count) == data.draw(st.integers(0, count - 1))
+    for hidden in (some, some & False):
+        layout = buckets.fitting(counts, hidden=bool(hidden.any()))
+        assert layout in buckets.all() and layout.hidden == hidden.any()
+        contexts = np.where(hidden | (counts == 1), 3, 0)
+        features = BatchFeatures.of(
+            counts, contexts, counts == 1, padding=buckets.padding, hidden=hidden
+        )
+        assert layout.tokens == features.padded_tokens
+        assert features.padded(buckets.padding).padded_tokens == layout.tokens
+
+
+def test_hidden_caches_add_less_than_as_many_steps_again() -> None:
+    """Those that are not decodes take as long to compile as both."""
+    plain, both = (make_buckets(16, 512, width=4, hidden=hidden) for hidden in (False, True))
+    more = [layout for layout in both.all() if layout not in plain.all()]
+    assert [layout.rows for layout in more if layout.decode_only] == [1, 2, 4, 8, 16]
+    assert [layout.tokens for layout in more if not layout.decode_only] == [32, 128, 512]
+    assert set(plain.all()) < set(both.all())

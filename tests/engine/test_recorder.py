@@ -20,7 +20,8 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.stats import RequestStats
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation import replay
 from jaxserve.sched.simulation.recording import Header, older

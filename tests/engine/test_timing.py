@@ -13,7 +13,8 @@ import pytest
 from jaxserve.engine import choices, compiled_cache, kept, moves
 from jaxserve.engine.step_timer import Shape
 from jaxserve.engine.timing import shapes, timed_model
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.profiles import System
 from tests.engine import mixed_caches
 from tests.engine.harness import SCARCE, engine, generate

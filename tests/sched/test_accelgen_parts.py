@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policies.accelgen.allowance import ENOUGH, Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.missed import Missed

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.online_cost import CLIP, OnlineCostModel
+from jaxserve.sched.padding import Padding
 
 LAYERS = 4
 PRIOR = LinearCostModel(

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxserve.sched.cost_model import BatchFeatures, Padding
+from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.step import CopySlots, Save, Step
 from jaxserve.sched.watch import StepWatch

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.profiles import MOST, System, UnknownSystem, load
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import LinearCostModel, Padding
+from jaxserve.sched.cost_model import LinearCostModel
 from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.keys import where
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Limits, Policy, View

@@ -12,9 +12,9 @@ from jaxserve.sched.cost_model import (
     Coefficients,
     InferMaxCostModel,
     LinearCostModel,
-    Padding,
 )
 from jaxserve.sched.fit import FitError, Sample, columns, fit
+from jaxserve.sched.padding import Padding
 
 UNIT = Coefficients(
     per_token=1.0,

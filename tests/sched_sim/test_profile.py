@@ -13,8 +13,9 @@ from jaxserve import profile
 from jaxserve.bench import fidelity
 from jaxserve.configs import base
 from jaxserve.engine import timing
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, Padding
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients
 from jaxserve.sched.fit import Sample, columns
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.profiles import System, load
 from tests.cost_models import FLAT
 from tests.engine.harness import write_shape

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve.bench.target import EngineTarget, Record, random_jobs
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.optimal.problem import OptimalError, Problem
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.requests import Requests

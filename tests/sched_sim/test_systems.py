@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel, Padding
+from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.simulation.hardware import DEVICES, MODELS, hidden_read_of
 from jaxserve.sched.simulation.layers import figures_of
 from jaxserve.sched.simulation.profiles import System, UnknownSystem, load

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.cost_model import CostModel, Padding
+from jaxserve.sched.cost_model import CostModel
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 
 REFUSED = -1  # the replica of a request that found the queue full

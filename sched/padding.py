@@ -1,0 +1,73 @@
+"""How the static shapes of an engine round batches up."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How an engine's static shapes round a batch up.
+
+    A batch of single tokens has the next of `rows` rows, any other the next of `tokens` tokens,
+    both ascending, or of `hidden_tokens` where some row has a hidden cache. decode_group: rows
+    whose caches decodes read together, sorted by length; each of a group costs what its longest
+    does, and the last group counts as full (the XLA backend). decode_chunk: tokens that such a
+    group reads at once, to which its length is rounded up.
+    ValueError for buckets that are none.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    decode_group: int = 1
+    decode_chunk: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f"padding.{name} must be positive and ascending, got {sizes}")
+        for name in ("decode_group", "decode_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"padding.{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def hidden_tokens(self) -> tuple[int, ...]:
+        """Every other one of `tokens`: steps with hidden rows take long to compile."""
+        return self.tokens[::-2][::-1]
+
+    def of(self, num_tokens: Any, singles: Any, hidden: Any = False) -> Any:
+        """Padded size of batches with `num_tokens` tokens; singles: whether each row has one;
+        hidden: whether any has a hidden cache. Numbers or arrays. What is over the last bucket
+        counts as the last."""
+        if isinstance(num_tokens, int):
+            mixed = self.hidden_tokens if hidden else self.tokens
+            return _next(self.rows if singles else mixed, num_tokens)
+        padded = np.where(singles, _nexts(self.rows, num_tokens), _nexts(self.tokens, num_tokens))
+        if np.any(hidden):
+            return np.where(~singles & hidden, _nexts(self.hidden_tokens, num_tokens), padded)
+        return padded
+
+    def rows_of(self, padded_tokens: int) -> int:
+        """Rows of a step of that padded size."""
+        return _next(self.rows, padded_tokens)
+
+    def read(self, lengths: np.ndarray, padded_tokens: int) -> int:
+        """Tokens that decodes over so many cached ones, int64 [n], read in such a step."""
+        group = min(self.decode_group, self.rows_of(padded_tokens))
+        if group == 1:
+            return int(np.add.reduce(lengths))
+        chunks = -(-np.sort(lengths)[::-1][::group] // self.decode_chunk)
+        return group * self.decode_chunk * int(np.add.reduce(chunks))
+
+
+def _next(sizes: tuple[int, ...], size: int) -> int:
+    return sizes[min(bisect.bisect_left(sizes, size), len(sizes) - 1)]
+
+
+def _nexts(sizes: tuple[int, ...], wanted: Any) -> Any:
+    return np.asarray(sizes)[np.minimum(np.searchsorted(sizes, wanted), len(sizes) - 1)]
