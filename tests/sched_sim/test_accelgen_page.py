@@ -31,7 +31,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"\n## {number}. " in page
     assert "Toy sizes" in page and str(tmp_path) not in page and "nan" not in page
     named = figures_of(page)
-    assert len(named) == 4
+    assert len(named) == 5
     for name in named:
         assert "<svg" in (tmp_path / name).read_text()
     numbers = tmp_path / "figures" / "accelgen.json"

@@ -55,7 +55,7 @@ class SloCase:
     @property
     def cost(self) -> float:
         """Those that run in Python take the longest, and requests with many tokens."""
-        slow = self.timed or self.policy.startswith(("accelgen", "fastserve"))
+        slow = self.timed or self.policy.startswith(("accelgen", "fastserve", "oracle"))
         return self.requests * (20 if slow else 1) * (4 if self.printed else 1)
 
     def named(self) -> dict[str, Any]:

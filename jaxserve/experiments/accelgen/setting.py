@@ -26,6 +26,7 @@ ACCELGEN = "accelgen"
 PAPERS = ("sarathi", "vllm", "fastgen", "orca", "fastserve")  # that it is compared with there
 OURS = ("edf", "infermax")  # that are not in the paper
 OTHERS = (*PAPERS, *OURS)
+AS_PRINTED = "accelgen:late_last=false:sparing=false:paced=true"  # without our departures
 ABLATIONS = ("accelgen_nochunk", "accelgen_noorder", "accelgen_nobatch")
 Column = tuple[str, str, str, float]  # title, number, format, factor
 COLUMNS: tuple[Column, ...] = (

@@ -31,6 +31,7 @@ COLOURS = {
     "priority": "#2ca02c",
     "edf": "#9467bd",
     "accelgen": "#d62728",
+    "accelgen, as printed": "#e377c2",
     "orca": "#8c564b",
     "fastserve": "#7f7f7f",
     "infermax": "#17becf",
