@@ -9,8 +9,8 @@ from jaxserve.experiments.accelgen.places import BLOCK, PLACES, Place
 from jaxserve.experiments.accelgen.requests import prefill_seconds
 from jaxserve.experiments.accelgen.setting import Scale
 from jaxserve.experiments.common.claims import table
+from jaxserve.sched.saturation import flat_from
 
-FLAT = 0.95  # of the most throughput, at which it counts as saturated
 SAMPLE = 20_000  # requests, as the paper has them
 UTILISED = (0.64, 0.83)  # of compute and cache, Sarathi in section 3.2
 
@@ -51,11 +51,9 @@ def implied_output(place: Place, prompt: float) -> float:
 
 
 def saturation(place: Place, most: int = 2048) -> int:
-    """The least number of tokens of a step with FLAT of the throughput that any up to `most`
-    has."""
+    """The least number of tokens of a step with nearly the throughput that any up to `most` has."""
     sizes = np.arange(1, most + 1)
-    rate = sizes / prefill_seconds(place, sizes)
-    return int(sizes[np.argmax(rate >= FLAT * rate.max())])
+    return int(sizes[flat_from(sizes, prefill_seconds(place, sizes))])
 
 
 def _systems(scale: Scale) -> str:
