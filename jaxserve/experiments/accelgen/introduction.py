@@ -112,14 +112,16 @@ TARGETS = """\
 Targets as in section 3.2: a TTFT of what prompts of the same 512 tokens take alone, on average, \
 times a scale from [0.5, 1.5], and a TBT of 0.1875 s times a scale from [0.75, 1.25] (section \
 6.1). So the TTFT is shorter than the prompt takes alone, on an idle system, for {late:.0%} of the \
-requests: nobody can meet those. Section 10 has TTFTs ten times as long."""
+requests: nobody can meet those, and who comes while a step runs waits for its end besides. \
+Section 10 has TTFTs ten times as long."""
 
 RUNS = """\
 Traces of {scale.requests} requests (the paper: 20,000), Poisson, served to their end; of each \
 point there are {scale.seeds}, the same ones for every policy, and ±: half of the 95% confidence \
-interval of the mean (Student's t). 8 requests/s are far beyond what these systems can serve \
-here, five to sixteen times, so that there a trace is a queue that is worked off; the other rates \
-are half of what the fastest finish a second, that, and twice that. The simulator serves with the \
-engine's own scheduler, block accounting (blocks of {block} tokens) and overlap of planning and \
-running; batch times come from `jaxserve.sched.simulation.systems` ([systems.md](systems.md)). \
-Nothing was tuned towards the paper's results."""
+interval of the mean (Student's t), which is wide because the few long prompts of a trace decide \
+how much it is: what policies differ by is surer than that. 8 requests/s are far beyond what these \
+systems can serve here, seven to sixteen times, so that there a trace is a queue that is worked \
+off; the other rates are half of what the fastest finish a second, that, and twice that. The \
+simulator serves with the engine's own scheduler, block accounting (blocks of {block} tokens) and \
+overlap of planning and running; batch times come from `jaxserve.sched.simulation.systems` \
+([systems.md](systems.md)). Nothing was tuned towards the paper's results."""

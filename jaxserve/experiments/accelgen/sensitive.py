@@ -123,5 +123,8 @@ class Alone(Part):
 
 
 WHY = {
+    "bookcorpus": (
+        "Whose prompts fill the cache preempt each other, and what is lost is computed again."
+    ),
     "alpaca": "8/s of these is less than what any but `orca` can serve: nobody has to choose.",
 }

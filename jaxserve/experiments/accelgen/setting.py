@@ -135,8 +135,13 @@ class Part(ABC):
 def cells(
     results: SloResults, cases: Sequence[SloCase], columns: Sequence[Column] = COLUMNS
 ) -> list[str]:
-    """Of a line of a table: means over the cases, and half of their intervals."""
-    return [over(results, cases, number).text(form, by) for _, number, form, by in columns]
+    """Of a line of a table: means over the cases, and half of their intervals; nothing for a bound
+    where nobody searched."""
+    found = [(over(results, cases, number), number, form, by) for _, number, form, by in columns]
+    return [
+        "" if number == "bound" and not value.mean else value.text(form, by)
+        for value, number, form, by in found
+    ]
 
 
 def lines(

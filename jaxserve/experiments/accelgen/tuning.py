@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxserve.experiments.accelgen.case import SloCase, SloResults
 from jaxserve.experiments.accelgen.setting import EASE, LOADED, OTHERS, RATES, SERVED, Part
-from jaxserve.experiments.accelgen.tuned import TRIAL
+from jaxserve.experiments.accelgen.tuned import TRIAL, choices
 from jaxserve.experiments.common.claims import Section, table
 
 AT = (LOADED, SERVED)  # of RATES
@@ -30,6 +30,8 @@ class Settings(Part):
         rows = []
         for model in self.scale.models:
             for name in OTHERS:
+                if len(choices(name, model)) == 1:
+                    continue
                 row = [model, f"`{name}`"]
                 for ease, form in ((1.0, "{:.0f}"), (EASE, "{:.2f}")):
                     row += self._tried(results, name, model, ease, form)
