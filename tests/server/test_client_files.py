@@ -265,18 +265,30 @@ def test_resuming_with_something_else_changes_nothing(
     assert out.read_text() == text
 
 
+# Where the tests run in the background, SIGINT is ignored, and so it is in what they start.
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxserve.client.cli import main
+sys.exit(main())
+"""
+
+
 def test_an_interrupted_run_says_how_far_it_got(
     engine: FakeEngine, server: Server, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "a.jsonl"
-    command = [sys.executable, "-m", "jaxserve.client", f"--address={server.address}"]
+    command = [sys.executable, "-c", INTERRUPTED, f"--address={server.address}"]
     command += [f"--file={source}", f"--out={out}", "--max_tokens=1", "--concurrency=2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        engine.wait(lambda: len(engine.live) == 2)
-        engine.step()
-        engine.wait(lambda: len(engine.requests) == 4)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=PATIENCE)
+        try:
+            engine.wait(lambda: len(engine.live) == 2)
+            engine.step()
+            engine.wait(lambda: len(engine.requests) == 4)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "2/6" in error and "100%" not in error and "6/6" not in error
     assert error.splitlines()[-1] == (
