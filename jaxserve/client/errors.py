@@ -10,12 +10,17 @@ _PASSING = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED")
 _TOO_LARGE = "message larger than max"  # which gRPC calls RESOURCE_EXHAUSTED, too
 
 
-class ServerError(RuntimeError):
-    """The server refused or ended a call. code: the gRPC status, as "INVALID_ARGUMENT"."""
+_RETRY_KEY = "grpc-retry-pushback-ms"
 
-    def __init__(self, code: str, message: str) -> None:
+
+class ServerError(RuntimeError):
+    """The server refused or ended a call. code: the gRPC status, as "INVALID_ARGUMENT". retry_s:
+    when the same call may be made again, in seconds from now, if the server has said so."""
+
+    def __init__(self, code: str, message: str, retry_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.retry_s = retry_s
 
     @property
     def passing(self) -> bool:
@@ -33,4 +38,9 @@ def explained(error: Any, address: str) -> ServerError:
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         problem = f"no server answers at {address}: is it running? (make serve)"
         return Unreachable(code.name, problem)
-    return ServerError(code.name, details or code.name.lower().replace("_", " "))
+    return ServerError(code.name, details or code.name.lower().replace("_", " "), _retry_s(error))
+
+
+def _retry_s(error: Any) -> float | None:
+    said = dict(error.trailing_metadata() or ()).get(_RETRY_KEY, "")
+    return int(said) / 1000 if said.isdecimal() else None

@@ -109,7 +109,7 @@ class ManyPrompts:
                 now, busy = time.monotonic(), error.code == "RESOURCE_EXHAUSTED"
                 away_since = None if busy else now if away_since is None else away_since
                 until = end if away_since is None else min(end, away_since + PATIENCE_S)
-                pause_s = random.uniform(wait_s / 2, wait_s)  # not all of them at once
+                pause_s = error.retry_s or random.uniform(wait_s / 2, wait_s)  # not all at once
                 if now + pause_s >= until:
                     raise error if busy else ServerAway(error.code, str(error)) from None
                 self._bar.set_postfix_str(f"waiting: {error}")

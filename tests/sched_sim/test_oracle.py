@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost_model import Padding
 from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.padding import Padding
 from jaxserve.sched.policies.oracle import Ordered, Portfolio
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy

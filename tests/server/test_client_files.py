@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.client import ServerError, many
+from jaxserve.client import Client, ServerError, many
 from jaxserve.client.cli import main
+from jaxserve.server.requests import admission
 from jaxserve.server.runner import Server
 from tests.server.batches.relay import Relay
 from tests.server.fake_engine import FakeEngine
@@ -101,8 +102,11 @@ def test_a_file_without_prompts_is_said(
     assert capsys.readouterr().err == f"jaxserve.client: {source}: there are no prompts in it\n"
 
 
-def test_what_a_full_queue_refuses_is_asked_again(source: Path, tmp_path: Path) -> None:
+def test_what_a_full_queue_refuses_is_asked_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine(max_requests=1)
+    monkeypatch.setattr(admission, "RETRY_S", 0.01)
     source.write_text("".join(f"prompt {i}\n" for i in range(60)))
     out = tmp_path / "a.jsonl"
     with Server(engine.run(), grace_s=0.0) as server:
@@ -121,6 +125,17 @@ def test_a_queue_that_stays_full_is_waited_for_within_the_timeout(
         assert "6 of 6 prompts failed" in capsys.readouterr().err
     codes = {record["error"]["code"] for record in records(out)}
     assert codes <= {"RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+
+
+def test_the_server_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "RETRY_S", 8.0)
+    with Server(FakeEngine(max_requests=0), grace_s=0.0) as server:
+        with Client(server.address) as client, pytest.raises(ServerError) as caught:
+            client.complete("hi")
+        assert caught.value.retry_s is not None and 4 <= caught.value.retry_s <= 12
+        with Client(server.address) as client, pytest.raises(ServerError) as caught:
+            client.complete("hi", temperature=-1.0)
+        assert caught.value.retry_s is None
 
 
 @pytest.mark.parametrize(
@@ -250,18 +265,30 @@ def test_resuming_with_something_else_changes_nothing(
     assert out.read_text() == text
 
 
+# Where the tests run in the background, SIGINT is ignored, and so it is in what they start.
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxserve.client.cli import main
+sys.exit(main())
+"""
+
+
 def test_an_interrupted_run_says_how_far_it_got(
     engine: FakeEngine, server: Server, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "a.jsonl"
-    command = [sys.executable, "-m", "jaxserve.client", f"--address={server.address}"]
+    command = [sys.executable, "-c", INTERRUPTED, f"--address={server.address}"]
     command += [f"--file={source}", f"--out={out}", "--max_tokens=1", "--concurrency=2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        engine.wait(lambda: len(engine.live) == 2)
-        engine.step()
-        engine.wait(lambda: len(engine.requests) == 4)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=PATIENCE)
+        try:
+            engine.wait(lambda: len(engine.live) == 2)
+            engine.step()
+            engine.wait(lambda: len(engine.requests) == 4)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "2/6" in error and "100%" not in error and "6/6" not in error
     assert error.splitlines()[-1] == (
