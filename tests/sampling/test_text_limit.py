@@ -154,9 +154,14 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
             meanwhile.append(turns - before)
         done.set()
 
-    thread = threading.Thread(target=encode)
-    thread.start()
-    while not done.is_set():
-        turns += 1
-    thread.join()
-    assert min(meanwhile) > 0
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # else there is time for thousands of turns before and after it
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while not done.is_set():
+            turns += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert min(meanwhile) > 20_000
