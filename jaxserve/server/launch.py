@@ -9,7 +9,6 @@ import difflib
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.batch_options import check_batches
 from jaxserve.server.help_text import help_text
+from jaxserve.server.requests.addresses import bind
 from jaxserve.server.requests.options import check_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
@@ -154,19 +154,13 @@ def check_ports(config: ConfigDict) -> None:
             raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
         taken[port] = f"server.{name}"
         try:
-            found = socket.getaddrinfo(config.server.host, port, type=socket.SOCK_STREAM)
+            for listener in bind(config.server.host, port, 1):
+                listener.close()
         except OSError as error:
-            raise ConfigError(f"server.host: {config.server.host!r}: {error.strerror}") from None
-        for family, kind, _, _, address in found:
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(address)
-                except OSError as error:
-                    where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
-                    shortcut = f"--{name}={0 if name == 'port' else -1}"
-                    wish = "takes any free port" if name == "port" else "does without"
-                    raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
+            where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
+            shortcut = f"--{name}={0 if name == 'port' else -1}"
+            wish = "takes any free port" if name == "port" else "does without"
+            raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
 
 
 def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:

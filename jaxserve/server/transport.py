@@ -15,6 +15,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.calls import Calls
 from jaxserve.server.proto import batches_pb2, generation_pb2
+from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.service import GenerationService
@@ -28,7 +29,6 @@ _MIB = 1 << 20
 _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
 _BATCH_CALLS = 64
 _TEXT_BYTES = 63 * _MIB  # where no length of text is too long for sure
-_ATTEMPTS = 20  # to find a port that is free on all addresses
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently
@@ -104,16 +104,12 @@ def listen(server: grpc.aio.Server, host: str, port: int) -> str:
     another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
     unknown."""
     name = _bracketed(host)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
-    addresses = dict.fromkeys(str(info[4][0]) for info in found)
-    for _ in range(1 if port else _ATTEMPTS):
+    addresses = addresses_of(host, port)
+    for _ in range(1 if port else ATTEMPTS):
         bound = port
         with contextlib.suppress(RuntimeError):
-            for address in addresses:
-                bound = server.add_insecure_port(f"{_bracketed(address)}:{bound}")
+            for _, address in addresses:
+                bound = server.add_insecure_port(f"{_bracketed(str(address[0]))}:{bound}")
             return f"{name}:{bound}"
     problem = f"cannot listen on {name}:{port} (is another server running there?)"
     raise ConfigError(f"server.port: {problem}; 0 takes any free port")

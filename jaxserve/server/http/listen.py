@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server.requests.addresses import bind
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -19,22 +20,24 @@ class HttpServer:
     ConfigError if it is taken."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._socket = _bind(host, port)
+        self._host = host
+        self._sockets = _bind(host, port)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
         """Where it listens, as "host:port"."""
-        host, port = self._socket.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        port = self._sockets[0].getsockname()[1]
+        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
     def start(self, app: ASGIApp, write_timeout_s: float) -> None:
         """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so
         long are dropped, where the system does that."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             timeout = round(write_timeout_s * 1000)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+            for listener in self._sockets:
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
         config = uvicorn.Config(
             app,
             loop="none",
@@ -48,34 +51,26 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         # Not `serve`: signals are the process's affair.
-        self._serving = asyncio.create_task(self._server._serve([self._socket]))
+        self._serving = asyncio.create_task(self._server._serve(self._sockets))
 
     def close(self) -> None:
         """Frees the port where `start` was never called."""
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
 
     async def stop(self, patience: float) -> None:
         """Takes no more calls; those that run get `patience` seconds for their last words."""
         if self._server is None or self._serving is None:
-            self._socket.close()
+            self.close()
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(patience))
         self._server.should_exit = True
         await self._serving
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> list[socket.socket]:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return bind(host, port, _BACKLOG)  # from now on callers wait, until the server takes them
     except OSError as error:
-        raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
-    listener = socket.socket(family, kind)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)  # from now on callers wait, until the server takes them
-    except OSError as error:
-        listener.close()
         where = f"cannot listen on {host}:{port} ({error.strerror})"
         raise ConfigError(f"server.http_port: {where}; 0 takes any free port") from None
-    return listener

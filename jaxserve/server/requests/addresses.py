@@ -1,0 +1,80 @@
+"""Where a server can listen."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from typing import Any
+
+from jaxserve.engine.errors import ConfigError
+
+Address = tuple[socket.AddressFamily, Any]
+ATTEMPTS = 20
+"""To find a port that is free on all addresses."""
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def addresses_of(host: str, port: int) -> list[Address]:
+    """Those of the host that this machine has, as `bind` takes them: where there is no IPv6, as in
+    many containers, "localhost" may still have an address of it. Raises ConfigError for a host that
+    is unknown or elsewhere."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
+    here: list[Address] = list(
+        dict.fromkeys((each[0], each[4]) for each in found if _is_here(each[0], each[4]))
+    )
+    if not here:
+        raise ConfigError(f"server.host: {host!r}: this machine has no such address")
+    return here
+
+
+def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen on the same port of all of the host's addresses. port: 0 takes one that
+    is free on all of them. Raises ConfigError for the host, OSError if the port is taken."""
+    addresses = addresses_of(host, port)
+    for left in reversed(range(1 if port else ATTEMPTS)):
+        bound = port
+        listeners: list[socket.socket] = []
+        try:
+            for family, address in addresses:
+                listeners.append(_listener(family, (address[0], bound, *address[2:]), backlog))
+                bound = listeners[0].getsockname()[1]
+            return listeners
+        except OSError:
+            for listener in listeners:
+                listener.close()
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _listener(family: socket.AddressFamily, address: Any, backlog: int) -> socket.socket:
+    listener = _socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_here(family: socket.AddressFamily, address: Any) -> bool:
+    try:
+        with _socket(family) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+    except OSError as error:
+        return error.errno not in _NOT_HERE
+    return True
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    if family == socket.AF_INET6:  # else :: takes IPv4's calls, too, and 0.0.0.0 none
+        with contextlib.suppress(OSError):
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    return made
