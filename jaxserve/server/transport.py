@@ -41,6 +41,7 @@ _OPTIONS = (
     # by 1,000 of them at random; each is refused properly in a tenth of a millisecond.
     ("grpc.server.max_pending_requests", 50_000),
     ("grpc.server.max_pending_requests_hard_limit", 50_000),
+    ("grpc.server_max_unrequested_time_in_server", 600),  # s; then it cancels them, too
     ("grpc.max_concurrent_streams", 20_000),  # of one connection
 )
 
