@@ -77,6 +77,8 @@ def _check(args: argparse.Namespace) -> None:
             known = ", ".join(WORKLOADS)
             raise ValueError(f"--workloads: there is no {unknown[0]!r}; known: {known}")
         scale = dataclasses.replace(scale, workloads=names)
+        if not list(scale.places()):
+            raise ValueError("--workloads: none of them runs on a system of --quick")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
     if args.numbers is not None and not Path(args.numbers).is_file():
@@ -102,7 +104,7 @@ def show(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"jaxserve.bench: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {page}, its numbers and {len(args.scale.systems)} figures")
+    print(f"wrote {page}, its numbers and figures")
     return 0
 
 
