@@ -28,6 +28,7 @@ from pathlib import Path
 from jaxserve.command_line import Parser
 from jaxserve.experiments.league.collect import QUICK, Scale, collect
 from jaxserve.experiments.league.page import write_page
+from jaxserve.experiments.league.reading import advice
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.store import Store
 from jaxserve.experiments.league.workloads import WORKLOADS, trace_of
@@ -105,6 +106,8 @@ def show(args: argparse.Namespace) -> int:
         print(f"jaxserve.bench: {error}", file=sys.stderr)
         return 1
     print(f"wrote {page}, its numbers and figures")
+    if args.whole:
+        print(advice(standings))
     return 0
 
 

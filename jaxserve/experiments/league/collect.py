@@ -40,7 +40,7 @@ class Scale:
     systems: tuple[str, ...] = tuple(SYSTEMS)
     seeds: int = 3
     seconds: float = 40.0
-    least: int = 50
+    least: int = 32
     most: int = 1000
     time_limit: float = 20.0
     candidates: tuple[int, ...] = (200, 1600)
