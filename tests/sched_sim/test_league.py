@@ -172,6 +172,7 @@ def test_a_policy_of_ones_own_is_a_row(
 @pytest.mark.parametrize(
     ("flag", "word"),
     [
+        ("--quick --workloads=arxiv", "none of them runs"),
         ("--policy=nothing_like_it", "nothing_like_it"),
         ("--workloads=sharegpt,poems", "poems"),
         ("--azure=/nowhere", "/nowhere"),
@@ -181,7 +182,7 @@ def test_a_policy_of_ones_own_is_a_row(
 )
 def test_a_wrong_flag_is_a_line(flag: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        bench.main(["league", flag])
+        bench.main(["league", *flag.split()])
     assert end.value.code == 2 and word in capsys.readouterr().err
 
 

@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 
 from jaxserve.experiments.common.processes import worked
-from jaxserve.experiments.league import code, runs
+from jaxserve.experiments.league import code, reading, runs
+from jaxserve.experiments.league.collect import Found
 from jaxserve.experiments.league.optimum import CutCase, latencies, optimum
-from jaxserve.experiments.league.runs import LEVEL, LeagueCase, SaturationCase, run, saturate
+from jaxserve.experiments.league.reading import advice
+from jaxserve.experiments.league.runs import (
+    LEVEL,
+    LeagueCase,
+    LeagueNumbers,
+    SaturationCase,
+    run,
+    saturate,
+)
+from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.workloads import LONGEST, OPT, WORKLOADS, make, trace_of
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.capacity import FINE
@@ -106,6 +116,46 @@ def test_work_on_several_processes() -> None:
         list(worked([1, -1], 2, square))
     with pytest.raises(ValueError, match="died"):
         list(worked([1, 100], 2, square))
+
+
+def standings(goodputs: dict[str, tuple[float, float]], own: tuple[str, ...] = ()) -> Standings:
+    """Of two workloads: goodputs there by policy."""
+    found = Found({}, {}, {}, {}, {})
+    for policy, values in goodputs.items():
+        for workload, goodput in zip(("sharegpt", "two-tiers"), values, strict=True):
+            case = LeagueCase(OPT, workload, "at", policy, 0, 1.0, 9)
+            found.runs[case] = LeagueNumbers(1.0, goodput, 9.0, 1.0, None, 1.0, 9.0, 0.0, 1.0, None)
+    entrants = [policy for policy in goodputs if policy not in own]
+    return Standings(found, entrants, own)
+
+
+def test_standings_are_relative_to_the_best_entrant() -> None:
+    made = standings({"a": (2.0, 1.0), "b": (1.0, 4.0), "mine": (4.0, 4.0)}, ("mine",))
+    assert made.policies == ["mine", "b", "a"]
+    assert [made.relative(point, "a") for point in made.points] == [1.0, 0.25]
+    assert made.share("a") == 0.625 and made.share("b") == 0.75
+    assert made.relative(made.points[0], "mine") == 2.0  # better than any entrant
+    assert made.worst("a").workload == "two-tiers"
+    assert made.ranked(made.where(workload="sharegpt")) == ["a", "b"]
+
+
+def test_advice_names_the_best_and_where_another_is_better() -> None:
+    said = advice(standings({"a": (2.0, 3.0), "b": (0.2, 4.0)}))
+    assert "`--policy=a`" in said and "88% of the best" in said
+    assert said.endswith("; take `b` for several tiers (100% against 75%).")
+    assert "take" not in advice(standings({"a": (2.0, 4.0), "b": (0.2, 4.0)}))
+
+
+def test_a_sentence_that_the_numbers_do_not_carry_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = standings({"a": (2.0, 3.0), "b": (0.2, 4.0)})
+    said = [(True, "A is best."), (False, "Pigs fly.")]
+    monkeypatch.setattr(reading, "CLAIMS", (lambda s: said[0],))
+    assert list(reading.reading(made)) == ["A is best."]
+    monkeypatch.setattr(reading, "CLAIMS", tuple(lambda s, one=one: one for one in said))
+    with pytest.raises(reading.NotCarried, match="do not carry: Pigs fly"):
+        list(reading.reading(made))
 
 
 @pytest.mark.parametrize(

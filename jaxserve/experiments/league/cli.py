@@ -28,6 +28,7 @@ from pathlib import Path
 from jaxserve.command_line import Parser
 from jaxserve.experiments.league.collect import QUICK, Scale, collect
 from jaxserve.experiments.league.page import write_page
+from jaxserve.experiments.league.reading import advice
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.store import Store
 from jaxserve.experiments.league.workloads import WORKLOADS, trace_of
@@ -77,6 +78,8 @@ def _check(args: argparse.Namespace) -> None:
             known = ", ".join(WORKLOADS)
             raise ValueError(f"--workloads: there is no {unknown[0]!r}; known: {known}")
         scale = dataclasses.replace(scale, workloads=names)
+        if not list(scale.places()):
+            raise ValueError("--workloads: none of them runs on a system of --quick")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
     if args.numbers is not None and not Path(args.numbers).is_file():
@@ -102,7 +105,9 @@ def show(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"jaxserve.bench: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {page}, its numbers and {len(args.scale.systems)} figures")
+    print(f"wrote {page}, its numbers and figures")
+    if args.whole:
+        print(advice(standings))
     return 0
 
 

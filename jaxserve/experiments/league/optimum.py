@@ -33,14 +33,9 @@ class CutCase:
     workload: str
     time_limit: float
 
-    @property
-    def cost(self) -> float:
-        """They take longer than any simulation."""
-        return 1e9
-
     def named(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
+        """With how it is cut."""
+        return {**asdict(self), "requests": REQUESTS, "output": OUTPUT}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def write_page(
     where = standings.found.machine
     lines += [OVERALL.format(cores=where["cores"], cpu=where["cpu"], load=where["load_average"])]
     lines += ["", overall(standings), ""]
-    for system in scale.systems:
+    for system in dict.fromkeys(point.system for point in standings.points):
         lines += _system(standings, system, out)
     lines += _setting(standings, scale, traces)
     path = out / "league.md"

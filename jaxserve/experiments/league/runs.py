@@ -38,19 +38,9 @@ class LeagueCase:
     count: int
     trace: str = ""
 
-    @property
-    def cost(self) -> float:
-        """Policies that plan much take long, and those that are compiled next to nothing; slow
-        rates are many steps."""
-        return self.count * COST.get(self.policy.partition(":")[0], 1.0)
-
     def named(self) -> dict[str, Any]:
         """A trace without its folder."""
         return {**asdict(self), "trace": self.trace.rpartition("/")[2]}
-
-
-# Relative to one that is simulated in Python and plans little.
-COST = {"bros": 10.0, **dict.fromkeys(("vllm", "sarathi", "orca", "infermax", "edf"), 0.01)}
 
 
 @dataclass(frozen=True)
@@ -130,11 +120,6 @@ class SaturationCase:
     least: int
     most: int
     trace: str = ""
-
-    @property
-    def cost(self) -> float:
-        """Not worth a guess."""
-        return 1.0
 
     def named(self) -> dict[str, Any]:
         """A trace without its folder."""

@@ -94,11 +94,6 @@ class Standings:
         values = [one.mean for one in found if one is not None]
         return median(values) if values else None
 
-    def beats(self, policy: str, other: str, point: Point) -> bool:
-        """Whether its goodput there is higher with every seed: both had the same requests."""
-        pairs = zip(self._seeds[point, policy], self._seeds[point, other], strict=True)
-        return all(mine.goodput > theirs.goodput for mine, theirs in pairs)
-
     def gap(self, policy: str) -> float | None:
         """Mean over the cut-down workloads of what it takes over the optimum's time, less 1, of
         those whose optimum is proven; None if there are none, or it does not get through one."""
