@@ -137,9 +137,9 @@ class Measured(Part):
             shown = {}
             for name in (*SYSTEMS, ACCELGEN):
                 steps = results[self._of(name, model)[0]].steps
-                shown[name] = (steps, [100 * q for q in QUANTILES])
+                shown[name] = ([1e3 * step for step in steps], [100 * q for q in QUANTILES])
             panels.append(Panel(model, "steps, %", shown, log_y=False, markers=False))
-        chart(path, [panels], "seconds of a step")
+        chart(path, [panels], "ms of a step")
 
 
 WHY = {

@@ -11,7 +11,9 @@ from jaxserve.experiments.accelgen.setting import (
     AS_PRINTED,
     COLUMNS,
     EASE,
+    LOADED,
     OTHERS,
+    RATES,
     Part,
     lines,
 )
@@ -62,8 +64,9 @@ class Reachable(Part):
     def points(self) -> Iterator[tuple[str, float]]:
         """Model and rate, up to twice what can be served."""
         for model in self.scale.models:
-            for rate in self.scale.rates(model)[:3]:
-                yield model, rate
+            for at in self.scale.at:
+                if at <= LOADED:
+                    yield model, RATES[model][at]
 
     def cases(self, results: SloResults) -> Iterator[SloCase]:
         """Each policy as it serves best."""

@@ -9,7 +9,7 @@ from statistics import fmean
 from jaxserve.experiments.accelgen.case import SloResults
 from jaxserve.experiments.accelgen.compared import Compared, times
 from jaxserve.experiments.accelgen.otherwise import Reachable
-from jaxserve.experiments.accelgen.setting import ACCELGEN, AS_PRINTED, EASE, OTHERS, PAPERS
+from jaxserve.experiments.accelgen.setting import ACCELGEN, AS_PRINTED, EASE, OTHERS, PAPERS, RATES
 from jaxserve.experiments.common.claims import Section, table
 
 COUNTED = ("goodput", "iterations", "in_jct", "jct")
@@ -70,12 +70,12 @@ class Verdict(Compared):
         for model, rate in part.points():
             met = part.met(results, model, rate)
             mine, _ = met.pop(ACCELGEN), met.pop(AS_PRINTED)
-            share = self.scale.rates(model).index(rate)
-            found.setdefault(share, []).append(times(mine, max(met.values())))
+            at = RATES[model].index(rate)
+            found.setdefault(at, []).append(times(mine, max(met.values())))
         where = ("half of what can be served", "about that", "twice that")
         said = (
-            f"{min(values):.2f}x to {max(values):.2f}x at {where[self.scale.at[share]]}"
-            for share, values in found.items()
+            f"{min(values):.2f}x to {max(values):.2f}x at {where[at]}"
+            for at, values in found.items()
         )
         yield (
             "AccelGen does what it is for: where targets can be met, and not all requests can be "
