@@ -142,7 +142,8 @@ def test_standings_are_relative_to_the_best_entrant() -> None:
 def test_advice_names_the_best_and_where_another_is_better() -> None:
     said = advice(standings({"a": (2.0, 3.0), "b": (0.2, 4.0)}))
     assert "`--policy=a`" in said and "88% of the best" in said
-    assert said.endswith("; take `b` for several tiers (100% against 75%).")
+    assert "(`b`, which follows, 55%)" in said
+    assert said.endswith("; take `b` for several tiers at saturation (100% against 75%).")
     assert "take" not in advice(standings({"a": (2.0, 4.0), "b": (0.2, 4.0)}))
 
 

@@ -12,6 +12,7 @@ from jaxserve.experiments.league.standings import Point, Standings, label
 from jaxserve.experiments.league.workloads import SYSTEMS
 
 COLOURS = "RdYlGn"
+DPI = 80  # of a picture that is wide
 PALE = (0.25, 0.85)  # shares between which a cell is pale, and its number black
 
 
@@ -46,4 +47,4 @@ def heat_map(path: Path, standings: Standings, system: str) -> None:
     figure.suptitle(
         f"{SYSTEMS[system]}: % of the best policy's goodput", fontsize=9, x=0.01, ha="left"
     )
-    save(figure, path)
+    save(figure, path, DPI)

@@ -23,21 +23,31 @@ class NotCarried(ValueError):
 
 def advice(standings: Standings) -> str:
     """One sentence: what to run when nothing is known, and where something else is better."""
-    best, following, *_ = standings.ranked(standings.points)
+    best, *others = standings.ranked(standings.points)
+    following = next(name for name in others if _family(name) != _family(best))
     first = (
         f"If you do not know your traffic, start with `--policy={best}`: over all workloads and "
-        f"loads it has {standings.share(best):.0%} of the best policy's goodput on average, more "
-        f"than any other (`{following}` follows with {standings.share(following):.0%})"
+        f"loads it has {standings.share(best):.0%} of the best policy's goodput on average "
+        f"(`{following}`, which follows, {standings.share(following):.0%})"
     )
-    others: dict[str, list[str]] = {}
+    better: dict[str, list[str]] = {}
     for kind in kinds(standings):
-        points = standings.where(kind=kind)
-        winner = standings.ranked(points)[0]
-        share, mine = standings.share(winner, points), standings.share(best, points)
-        if share - mine > EDGE:
-            others.setdefault(winner, []).append(f"{kind} ({share:.0%} against {mine:.0%})")
-    said = [f"`{name}` for {' and '.join(where)}" for name, where in others.items()]
+        for load in LOADS:
+            points = standings.where(kind=kind, load=load)
+            if not points:
+                continue
+            winner = standings.ranked(points)[0]
+            share, mine = standings.share(winner, points), standings.share(best, points)
+            if share - mine > EDGE:
+                where = f"{kind} {load} saturation ({share:.0%} against {mine:.0%})"
+                better.setdefault(winner, []).append(where)
+    said = [f"`{name}` for {_listed(where)}" for name, where in better.items()]
     return f"{first}; take {_listed(said)}." if said else f"{first}."
+
+
+def _family(policy: str) -> str:
+    """The policy of which it is a part or a variant."""
+    return policy.partition("_")[0]
 
 
 def reading(standings: Standings) -> Iterator[str]:
@@ -125,7 +135,7 @@ def tiers(s: Standings) -> tuple[bool, str]:
     """Who may wait, does."""
     points = s.where(kind=TIERS, load="above")
     order = s.ranked(points)
-    shares = {name: s.share(name, points) for name in (order[0], "priority", "bros", "sarathi")}
+    shares = {name: s.share(name, points) for name in (*order[:3], "priority", "bros", "sarathi")}
     text = ", ".join(f"`{name}` {share:.0%}" for name, share in shares.items())
     best = shares[order[0]]
     return min(best, shares["priority"]) > shares["sarathi"] + CLEAR, (
