@@ -80,6 +80,7 @@ def test_on_an_event_loop_of_ones_own(llm: LLM) -> None:
 
 
 def test_one_bad_prompt_and_none_is_served(llm: LLM, engine: Engine) -> None:
+    wait_until_idle(engine)
     steps = engine.stats().steps
     with pytest.raises(InvalidRequest, match="token id 999"):
         llm.generate([[5], [999]], TEN, progress=False)

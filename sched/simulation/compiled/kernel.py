@@ -14,7 +14,16 @@ import numpy as np
 from numba import njit, types
 from numba.core.event import Listener, install_listener
 
-from jaxserve.sched import block_sizes, cost_model, keys, output_lengths, progress, table, unified
+from jaxserve.sched import (
+    block_sizes,
+    cost_model,
+    host_terms,
+    keys,
+    output_lengths,
+    progress,
+    table,
+    unified,
+)
 from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled import kept
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
@@ -107,7 +116,7 @@ def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
 
 
 def _digest() -> str:
-    modules = (block_sizes, cost_model, keys, output_lengths, progress, table, unified)
+    modules = (block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, unified)
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
