@@ -35,6 +35,9 @@ class Unreachable(ServerError):
 def explained(error: Any, address: str) -> ServerError:
     """A grpc.RpcError in words."""
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
+        why = details.rpartition("last error: ")[2]
+        return Unreachable(code.name, f"no TLS with {address}: {why}")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         problem = f"no server answers at {address}: is it running? (make serve)"
         return Unreachable(code.name, problem)
