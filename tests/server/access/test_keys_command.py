@@ -77,6 +77,10 @@ def test_what_is_refused_is_one_line(
         assert isinstance(stopped.code, int)
         got = stopped.code
     out, error = capsys.readouterr()
-    assert (got, out) == (code, "") and says in error and re.match("jaxserve.keys( new| list)?: ", error)
+    assert (
+        (got, out) == (code, "")
+        and says in error
+        and re.match("jaxserve.keys( new| list)?: ", error)
+    )
     assert (tmp_path / "FILE").read_text() == before
     assert len(parse_lines(before, "")) == 1
