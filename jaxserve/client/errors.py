@@ -40,6 +40,8 @@ def explained(error: Any, address: str) -> ServerError:
         return Unreachable(code.name, f"no TLS with {address}: {why}")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         problem = f"no server answers at {address}: is it running? (make serve)"
+        if "socket closed" in details.lower():
+            problem = f"{address} hangs up at once: does it speak TLS? (--tls)"
         return Unreachable(code.name, problem)
     return ServerError(code.name, details or code.name.lower().replace("_", " "), _retry_s(error))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from jaxserve.server.access.key_lines import ApiKey
 
 _RATE_WINDOW_S = 60.0
-_AGAIN_S = 1.0  # when a place may be free; nobody knows
+_AGAIN_S = 1.0  # when a place may be free, at the earliest; nobody knows
 
 
 class RateLimited(RuntimeError):
@@ -31,7 +32,7 @@ class Usage:
         """One more call. Raises RateLimited; then it counts nowhere."""
         if key.concurrency and self.open >= key.concurrency:
             problem = f"key {key.name}: {self.open} calls are open, as many as it may have"
-            raise RateLimited(f"{problem}; try again later", _AGAIN_S)
+            raise RateLimited(f"{problem}; try again later", _AGAIN_S * random.uniform(1, 2))
         if key.rate:
             self._spend(key)
         self.open += 1
