@@ -18,6 +18,7 @@ if __name__ == "__main__":  # Ctrl-C ends it at once while it imports, loads and
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
+from jaxserve.server.access.options import access_settings
 from jaxserve.server.batch_options import open_batches
 from jaxserve.server.console import announce, log_to_stderr
 from jaxserve.server.http.door import http_settings
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         config = launch.read_config()
         launch.check_ports(config)
-        http = http_settings(config)
+        http, access = http_settings(config), access_settings(config)
         with open_batches(config) as batches:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.build import build_engine
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
                 seconds = time.monotonic() - _STARTED
                 announce(launch.ready_text(engine.info(), server, seconds))
 
-            return run_server(engine, config, on_ready, batches, http)
+            return run_server(engine, config, on_ready, batches, http, access)
     except launch.UsageError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2

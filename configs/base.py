@@ -8,6 +8,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+_SLO_CLASSES = {
+    "interactive": "ttft=1s:tbt=187.5ms",
+    "standard": "ttft=5s:tbt=375ms",
+    "offline": "jct=600s:tier=best_effort",
+}
+
 
 def get_config() -> ConfigDict:
     """What serve.py, the bench and the notebook take."""
@@ -137,8 +143,8 @@ def _mesh() -> dict[str, Any]:
 def _server() -> dict[str, Any]:
     """Where it listens."""
     return {
-        # localhost: this machine only. 0.0.0.0: everyone; there is no authentication, and a line
-        # in the log says so.
+        # localhost: this machine only. 0.0.0.0: everyone; what is open to them a line in the log
+        # says.
         "host": "localhost",
         # 0: any free one.
         "port": 50051,
@@ -146,6 +152,18 @@ def _server() -> dict[str, Any]:
         "http_port": 8000,
         # Prometheus; -1: none, 0: any free port.
         "metrics_port": 9464,
+        # File of API keys, python -m jaxserve.keys writes it, read again when it changes. More may
+        # be in the environment, JAXSERVE_API_KEYS. With neither, everybody may call.
+        "api_keys": "",
+        # TLS on all ports: PEM file of the certificate and those between it and its CA.
+        "tls_cert": "",
+        # PEM file of its key.
+        "tls_key": "",
+        # PEM file of the CAs whose certificates clients must have (mTLS); empty: they need none.
+        "tls_client_ca": "",
+        # Origins of pages that may call from a browser, such as https://example.org, separated by
+        # commas; * is any. Empty: none but the console.
+        "cors_origins": "",
         # Seconds that running requests get after SIGTERM.
         "grace_s": 30.0,
         # Generate calls that are open at once, those included that wait for a slow reader; beyond
@@ -179,9 +197,5 @@ def _server() -> dict[str, Any]:
         # jct=, and tier=best_effort. Classes of one's own go beside these,
         # --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
         # people read (AccelGen section 1: 0.1875 s each), and at half of it.
-        "slo_classes": {
-            "interactive": "ttft=1s:tbt=187.5ms",
-            "standard": "ttft=5s:tbt=375ms",
-            "offline": "jct=600s:tier=best_effort",
-        },
+        "slo_classes": dict(_SLO_CLASSES),
     }

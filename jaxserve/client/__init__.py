@@ -6,6 +6,7 @@ python -m jaxserve.client --batch prompts.jsonl --out results.jsonl
 """
 
 from jaxserve.client.client import DEFAULT_ADDRESS, Call, Client, Completion
+from jaxserve.client.connection import Tls
 from jaxserve.client.errors import ServerError, Unreachable
 from jaxserve.client.messages import TIERS, make_line, make_request
 
@@ -16,6 +17,7 @@ __all__ = [
     "Client",
     "Completion",
     "ServerError",
+    "Tls",
     "Unreachable",
     "make_line",
     "make_request",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.client.access_flags import add_access_flags, read_key, read_tls
 from jaxserve.client.answers import Answers
 from jaxserve.client.batch_prompts import PromptError, read_prompts
 from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         _check(args)
-        with Client(args.address) as client:
+        with Client(args.address, api_key=read_key(args), tls=read_tls(args)) as client:
             if args.info:
                 return _info(client, args)
             if args.batch is not None:
@@ -248,6 +249,7 @@ def _parser() -> Parser:
     add("--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)")
     wait = f"with --batch, until a server that is away is ({PATIENCE_S:g})"
     add("--timeout", type=float, help=f"seconds until a call is given up; {wait}")
+    add_access_flags(parser)
     many = parser.add_argument_group("many prompts")
     many.add_argument(
         "--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order"

@@ -9,21 +9,13 @@ from typing import Any, TypeVar
 
 import grpc
 
+from jaxserve.client.connection import Tls, key_metadata, open_channel
 from jaxserve.client.errors import explained
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import batches_pb2, batches_pb2_grpc, generation_pb2_grpc
 from jaxserve.server.proto import generation_pb2 as pb
 
 DEFAULT_ADDRESS = "localhost:50051"
-_CHANNEL = (
-    ("grpc.max_receive_message_length", -1),  # a slow reader's merged messages
-    # A server that vanished without closing the connection is noticed within 30 s, one that is
-    # back within some.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
-)
 _BATCH_CALL_S = 120.0  # what a call may take that moves no results
 
 
@@ -91,12 +83,22 @@ class Call(Iterator[T]):
 class Client:
     """A connection to one server. Thread-safe: any number of calls may run at once.
 
-    Every method raises ServerError (Unreachable if nobody answers).
+    address: "host:port". api_key: for servers that want one; None takes that of the environment's
+    JAXSERVE_API_KEY, if there is one. tls: None is in the clear. Raises ValueError for a key that
+    none can be and half of a pair, and OSError for files. Every method raises ServerError
+    (Unreachable if nobody answers).
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL)
+        self._metadata = key_metadata(api_key, address, tls)
+        self._channel = open_channel(address, tls)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._batches = batches_pb2_grpc.BatchesStub(self._channel)
 
@@ -107,7 +109,8 @@ class Client:
 
         timeout: seconds until the call is given up.
         """
-        call = self._stub.Generate(make_request(prompt, **options), timeout=timeout)
+        message = make_request(prompt, **options)
+        call = self._stub.Generate(message, timeout=timeout, metadata=self._metadata)
         return Call(call, self.address)
 
     def complete(
@@ -159,7 +162,8 @@ class Client:
         message = batches_pb2.GetBatchRequest(
             batch_id=batch_id, first_line=first_line, follow=follow
         )
-        return Call(self._batches.GetBatch(message, timeout=timeout), self.address)
+        call = self._batches.GetBatch(message, timeout=timeout, metadata=self._metadata)
+        return Call(call, self.address)
 
     def batch_status(self, batch_id: str) -> batches_pb2.BatchStatus:
         """Where a batch is."""
@@ -179,7 +183,7 @@ class Client:
 
     def _answer(self, method: Any, message: Any, timeout: float | None) -> Any:
         try:
-            return method(message, timeout=timeout)
+            return method(message, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise explained(error, self.address) from None
 

@@ -35,8 +35,13 @@ class Unreachable(ServerError):
 def explained(error: Any, address: str) -> ServerError:
     """A grpc.RpcError in words."""
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
+        why = details.rpartition("last error: ")[2]
+        return Unreachable(code.name, f"no TLS with {address}: {why}")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         problem = f"no server answers at {address}: is it running? (make serve)"
+        if "socket closed" in details.lower():
+            problem = f"{address} hangs up at once: does it speak TLS? (--tls)"
         return Unreachable(code.name, problem)
     return ServerError(code.name, details or code.name.lower().replace("_", " "), _retry_s(error))
 

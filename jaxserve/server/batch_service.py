@@ -63,7 +63,11 @@ class BatchesService:
             convert.check_call(request)
             lines = await asyncio.to_thread(lambda: [convert.line(each) for each in request.lines])
             progress = await batches.submit(
-                request.batch_id, request.first_line, lines, commit=request.commit
+                request.batch_id,
+                request.first_line,
+                lines,
+                commit=request.commit,
+                owner=call.record.caller,
             )
             return pb.SubmitBatchResponse(status=convert.status(progress))
 
@@ -71,7 +75,12 @@ class BatchesService:
         """The RPC: streams results."""
         async with self._open(call) as batches:
             convert.check_call(request)
-            pages = batches.results(request.batch_id, request.first_line, follow=request.follow)
+            pages = batches.results(
+                request.batch_id,
+                request.first_line,
+                follow=request.follow,
+                owner=call.record.caller,
+            )
             async with contextlib.aclosing(pages):
                 async for progress, page in pages:
                     results = await asyncio.to_thread(_messages, page)
@@ -84,7 +93,7 @@ class BatchesService:
         """The RPC: ends what waits and runs."""
         async with self._open(call) as batches:
             convert.check_call(request)
-            progress = await batches.cancel(request.batch_id)
+            progress = await batches.cancel(request.batch_id, call.record.caller)
             return pb.CancelBatchResponse(status=convert.status(progress))
 
     async def delete_batch(
@@ -93,7 +102,7 @@ class BatchesService:
         """The RPC: forgets a batch."""
         async with self._open(call) as batches:
             convert.check_call(request)
-            await batches.delete(request.batch_id)
+            await batches.delete(request.batch_id, call.record.caller)
             return pb.DeleteBatchResponse()
 
     @contextlib.asynccontextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import grpc
@@ -17,6 +18,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from jaxserve.server.access.keys import Keys, RateLimited, Unauthenticated
 from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
 from jaxserve.server.requests.streams import SlowReader
@@ -71,10 +73,12 @@ class Call:
 
 
 class Calls:
-    """Runs the calls of one server. write_timeout_s: what a client may take to read a message."""
+    """Runs the calls of one server. write_timeout_s: what a client may take to read a message.
+    keys: of those who may call."""
 
-    def __init__(self, endings: Endings, write_timeout_s: float) -> None:
+    def __init__(self, endings: Endings, write_timeout_s: float, keys: Keys) -> None:
         self._endings = endings
+        self._keys = keys
         self._write_timeout_s = write_timeout_s
         self._log = RateLimitedLog()
 
@@ -101,7 +105,8 @@ class Calls:
             record = CallRecord(descriptor.name, context.peer())
             call = Call(context, record, self._write_timeout_s)
             try:
-                await self._admitted(context, call, request_type, method, admission)
+                with await self._caller(context, call):
+                    await self._admitted(context, call, request_type, method, admission)
             except asyncio.CancelledError:
                 call.ended_by_client()
                 raise
@@ -112,6 +117,20 @@ class Calls:
                 self._endings.ended(record)
 
         return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
+
+    async def _caller(self, context: grpc.aio.ServicerContext, call: Call) -> ExitStack:
+        """The place that the call has among those of its key."""
+        try:
+            caller = self._keys.caller(authorization(context.invocation_metadata()))
+            call.record.caller = caller.name
+            return caller.enter()
+        except Unauthenticated as error:
+            self._log.warning("key", "refused a call from %s: %s", call.record.peer, error)
+            code = grpc.StatusCode.UNAUTHENTICATED
+            await call.abort(code, str(error), Ending.UNAUTHENTICATED)
+        except RateLimited as error:
+            self._log.warning("rate", "refused a call: %s", error)
+            await call.abort(_NO_PLACE, str(error), Ending.RATE_LIMITED, error.retry_s)
 
     async def _admitted(
         self,
@@ -179,6 +198,14 @@ class Calls:
             await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
         assert isinstance(raw, bytes)
         return raw
+
+
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """Of a call's metadata; None where it says nothing, or several things."""
+    found = [value for name, value in metadata or () if name == "authorization"]
+    if len(found) != 1:
+        return None
+    return found[0] if isinstance(found[0], bytes) else found[0].encode()
 
 
 def _serialized(message: Message) -> bytes:

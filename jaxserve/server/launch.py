@@ -21,6 +21,7 @@ from jaxserve import __version__
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.batch_options import check_batches
 from jaxserve.server.help_text import help_text
 from jaxserve.server.requests.addresses import bind
@@ -169,7 +170,7 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
     pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
     metrics, batches = server.metrics_address, server.batch_path
-    http = server.http_address
+    http, scheme = server.http_address, server.access.scheme
     lines = [
         f"jaxserve is ready after {seconds:.1f} s",
         f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
@@ -179,11 +180,11 @@ def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
         f"  policy   {info.policy}{_hidden_caches(info)}",
         f"  steps    predicted by a cost model, {info.cost_model}",
         f"  address  {server.address}",
-        f"  http     {f'http://{http}/v1, console at http://{http}/' if http else 'off'}",
-        f"  metrics  {f'http://{metrics}/metrics' if metrics else 'off'}",
+        f"  http     {f'{scheme}://{http}/v1, console at {scheme}://{http}/' if http else 'off'}",
+        f"  metrics  {f'{scheme}://{metrics}/metrics' if metrics else 'off'}",
         f"  batches  {batches or 'off'}",
-        "Try it in a second terminal:",
-        f"  {client_line(server.address)}",
+        f"Try it in a second terminal{_with_key(server.access)}:",
+        f"  {client_line(server.address, server.access)}",
     ]
     return "\n".join(lines)
 
@@ -194,8 +195,12 @@ def _hidden_caches(info: EngineInfo) -> str:
     return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
 
 
-def client_line(address: str) -> str:
-    """The client's command, with the interpreter and the address only if they are needed."""
+def _with_key(access: Access) -> str:
+    return f", with a key as {KEY_VARIABLE} in its environment" if access.keys.needed else ""
+
+
+def client_line(address: str, access: Access) -> str:
+    """The client's command, with the interpreter and the flags only if they are needed."""
     host, _, port = address.rpartition(":")
     reached = "localhost" if host in ("0.0.0.0", "[::]") else host
     python = shutil.which("python")
@@ -207,6 +212,8 @@ def client_line(address: str) -> str:
         command = str(here.relative_to(Path.cwd()) if inside else here)
     default = reached == "localhost" and int(port) == DEFAULT_PORT
     where = "" if default else f"--address={reached}:{port} "
+    if access.tls is not None:
+        where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
     return f'{command} -m jaxserve.client {where}"Once upon a time"'
 
 

@@ -26,6 +26,7 @@ from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import Tier
 from jaxserve.sched.terms import TARGETS
+from jaxserve.server.access.options import Access
 from jaxserve.server.metrics_http import MetricsHttp
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Endings
@@ -283,12 +284,12 @@ class MetricsRegistry:
 
 
 class MetricsServer:
-    """Serves /metrics; port 0 takes a free one. address: "host:port". Raises ConfigError if the
-    port is taken."""
+    """Serves /metrics to those whom `access` lets in; port 0 takes a free one. address:
+    "host:port". Raises ConfigError if the port is taken."""
 
-    def __init__(self, metrics: MetricsRegistry, host: str, port: int) -> None:
+    def __init__(self, metrics: MetricsRegistry, host: str, port: int, access: Access) -> None:
         try:
-            self._http = MetricsHttp(metrics.registry, host, port)
+            self._http = MetricsHttp(metrics.registry, host, port, access)
         except OSError as error:
             problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
             raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None

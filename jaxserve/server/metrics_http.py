@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -12,21 +13,25 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from jaxserve.server.access.keys import Keys, Unauthenticated
+from jaxserve.server.access.options import Access
+
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 10.0  # without a byte
 
 
 class MetricsHttp:
-    """Serves a registry from a thread of its own, and from one more for each of at most
-    MAX_CONNECTIONS connections; one more closes the oldest. Raises OSError if the port is taken."""
+    """Serves a registry, to those whom `access` lets in, from a thread of its own, and from one
+    more for each of at most MAX_CONNECTIONS connections; one more closes the oldest. Raises OSError
+    if the port is taken."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, access: Access) -> None:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = info[0]
-        kind = type("_Server", (_Server,), {"address_family": family})
-        self._http: Any = make_server(
-            str(address[0]), port, make_wsgi_app(registry), kind, handler_class=_Handler
-        )
+        context = None if access.tls is None else access.tls.context()
+        kind = type("_Server", (_Server,), {"address_family": family, "context": context})
+        app = _with_keys(make_wsgi_app(registry), access.keys)
+        self._http: Any = make_server(str(address[0]), port, app, kind, handler_class=_Handler)
         self.port: int = self._http.server_port
         self._thread = threading.Thread(target=self._http.serve_forever, name="jaxserve-metrics")
         self._thread.daemon = True
@@ -39,6 +44,22 @@ class MetricsHttp:
         self._thread.join()
 
 
+def _with_keys(app: Any, keys: Keys) -> Any:
+    """The WSGI application, for those who have one."""
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Any:
+        given = environ.get("HTTP_AUTHORIZATION")
+        try:
+            keys.caller(None if given is None else given.encode("latin-1"))
+        except Unauthenticated as error:
+            headers = [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")]
+            start_response("401 Unauthorized", headers)
+            return [f"{error}\n".encode()]
+        return app(environ, start_response)
+
+    return guarded
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
@@ -47,10 +68,21 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
+    context: ssl.SSLContext | None = None
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._open: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
         super().__init__(*arguments, **named)
+
+    def get_request(self) -> Any:
+        """A connection; its own thread shakes hands, so that nobody waits for it."""
+        request, address = super().get_request()
+        if self.context is not None:
+            request = self.context.wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
+        return request, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, once there is room for it."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.requests.contract import ServedEngine
@@ -23,6 +24,7 @@ def run_server(
     on_ready: Callable[[Server], None] | None = None,
     batches: BatchSettings | None = None,
     http: HttpSettings | None = None,
+    access: Access | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, or until the engine has failed where the config says so, and
     returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
@@ -41,6 +43,7 @@ def run_server(
         slo_classes=slo_classes(config),
         http=http,
         options=server_options(config),
+        access=access,
     )
     signals = 0
 

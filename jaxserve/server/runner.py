@@ -7,16 +7,19 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from jaxserve.server.access.options import Access
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
 from jaxserve.server.calls import Calls
+from jaxserve.server.daemon_thread import in_daemon_thread
+from jaxserve.server.exposure import exposure
 from jaxserve.server.http.door import HttpDoor, HttpSettings
 from jaxserve.server.http.doorkeeper import METHODS as HTTP_METHODS
 from jaxserve.server.http.doorkeeper import Doorkeeper
@@ -32,7 +35,6 @@ from jaxserve.server.service import GenerationService
 from jaxserve.server.transport import (
     METHODS,
     SERVICES,
-    exposure,
     listen,
     longest_message,
     make_server,
@@ -52,8 +54,8 @@ class Server:
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
     grace_s: seconds that running requests get when the server stops; lines of batches wait for the
     next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
-    options: the defaults without any. The engine must be started; stopping the server drains and
-    stops it.
+    options: the defaults without any. access: everybody's without one. The engine must be started;
+    stopping the server drains and stops it.
 
     failed: the engine has failed, and every call gets an error. hung: it does not answer, and the
     server has stopped, or is about to, without it.
@@ -74,7 +76,9 @@ class Server:
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         http: HttpSettings | None = None,
         options: ServerOptions | None = None,
+        access: Access | None = None,
     ) -> None:
+        self.access = access or Access()
         self._options = options or ServerOptions()
         self._engine = engine
         self._host, self._port = host, port
@@ -100,17 +104,21 @@ class Server:
 
     def start(self) -> str:
         """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
-        batches = self._batch_settings is not None
-        open_to_all = exposure(self._host, self._metrics_port, batches=batches)
-        if open_to_all is not None:
-            log.warning("server.host is %s: %s", self._host, open_to_all)
+        http, batches = self._http_settings is not None, self._batch_settings is not None
+        metrics_on = self._metrics_port >= 0
+        for line in exposure(
+            self._host, self.access, http=http, metrics=metrics_on, batches=batches
+        ):
+            log.warning("%s", line)
         if self._metrics_port >= 0 or self._http_settings is not None:
             metrics = MetricsRegistry(self._engine, self._endings)
         try:
             if self._metrics_port >= 0:
-                self._metrics = MetricsServer(metrics, self._host, self._metrics_port)
+                self._metrics = MetricsServer(metrics, self._host, self._metrics_port, self.access)
             if self._http_settings is not None:
-                self._http = HttpDoor(self._engine, self._host, self._http_settings, metrics.page)
+                self._http = HttpDoor(
+                    self._engine, self._host, self._http_settings, metrics.page, self.access
+                )
             self._thread.start()
             return self._bound.result()
         except BaseException:
@@ -217,21 +225,23 @@ class Server:
         self._health = health.aio.HealthServicer()
         body_bytes = longest_message(self._engine, batches=self._batches is not None)
         keeper = Doorkeeper(
+            self.access.keys,
             self._admission,
             self._endings,
             body_bytes=body_bytes,
             write_timeout_s=options.write_timeout_s,
         )
         server = make_server(
-            Calls(self._endings, options.write_timeout_s),
+            Calls(self._endings, options.write_timeout_s, self.access.keys),
             GenerationService(self._requests),
             BatchesService(self._batches),
             self._health,
             admission=self._admission,
             message_bytes=body_bytes,
+            keys=self.access.keys,
             reflects=options.reflection,
         )
-        address = listen(server, self._host, self._port)
+        address = listen(server, self._host, self._port, self.access.tls)
         await self._set_health(serving=True)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
@@ -315,27 +325,10 @@ class Server:
             await self._http.stop(patience)
 
     async def _drain(self) -> None:
-        drained = _in_daemon_thread(lambda: self._engine.drain(self._grace_s))
+        drained = in_daemon_thread(lambda: self._engine.drain(self._grace_s))
         limit = self._grace_s + _HUNG_S
         try:
             self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
         except TimeoutError:  # the device does not answer: whoever waits must still be let go
             self.hung = True
             self._requests.fail(f"the engine did not stop within {limit:g} s")
-
-
-def _in_daemon_thread(function: Callable[[], bool]) -> Future[bool]:
-    """Unlike those of asyncio.to_thread, such a thread holds up neither the loop nor the exit."""
-    future: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            with contextlib.suppress(InvalidStateError):  # cancelled: nobody waits any more
-                future.set_result(result)
-
-    threading.Thread(target=run, name="jaxserve-drain", daemon=True).start()
-    return future

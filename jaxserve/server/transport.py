@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.keys import Keys, Unauthenticated
+from jaxserve.server.access.tls import Tls
 from jaxserve.server.batch_service import BatchesService
-from jaxserve.server.calls import Calls
+from jaxserve.server.calls import Calls, authorization
 from jaxserve.server.proto import batches_pb2, generation_pb2
 from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of
 from jaxserve.server.requests.admission import Admission
@@ -25,6 +26,7 @@ BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
 SERVICES = (GENERATION.full_name, BATCHES.full_name)
 METHODS = tuple(each.name for service in (GENERATION, BATCHES) for each in service.methods)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_REFLECTION = "/grpc.reflection."
 _MIB = 1 << 20
 _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
 _BATCH_CALLS = 64
@@ -54,12 +56,14 @@ def make_server(
     *,
     admission: Admission,
     message_bytes: int,
+    keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
     """With all services, listening nowhere yet. admission: of Generate's calls. message_bytes: the
-    longest request. reflects: offers server reflection."""
+    longest request. reflects: offers server reflection, to those who have one of the keys."""
     options = (*_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
-    server = grpc.aio.server(options=options)
+    asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
+    server = grpc.aio.server(options=options, interceptors=asking)
     few = Admission(_BATCH_CALLS, "this server takes of batches")
     of_batches: Mapping[str, Admission] = dict.fromkeys(batches.methods, few)
     server.add_generic_rpc_handlers(
@@ -84,36 +88,58 @@ def longest_message(engine: ServedEngine, *, batches: bool) -> int:
     return max(_BATCH_CALL_BYTES if batches else 0, prompt + _MIB)
 
 
-def exposure(host: str, metrics_port: int, *, batches: bool) -> str | None:
-    """What is open to other machines than this one; None if nothing is. metrics_port: -1 is off."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None  # who listens there will find out
-    if all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found):
-        return None
-    may = ["generate"]
-    if batches:
-        may.append("submit, read and delete batches")
-    if metrics_port >= 0:
-        may.append("read the metrics")
-    return f"whoever reaches this machine can {', '.join(may)}: there is no authentication"
+class _KeyForReflection(grpc.aio.ServerInterceptor):
+    """Reflection is not one of our services, which ask for keys themselves; health is open."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """As grpc.aio has it."""
+        if details.method.startswith(_REFLECTION):
+            try:
+                self._keys.caller(authorization(details.invocation_metadata))
+            except Unauthenticated as error:
+                return _refusing(str(error))
+        return await continuation(details)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int) -> str:
+def _refusing(details: str) -> grpc.RpcMethodHandler:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, details)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> str:
     """Returns "host:port": the same port on all addresses that the host has, for on one that is
     another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
     unknown."""
     name = _bracketed(host)
     addresses = addresses_of(host, port)
+    credentials = None if tls is None else _credentials(tls)
     for _ in range(1 if port else ATTEMPTS):
         bound = port
         with contextlib.suppress(RuntimeError):
             for _, address in addresses:
-                bound = server.add_insecure_port(f"{_bracketed(str(address[0]))}:{bound}")
+                where = f"{_bracketed(str(address[0]))}:{bound}"
+                if credentials is None:
+                    bound = server.add_insecure_port(where)
+                else:
+                    bound = server.add_secure_port(where, credentials)
             return f"{name}:{bound}"
     problem = f"cannot listen on {name}:{port} (is another server running there?)"
     raise ConfigError(f"server.port: {problem}; 0 takes any free port")
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 def _bracketed(host: str) -> str:

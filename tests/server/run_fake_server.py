@@ -10,6 +10,7 @@ import sys
 import threading
 
 from jaxserve.configs import base
+from jaxserve.server.access.options import access_settings
 from jaxserve.server.process import run_server
 from tests.server.fake_engine import FakeEngine
 
@@ -33,7 +34,8 @@ def main() -> int:
                 engine.fail(RuntimeError("told to"))
 
     threading.Thread(target=obey, daemon=True).start()
-    return run_server(engine, config, lambda ready: print(ready.address, flush=True))
+    access = access_settings(config)
+    return run_server(engine, config, lambda ready: print(ready.address, flush=True), access=access)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.presets import preset_names
 from jaxserve.server import console, launch
+from jaxserve.server.access.options import Access
+from jaxserve.server.access.tls import Tls
 from jaxserve.server.help_text import field_comments
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine
@@ -248,11 +250,15 @@ def test_the_clients_line_is_as_short_as_it_can_be(
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: str(python))
-    assert launch.client_line("localhost:50051") == short
-    assert launch.client_line("0.0.0.0:50051") == short
-    assert "--address=box:50051 " in launch.client_line("box:50051")
+    assert launch.client_line("localhost:50051", Access()) == short
+    assert launch.client_line("0.0.0.0:50051", Access()) == short
+    assert "--address=box:50051 " in launch.client_line("box:50051", Access())
+    tls = Access(tls=Tls(Path("cert"), Path("key")))
+    assert " --tls " in launch.client_line("localhost:50051", tls)
+    mutual = Access(tls=Tls(Path("cert"), Path("key"), Path("ca")))
+    assert " --tls_cert=FILE --tls_key=FILE " in launch.client_line("localhost:50051", mutual)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/python")
-    assert launch.client_line("localhost:50051") == f".venv/bin/{short}"
+    assert launch.client_line("localhost:50051", Access()) == f".venv/bin/{short}"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.options import Access
 from jaxserve.server.metrics import Histogram, MetricsRegistry, MetricsServer
 from jaxserve.server.metrics_http import MAX_CONNECTIONS
 from jaxserve.server.requests.endings import Ending, Endings
@@ -183,4 +184,4 @@ def test_a_taken_metrics_port_is_one_clear_line(metrics: Server) -> None:
     assert metrics.metrics_address is not None
     port = int(metrics.metrics_address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"server.metrics_port: cannot listen .*{port}"):
-        MetricsServer(MetricsRegistry(FakeEngine(), Endings(())), "localhost", port)
+        MetricsServer(MetricsRegistry(FakeEngine(), Endings(())), "localhost", port, Access())

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import sqlite3
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
@@ -22,6 +23,7 @@ from jaxserve.server.requests.requests import EngineRequests
 PAGE_BYTES = 1 << 20
 """Of results that are read at once."""
 _CLEAN_S = 3600.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Progress:
 class Batches:
     """The journal and its runner, for the event loop that serves: all methods run there.
 
-    keep_s: for how long a batch is kept that nothing happens to. Methods raise BatchRefused where
-    the journal does not do what is asked, and sqlite3.Error where the disk does not.
+    keep_s: for how long a batch is kept that nothing happens to. owner, of methods: name of the API
+    key that calls, for which others' batches are not there; "" sees all. Methods raise BatchRefused
+    where the journal does not do what is asked, and sqlite3.Error where the disk does not.
     """
 
     def __init__(self, requests: EngineRequests, settings: BatchSettings) -> None:
@@ -95,6 +98,7 @@ class Batches:
         lines: Sequence[tuple[Line, InvalidRequest | None]],
         *,
         commit: bool,
+        owner: str = "",
     ) -> Progress:
         """`Journal.append`, after each line has been checked; one in error gets that as its result.
         With each line goes what its door found wrong with it. batch_id: empty makes one up.
@@ -106,17 +110,17 @@ class Batches:
         new = await asyncio.to_thread(self._checked, lines)
         name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
         status = await self._disk.do(
-            lambda: self._journal.append(name, model, first, new, commit=commit)
+            lambda: self._journal.append(name, model, first, new, commit=commit, owner=owner)
         )
         self._runner.wake()
         return self._progress(status)
 
-    async def status(self, batch_id: str) -> Progress:
+    async def status(self, batch_id: str, owner: str = "") -> Progress:
         """Where a batch is."""
-        return self._progress(await self._disk.do(self._journal.status, batch_id))
+        return self._progress(await self._disk.do(self._journal.status, batch_id, owner))
 
     async def results(
-        self, batch_id: str, first: int, *, follow: bool
+        self, batch_id: str, first: int, *, follow: bool, owner: str = ""
     ) -> AsyncGenerator[tuple[Progress, list[Outcome]], None]:
         """Where the batch is and results of lines from `first` on, in order, page by page; at the
         end a page without any.
@@ -127,7 +131,7 @@ class Batches:
         """
         while True:
             news = self._runner.news()
-            status, page = await self._disk.do(self._page, batch_id, first, follow)
+            status, page = await self._disk.do(self._page, batch_id, first, follow, owner)
             yield self._progress(status), page
             if page:
                 first = page[-1].line + 1
@@ -137,23 +141,30 @@ class Batches:
                 self._check_served(status)
                 await news.wait()
 
-    async def cancel(self, batch_id: str) -> Progress:
+    async def cancel(self, batch_id: str, owner: str = "") -> Progress:
         """Lines that wait or run get no result."""
-        status = await self._disk.do(self._journal.cancel, batch_id)
+        status = await self._disk.do(self._owned, self._journal.cancel, batch_id, owner)
         self._runner.drop(status.key)
         return self._progress(status)
 
-    async def delete(self, batch_id: str) -> None:
+    async def delete(self, batch_id: str, owner: str = "") -> None:
         """Forgets the batch with its results."""
-        await self._disk.do(self._journal.delete, batch_id)
+        await self._disk.do(self._owned, self._journal.delete, batch_id, owner)
         self._runner.tell()
+
+    def _owned(self, action: Callable[[str], T], batch_id: str, owner: str) -> T:
+        """In one turn of the disk's: the batch cannot become another one in between."""
+        self._journal.status(batch_id, owner)
+        return action(batch_id)
 
     def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
         return [line.checked(self._requests, problem) for line, problem in lines]
 
-    def _page(self, batch_id: str, first: int, gapless: bool) -> tuple[Status, list[Outcome]]:
+    def _page(
+        self, batch_id: str, first: int, gapless: bool, owner: str
+    ) -> tuple[Status, list[Outcome]]:
         # In this order: a batch that was over before has all its results.
-        status = self._journal.status(batch_id)
+        status = self._journal.status(batch_id, owner)
         page = self._journal.results(batch_id, first, max_bytes=PAGE_BYTES, gapless=gapless)
         return status, page
 

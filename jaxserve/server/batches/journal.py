@@ -34,7 +34,10 @@ from jaxserve.server.batches.tables import open_tables
 
 MAX_LINES = 100_000
 """Of one batch."""
-_STATUS = "SELECT key, batch_id, model, state, num_lines, done, failed, changed FROM batches"
+_STATUS = (
+    "SELECT key, batch_id, model, state, num_lines, done, failed, changed, COALESCE(owner, '')"
+    " FROM batches LEFT JOIN owners ON owners.batch = key"
+)
 
 
 class Journal:
@@ -67,11 +70,19 @@ class Journal:
             self._directory.release()
 
     def append(
-        self, batch_id: str, model: str, first: int, lines: Sequence[NewLine], *, commit: bool
+        self,
+        batch_id: str,
+        model: str,
+        first: int,
+        lines: Sequence[NewLine],
+        *,
+        commit: bool,
+        owner: str = "",
     ) -> Status:
         """Adds lines number `first`, `first` + 1, ... of a batch, which is made if it is not there
         and first is 0. Lines that are there already must be the same, so what was not answered can
         be sent again. commit: the batch is whole; from now on it is served and takes no more.
+        owner: whose a new batch is, and an old one must be; "" may be anybody.
 
         Raises UnknownBatch, MissingLines, OtherLines, BatchConflict, JournalFull; then nothing has
         changed.
@@ -85,7 +96,12 @@ class Journal:
                     "INSERT INTO batches (batch_id, model, state, changed) VALUES (?, ?, ?, ?)",
                     (batch_id, model, BatchState.OPEN, self._clock()),
                 )
+                if owner:
+                    own = "INSERT INTO owners SELECT key, ? FROM batches WHERE batch_id = ?"
+                    db.execute(own, (owner, batch_id))
             status = self.status(batch_id)
+            if owner not in ("", status.owner):
+                raise BatchConflict(f"batch_id: batch {batch_id!r} is somebody else's")
             if first > status.num_lines:
                 problem = f"lines go on at {status.num_lines}, not at {first}"
                 raise MissingLines(f"first_line: batch {batch_id!r} has {problem}")
@@ -101,14 +117,17 @@ class Journal:
                 self._commit(self.status(batch_id))
             return self.status(batch_id)
 
-    def status(self, batch_id: str) -> Status:
-        """Raises UnknownBatch."""
+    def status(self, batch_id: str, owner: str = "") -> Status:
+        """Raises UnknownBatch, for another owner's, too; "" may see all."""
         with self._lock:
             row = self._db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
         if row is None:
             raise UnknownBatch(batch_id)
         key, name, model, state, *counts = row
-        return Status(key, name, model, BatchState(state), *counts)
+        status = Status(key, name, model, BatchState(state), *counts)
+        if owner not in ("", status.owner):
+            raise UnknownBatch(batch_id)
+        return status
 
     def results(
         self, batch_id: str, first: int, *, max_bytes: int, gapless: bool = False

@@ -19,7 +19,8 @@ class BatchState(enum.StrEnum):
 class Status:
     """A batch. key: its number in the journal, never used again. model: what its lines are for.
     done, failed: lines with a result, and with an error instead. changed: when it last changed
-    state or got lines, in seconds since the epoch."""
+    state or got lines, in seconds since the epoch. owner: name of the API key that it came with; ""
+    where none was needed."""
 
     key: int
     batch_id: str
@@ -29,6 +30,7 @@ class Status:
     done: int
     failed: int
     changed: float
+    owner: str = ""
 
     @property
     def over(self) -> bool:

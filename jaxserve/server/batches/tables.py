@@ -37,6 +37,13 @@ CREATE TABLE results (
     PRIMARY KEY (batch, line)
 );
 """
+# Beside version 1, whose servers leave it alone: batches that some key owns.
+_OWNERS = """
+CREATE TABLE IF NOT EXISTS owners (
+    batch INTEGER PRIMARY KEY REFERENCES batches ON DELETE CASCADE,
+    owner TEXT NOT NULL
+)
+"""
 
 
 def open_tables(path: Path) -> sqlite3.Connection:
@@ -60,6 +67,7 @@ def open_tables(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA foreign_keys = ON")
         if version == 0:
             db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
+        db.execute(_OWNERS)
     except sqlite3.Error as error:
         db.close()
         raise ConfigError(f"server.batch_dir: {path}: {error}") from None

@@ -39,10 +39,12 @@ class BatchRequest(Body):
 
 
 class BatchDoor:
-    """What the routes do. Methods raise ApiError."""
+    """What the routes do for one caller. owner: name of their API key; "" sees all. Methods raise
+    ApiError."""
 
-    def __init__(self, front: Front, batches: Batches, store: FileStore) -> None:
-        self._front, self._batches, self._store = front, batches, store
+    def __init__(self, front: Front, batches: Batches, store: FileStore, owner: str) -> None:
+        self._front, self._batches, self._owner = front, batches, owner
+        self._store = store.of(owner)
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
         """Makes a batch of a file's lines; each that is wrong fails by itself."""
@@ -58,7 +60,9 @@ class BatchDoor:
                 part = texts[first : first + LINES_A_CALL]
                 lines = await asyncio.to_thread(self._read, asked.endpoint, part)
                 last = first + len(part) == len(texts)
-                progress = await self._batches.submit(name, first, lines, commit=last)
+                progress = await self._batches.submit(
+                    name, first, lines, commit=last, owner=self._owner
+                )
         except BaseException as error:
             await asyncio.to_thread(self._store.delete, name)
             raise _told(error) from error
@@ -68,7 +72,7 @@ class BatchDoor:
         """One batch."""
         note = await asyncio.to_thread(self._store.note, name)
         try:
-            return _described(name, note, await self._batches.status(name))
+            return _described(name, note, await self._batches.status(name, self._owner))
         except (BatchRefused, sqlite3.Error) as error:
             raise _told(error) from error
 
@@ -88,14 +92,15 @@ class BatchDoor:
         """Lines that wait or run get no result."""
         note = await asyncio.to_thread(self._store.note, name)
         try:
-            return _described(name, note, await self._batches.cancel(name))
+            return _described(name, note, await self._batches.cancel(name, self._owner))
         except (BatchRefused, sqlite3.Error) as error:
             raise _told(error) from error
 
     async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
         """JSONL of the lines that were served, or of those that failed, so far."""
         note = await asyncio.to_thread(self._store.note, name)
-        async for _, page in self._batches.results(name, 0, follow=False):
+        pages = self._batches.results(name, 0, follow=False, owner=self._owner)
+        async for _, page in pages:
             for outcome in page:
                 if outcome.failed == (which == ERRORS):
                     result = Result.from_json(outcome.result)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.app import build_app
+from jaxserve.server.http.cors import with_cors
 from jaxserve.server.http.doorkeeper import Doorkeeper
 from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
@@ -42,7 +44,7 @@ def http_settings(config: Any) -> HttpSettings | None:
 
 class HttpDoor:
     """HTTP for an engine, on the event loop that `start` is called on. metrics: the page for
-    Prometheus. Raises ConfigError if the port is taken."""
+    Prometheus. access: over what, and from whose pages. Raises ConfigError if the port is taken."""
 
     def __init__(
         self,
@@ -50,13 +52,15 @@ class HttpDoor:
         host: str,
         settings: HttpSettings,
         metrics: Callable[[], bytes],
+        access: Access,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._feed = LiveFeed(engine, settings.limits)
         engine.add_observer(self._feed)
         self._settings = settings
-        self._server = HttpServer(host, settings.port)
+        self._server = HttpServer(host, settings.port, access.tls)
+        self._cors_origins = access.cors_origins
 
     @property
     def address(self) -> str:
@@ -76,7 +80,8 @@ class HttpDoor:
         if batches is not None:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
         app = build_app(front, batches, store, self._metrics, self._feed)
-        self._server.start(keeper.around(app), keeper.write_timeout_s)
+        guarded = with_cors(keeper.around(app), self._cors_origins)
+        self._server.start(guarded, keeper.write_timeout_s)
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

@@ -1,4 +1,5 @@
-"""What stands before the application: how many calls are open, how long they are, how they end."""
+"""What stands before the application: who calls, how many calls are open, how long they are, how
+they end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.http.errors import RECORD, ApiError, too_many_calls
+from jaxserve.server.access.keys import Caller, Keys, RateLimited, Unauthenticated
+from jaxserve.server.http.errors import RECORD, ApiError, no_key, rate_limited, too_many_calls
 from jaxserve.server.http.files import MAX_FILE_BYTES
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
@@ -23,14 +25,8 @@ _LABELS = {
     for path in (*_COUNTED, "/v1/models", _FILES, "/v1/batches", "/tokenize", "/detokenize")
 }
 _OTHER = "http other"
-_QUIET = (
-    "/health",
-    "/ready",
-    "/metrics",
-    "/",
-    "/console/info",
-    "/console/events",
-)  # asked every few seconds; nobody counts them
+_OPEN = ("/health", "/ready", "/")  # to all: the console's page has nothing of what it shows
+_QUIET = ("/metrics", "/console/info", "/console/events")  # asked every few seconds: not counted
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _FORM_BYTES = 1 << 20  # what a form has besides its file
@@ -39,18 +35,21 @@ _FORM_BYTES = 1 << 20  # what a form has besides its file
 class Doorkeeper:
     """Admits, measures and counts the calls of one application.
 
-    admission: of calls that generate, whichever door they come through. body_bytes: the longest
+    keys: of those who may call. admission: of calls that generate, whichever door they come
+    through. body_bytes: the longest
     body but for uploads. write_timeout_s: what a client may take to read a piece.
     """
 
     def __init__(
         self,
+        keys: Keys,
         admission: Admission,
         endings: Endings,
         *,
         body_bytes: int,
         write_timeout_s: float,
     ) -> None:
+        self._keys = keys
         self._admission = admission
         self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
         self._endings = endings
@@ -62,12 +61,28 @@ class Doorkeeper:
         """The application with all that."""
 
         async def kept(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in _QUIET:
+            if scope["type"] != "http" or scope["path"] in _OPEN:
                 await app(scope, receive, send)
+            elif scope["path"] in _QUIET:
+                try:
+                    self.caller(scope)
+                except Unauthenticated as error:
+                    await no_key(error).response()(scope, receive, send)
+                else:
+                    await app(scope, receive, send)
             else:
                 await _Visit(self, app, scope, send).run(receive)
 
         return kept
+
+    def caller(self, scope: Scope) -> Caller:
+        """Whose call it is. Raises Unauthenticated."""
+        found = [value for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            return self._keys.caller(found[0] if len(found) == 1 else None)
+        except Unauthenticated as error:
+            self.warning("key", "refused a call from %s: %s", _peer(scope), error)
+            raise
 
     def admission_of(self, scope: Scope) -> Admission | None:
         """Who counts the call; None: nobody."""
@@ -95,9 +110,7 @@ class _Visit:
 
     def __init__(self, keeper: Doorkeeper, app: ASGIApp, scope: Scope, send: Send) -> None:
         self._keeper, self._app, self._send = keeper, app, send
-        client = scope.get("client")
-        peer = f"{client[0]}:{client[1]}" if client else ""
-        self._record = CallRecord(_label(scope["path"]), peer)
+        self._record = CallRecord(_label(scope["path"]), _peer(scope))
         self._scope: dict[str, Any] = {**scope, RECORD: self._record}
         self._begun = self._done = False
 
@@ -105,7 +118,7 @@ class _Visit:
         """Answers it, whatever happens."""
         record = self._record
         try:
-            await self._admitted(receive)
+            await self._called(receive)
         except asyncio.CancelledError:
             record.ending = Ending.CANCELLED
             raise
@@ -119,6 +132,18 @@ class _Visit:
                 text = "gave up on %s, whose client reads too slowly"
                 self._keeper.warning("slow", text, record.request_id)
             self._keeper.ended(record)
+
+    async def _called(self, receive: Receive) -> None:
+        try:
+            caller = self._keeper.caller(self._scope)
+            self._record.caller = caller.name
+            with caller.enter():
+                await self._admitted(receive)
+        except Unauthenticated as error:
+            await self._refuse(no_key(error), receive)
+        except RateLimited as error:
+            self._keeper.warning("rate", "refused a call: %s", error)
+            await self._refuse(rate_limited(error), receive)
 
     async def _admitted(self, receive: Receive) -> None:
         admission = self._keeper.admission_of(self._scope)
@@ -175,6 +200,11 @@ def _label(path: str) -> str:
         if path == known or path.startswith(known + "/"):
             return label
     return _OTHER
+
+
+def _peer(scope: Scope) -> str:
+    client = scope.get("client")
+    return f"{client[0]}:{client[1]}" if client else ""
 
 
 def _content_length(scope: Mapping[str, Any]) -> float:

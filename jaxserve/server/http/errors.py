@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.keys import RateLimited, Unauthenticated
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
 from jaxserve.server.requests.requests import SHUTTING_DOWN
@@ -65,6 +66,8 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_un
 _ENDINGS = {
     "queue_full": Ending.QUEUE_FULL,
     "too_many_calls": Ending.TOO_MANY_CALLS,
+    "invalid_api_key": Ending.UNAUTHENTICATED,
+    "rate_limit_exceeded": Ending.RATE_LIMITED,
     "duplicate": Ending.DUPLICATE,
     "slow_reader": Ending.SLOW_READER,
     "cancelled": Ending.CANCELLED,
@@ -82,6 +85,19 @@ def retry_after() -> dict[str, str]:
 def too_many_calls(message: str) -> ApiError:
     """More are open than the server takes."""
     return ApiError(429, message, code="too_many_calls", headers=retry_after())
+
+
+def no_key(error: Unauthenticated) -> ApiError:
+    """The call has no API key that is known (RFC 6750 section 3)."""
+    why = ', error="invalid_token"' if error.given else ""
+    headers = {"WWW-Authenticate": f'Bearer realm="jaxserve"{why}'}
+    return ApiError(401, str(error), code="invalid_api_key", headers=headers)
+
+
+def rate_limited(error: RateLimited) -> ApiError:
+    """The key's own limits are reached."""
+    headers = {"Retry-After": str(math.ceil(error.retry_s))}
+    return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
 
 
 def as_api_error(error: Exception) -> ApiError | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import re
@@ -22,13 +24,15 @@ _META, _CONTENT = ".json", ".jsonl"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What is known of an upload. created: seconds since the epoch."""
+    """What is known of an upload. created: seconds since the epoch. owner: name of the API key that
+    it came with; "" where none was needed."""
 
     id: str
     filename: str
     purpose: str
     bytes: int
     created: int
+    owner: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The file object."""
@@ -45,12 +49,19 @@ class StoredFile:
 
 class FileStore:
     """Uploads, and notes of batches that were made of them. Any thread may call; methods wait for
-    the disk. max_bytes: of all uploads together. keep_s: for how long they are kept."""
+    the disk. max_bytes: of all uploads together. keep_s: for how long they are kept. Sees all."""
 
     def __init__(self, directory: Path, max_bytes: int, keep_s: float) -> None:
-        self._directory = directory
+        self._directory, self._owner = directory, ""
         self._max_bytes, self._keep_s = max_bytes, keep_s
         self._lock = threading.Lock()
+
+    def of(self, owner: str) -> FileStore:
+        """The same for one API key, for which others' files and notes are not there; "" sees
+        all."""
+        view = copy.copy(self)
+        view._owner = owner
+        return view
 
     def save(self, filename: str, purpose: str, source: BinaryIO) -> StoredFile:
         """Keeps an upload; once this returns, it is on the disk. Raises ApiError for one that is
@@ -66,7 +77,7 @@ class FileStore:
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
-            kept = StoredFile(name, filename, purpose, size, int(time.time()))
+            kept = StoredFile(name, filename, purpose, size, int(time.time()), self._owner)
             self._note(name, asdict(kept))
         return kept
 
@@ -76,7 +87,7 @@ class FileStore:
 
     def all_files(self) -> list[StoredFile]:
         """The latest first."""
-        found = [self.find(path.stem) for path in self._all(_META) if path.stem[:4] == "file"]
+        found = [self.find(name) for name in self.notes("file")]
         return sorted(found, key=lambda each: (-each.created, each.id))
 
     def read(self, name: str) -> bytes:
@@ -94,21 +105,29 @@ class FileStore:
     def note(self, name: str) -> dict[str, Any]:
         """What was noted under an id. Raises ApiError where nothing was."""
         path = self._directory / (name + _META)
-        if not _ID.fullmatch(name) or not path.is_file():
+        found = None
+        if _ID.fullmatch(name) and path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        if found is None or self._owner not in ("", found.get("owner", "")):
             raise ApiError(404, f"there is no {name!r}", param="id", code="not_found")
-        found = json.loads(path.read_text(encoding="utf-8"))
         assert isinstance(found, dict)
         return found
 
     def keep_note(self, name: str, note: dict[str, Any]) -> None:
-        """Notes it under a new id."""
+        """Notes it under a new id, with whose it is."""
         with self._lock:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._note(name, note)
+            self._note(name, {**note, "owner": self._owner})
 
     def notes(self, kind: str) -> list[str]:
         """Ids of that kind, "file" or "batch"."""
-        return [path.stem for path in self._all(_META) if path.stem.startswith(kind + "-")]
+        found = []
+        for path in self._all(_META):
+            if path.stem.startswith(kind + "-"):
+                with contextlib.suppress(ApiError):  # somebody else's, or gone meanwhile
+                    self.note(path.stem)
+                    found.append(path.stem)
+        return found
 
     def _clean(self) -> None:
         for path in self._directory.iterdir():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.tls import Tls
 from jaxserve.server.requests.addresses import bind
 
 _BACKLOG = 2048
@@ -16,11 +19,11 @@ _KEEP_ALIVE_S = 75
 
 
 class HttpServer:
-    """A port, and the application on it. host: as for gRPC; port: 0 takes a free one. Raises
-    ConfigError if it is taken."""
+    """A port, and the application on it. host: as for gRPC; port: 0 takes a free one; tls: None is
+    in the clear. Raises ConfigError if it is taken."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
+    def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
+        self._host, self._tls = host, tls
         self._sockets = _bind(host, port)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -48,6 +51,7 @@ class HttpServer:
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            **_tls_options(self._tls),
         )
         self._server = uvicorn.Server(config)
         # Not `serve`: signals are the process's affair.
@@ -66,6 +70,15 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = max(1, round(patience))
         self._server.should_exit = True
         await self._serving
+
+
+def _tls_options(tls: Tls | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    options: dict[str, Any] = {"ssl_certfile": tls.cert, "ssl_keyfile": tls.key}
+    if tls.client_ca is not None:
+        options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:

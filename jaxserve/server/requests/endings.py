@@ -26,6 +26,8 @@ class Ending(enum.StrEnum):
     DUPLICATE = "duplicate"  # its id is running
     QUEUE_FULL = "queue_full"  # scheduler.max_queue
     TOO_MANY_CALLS = "too_many_calls"  # server.max_calls
+    UNAUTHENTICATED = "unauthenticated"  # without an API key, or with a wrong one
+    RATE_LIMITED = "rate_limited"  # the key's own limits
     SHUTTING_DOWN = "shutting_down"
     ENGINE_FAILED = "engine_failed"  # or stalled
     CANCELLED = "cancelled"  # by the client, or its connection was lost
@@ -38,11 +40,13 @@ class Ending(enum.StrEnum):
 @dataclass
 class CallRecord:
     """One call, for the log; nothing of what was asked or answered. method: the API's name of it.
-    began: seconds, of time.monotonic(). prompt_tokens, output_tokens: 0 where none are known."""
+    caller: name of the API key, "" where none is needed. began: seconds, of time.monotonic().
+    prompt_tokens, output_tokens: 0 where none are known."""
 
     method: str
     peer: str = ""
     request_id: str = ""
+    caller: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     timings: Timings | None = None
@@ -69,8 +73,10 @@ class Endings:
 
 def _line(record: CallRecord) -> str:
     seconds = time.monotonic() - record.began
+    whose = f" as {record.caller}" if record.caller else ""
+    where = f"from {record.peer or '-'}{whose}"
     parts = [
-        f"{record.method} {record.request_id or '-'} from {record.peer or '-'}: {record.ending}",
+        f"{record.method} {record.request_id or '-'} {where}: {record.ending}",
         f"{record.prompt_tokens} + {record.output_tokens} tokens",
     ]
     if record.timings is not None:

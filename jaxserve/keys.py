@@ -1,0 +1,159 @@
+"""API keys of a server: makes, lists and revokes them.
+
+    python -m jaxserve.keys new alice --rate=60 --concurrency=4 --file=keys.txt
+    python -m jaxserve.keys list --file=keys.txt
+    python -m jaxserve.keys revoke alice --file=keys.txt
+    python serve.py --config.server.api_keys=keys.txt
+
+A key is shown once, on stdout; the file has its hash. Servers read a file that has changed within a
+second, and calls that run go on. A new key of an old name goes on with that one's batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.command_line import Parser
+from jaxserve.server.access.key_lines import (
+    LIMITS,
+    ApiKey,
+    check_limit,
+    check_name,
+    check_other,
+    digest_of,
+    new_secret,
+    parse_line,
+    parse_lines,
+)
+from jaxserve.writable import check_file
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0, 1 for a file that cannot be used, 2 for a wrong command line."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    path = None if args.file is None else Path(args.file)
+    try:
+        if args.command == "new":
+            limits = {n: check_limit(f"--{n}", getattr(args, n) or "") for n in _given(args)}
+            _new(check_name(args.name), limits, path)
+        elif args.command == "revoke":
+            _revoke(check_name(args.name), Path(args.file))
+        else:
+            _list(Path(args.file))
+    except OSError as error:
+        print(f"jaxserve.keys: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except _Refused as error:
+        print(f"jaxserve.keys: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+class _Refused(Exception):
+    """The file does not go with what is asked."""
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    return [name for name in LIMITS if getattr(args, name) is not None]
+
+
+def _new(name: str, limits: dict[str, int], path: Path | None) -> None:
+    secret = new_secret()
+    key = ApiKey(name, digest_of(secret.encode()), **limits)
+    if path is not None:
+        check_file("file", path)
+        text = _read(path) if path.exists() else ""
+        try:
+            check_other(parse_lines(text, str(path)), key)
+        except ValueError as error:
+            raise _Refused(f"{error}; revoke the old one first") from None
+        joint = "" if not text or text.endswith("\n") else "\n"
+        _replace(path, f"{text}{joint}{key.line()}\n")
+        print(secret)
+        print(f"jaxserve.keys: {path} has its hash; it is not shown again", file=sys.stderr)
+        return
+    print(secret)
+    print("jaxserve.keys: this line is for the file, server.api_keys:", file=sys.stderr)
+    print(key.line())
+
+
+def _list(path: Path) -> None:
+    keys = _keys(path)
+    width = max((len(key.name) for key in keys), default=0)
+    for key in keys:
+        limits = (f"{name} {getattr(key, name) or 'any'}" for name in LIMITS)
+        print(f"{key.name:<{width}}  {key.digest[:8]}...  {', '.join(limits)}")
+
+
+def _revoke(name: str, path: Path) -> None:
+    if name not in (key.name for key in _keys(path)):
+        raise _Refused(f"{path} has no key named {name}")
+    check_file("file", path)
+    kept = []
+    for line in _read(path).splitlines(keepends=True):
+        key = parse_line(line)
+        if key is None or key.name != name:
+            kept.append(line)
+    _replace(path, "".join(kept))
+
+
+def _keys(path: Path) -> list[ApiKey]:
+    try:
+        return parse_lines(_read(path), str(path))
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise _Refused(f"{path} is not UTF-8") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """All of it or nothing, whatever happens meanwhile, and with the old one's mode: a server that
+    runs reads either. A new file is its owner's alone."""
+    path = path.resolve()  # a link stays one
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            os.chmod(scratch, path.stat().st_mode & 0o777)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jaxserve.keys", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="new|list|revoke")
+    new = commands.add_parser("new", help="a key for somebody")
+    new.add_argument("name", help="whose it is, or what for; logs have it")
+    new.add_argument("--rate", help="calls a minute at most (any number)")
+    new.add_argument("--concurrency", help="calls at once at most (any number)")
+    new.add_argument("--file", help="adds its line there; without, the line is printed")
+    shown = commands.add_parser("list", help="whose keys there are")
+    shown.add_argument("--file", required=True, help="the server's api_keys")
+    revoke = commands.add_parser("revoke", help="ends one")
+    revoke.add_argument("name")
+    revoke.add_argument("--file", required=True, help="the server's api_keys")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""API keys as lines of text: a name, the key's hash, and what it may.
+
+    alice sha256:9f86d0...  rate=60 concurrency=4
+
+The key itself is nowhere but with its owner: 256 random bits, so that its SHA-256 says nothing of
+it, and needs neither salt nor a slow hash, which are for what people think of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+LIMITS = ("rate", "concurrency")
+MAX_LIMIT = 1_000_000
+_PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
+_KEY_BYTES = 32
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """Whose it is and what it may. digest: of the key, SHA-256, hex. rate: calls a minute,
+    concurrency: calls at once; 0 is any number."""
+
+    name: str
+    digest: str
+    rate: int = 0
+    concurrency: int = 0
+
+    def line(self) -> str:
+        """As `parse_line` reads it."""
+        limits = (f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name))
+        return " ".join((self.name, f"sha256:{self.digest}", *limits))
+
+
+def new_secret() -> str:
+    """A key that nobody has."""
+    return _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def digest_of(secret: bytes) -> str:
+    """What is kept of a key."""
+    return hashlib.sha256(secret).hexdigest()
+
+
+def check_name(name: str) -> str:
+    """The name. Raises ValueError for one that no line can have."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"a name has 1 to 64 of A-Z a-z 0-9 . _ @ -, got {name!r}")
+    return name
+
+
+def check_limit(name: str, text: str) -> int:
+    """A limit's number. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:8]) <= MAX_LIMIT):
+        raise ValueError(f"{name}: must be 1 to {MAX_LIMIT}, got {text!r}")
+    return int(text)
+
+
+def parse_line(text: str) -> ApiKey | None:
+    """The key of a line; None for one that is empty or a comment (#). Raises ValueError."""
+    words = text.partition("#")[0].split()
+    if not words:
+        return None
+    if len(words) < 2:
+        raise ValueError("a line is a name, sha256:HASH, and limits")
+    name, hashed, *limits = words
+    found = _HASH.fullmatch(hashed)
+    if found is None:  # not shown: it may be a key
+        raise ValueError(f"{check_name(name)}: the second word must be sha256: and 64 hex digits")
+    given: dict[str, int] = {}
+    for each in limits:
+        limit, _, value = each.partition("=")
+        if limit not in LIMITS or limit in given:
+            raise ValueError(f"{limit!r} is not a limit, or there twice: {', '.join(LIMITS)}")
+        given[limit] = check_limit(limit, value)
+    return ApiKey(check_name(name), found[1], **given)
+
+
+def parse_lines(text: str, source: str) -> list[ApiKey]:
+    """Keys of a text, none twice. source: what has it, for errors. Raises ValueError."""
+    found: list[ApiKey] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            key = parse_line(line)
+            if key is not None:
+                check_other(found, key)
+                found.append(key)
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {error}") from None
+    return found
+
+
+def check_other(keys: list[ApiKey], key: ApiKey) -> None:
+    """Raises ValueError where one of them has the key's name or hash."""
+    for each in keys:
+        if each.name == key.name:
+            raise ValueError(f"there are two keys named {key.name}")
+        if each.digest == key.digest:
+            raise ValueError(f"{key.name} and {each.name} have the same hash")

@@ -1,0 +1,55 @@
+"""What the calls of one key may take, whichever door they come through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from jaxserve.server.access.key_lines import ApiKey
+
+_RATE_WINDOW_S = 60.0
+_AGAIN_S = 1.0  # when a place may be free, at the earliest; nobody knows
+
+
+class RateLimited(RuntimeError):
+    """The key may not now. retry_s: when it may, in seconds from now."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class Usage:
+    """Of one key, on the event loop's thread. The rate is a token bucket: one token a call, as many
+    as the key may call a minute at most, and so many a minute come back. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._spent, self._since = 0.0, clock()  # tokens that are not in the bucket, and then
+        self.open = 0
+
+    def enter(self, key: ApiKey) -> None:
+        """One more call. Raises RateLimited; then it counts nowhere."""
+        if key.concurrency and self.open >= key.concurrency:
+            problem = f"key {key.name}: {self.open} calls are open, as many as it may have"
+            raise RateLimited(f"{problem}; try again later", _AGAIN_S * random.uniform(1, 2))
+        if key.rate:
+            self._spend(key)
+        self.open += 1
+
+    def leave(self) -> None:
+        """One has ended."""
+        self.open -= 1
+
+    def _spend(self, key: ApiKey) -> None:
+        now, a_token_s = self._clock(), _RATE_WINDOW_S / key.rate
+        self._spent = max(0.0, self._spent - (now - self._since) / a_token_s)
+        self._since = now
+        # A limit that was lowered meanwhile: nobody waits for longer than the window.
+        self._spent = min(self._spent, float(key.rate))
+        short = self._spent + 1 - key.rate
+        if short > 1e-9:
+            retry_s = short * a_token_s
+            problem = f"key {key.name}: {key.rate} calls a minute are what it may make"
+            raise RateLimited(f"{problem}; the next one in {retry_s:.1f} s", retry_s)
+        self._spent += 1

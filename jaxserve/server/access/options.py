@@ -1,0 +1,69 @@
+"""What the config and the environment say of who may call."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.key_lines import parse_lines
+from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.tls import Tls
+
+KEYS_VARIABLE = "JAXSERVE_API_KEYS"  # of a server
+KEY_VARIABLE = "JAXSERVE_API_KEY"  # of a client
+_ORIGIN = re.compile(r"\*|https?://[^/\s,*?#@]+")
+
+
+@dataclass(frozen=True)
+class Access:
+    """keys: who may call. tls: None is in the clear. cors_origins: whose pages may call from a
+    browser; "*" is any. The defaults let everybody in."""
+
+    keys: Keys = field(default_factory=Keys)
+    tls: Tls | None = None
+    cors_origins: tuple[str, ...] = ()
+
+    @property
+    def scheme(self) -> str:
+        """Of the addresses for HTTP."""
+        return "http" if self.tls is None else "https"
+
+
+def access_settings(config: Any) -> Access:
+    """What the config of a server says, and the keys in the environment's JAXSERVE_API_KEYS: lines
+    as in the file, which semicolons may separate, too. Raises ConfigError."""
+    server = config.server
+    try:
+        text = os.environ.get(KEYS_VARIABLE, "").replace(";", "\n")
+        fixed = parse_lines(text, KEYS_VARIABLE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    keys = Keys(Path(server.api_keys).expanduser() if server.api_keys else None, fixed)
+    return Access(keys, _tls(server), _origins(server.cors_origins))
+
+
+def _tls(server: Any) -> Tls | None:
+    cert, key, client_ca = (server[f"tls_{name}"] for name in ("cert", "key", "client_ca"))
+    if not (cert or key or client_ca):
+        return None
+    for name, value in (("cert", cert), ("key", key)):
+        if not value:
+            others = "server.tls_cert and server.tls_key"
+            raise ConfigError(f"server.tls_{name}: is missing; TLS needs {others}")
+    ca = Path(client_ca).expanduser() if client_ca else None
+    tls = Tls(Path(cert).expanduser(), Path(key).expanduser(), ca)
+    tls.check()
+    return tls
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(each.strip() for each in text.split(",") if each.strip())
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            like = "must be like https://example.org, without a path, or *"
+            raise ConfigError(f"server.cors_origins: {like}; got {origin!r}")
+    return origins

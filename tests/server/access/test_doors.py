@@ -1,0 +1,220 @@
+"""Both doors, and the metrics, with keys."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jaxserve.client import Client, ServerError, make_request
+from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.options import Access
+from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.proto import generation_pb2_grpc
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.runner import Server
+from tests.server.access.test_keys import key
+from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.http.conftest import SETTINGS
+
+KEYS = [key("alice"), key("often", rate=2), key("many", concurrency=1)]
+BODY = {"prompt": "a", "max_tokens": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_key_of_mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAXSERVE_API_KEY", raising=False)
+
+
+@pytest.fixture
+def server(engine: FakeEngine) -> Iterator[Server]:
+    options = ServerOptions(request_log=True)
+    access = Access(Keys(fixed=KEYS))
+    with Server(
+        engine, grace_s=0.0, metrics_port=0, http=SETTINGS, options=options, access=access
+    ) as server:
+        yield server
+
+
+def asked(
+    address: str | None, method: str, path: str, name: str | None = None, body: Any = None
+) -> tuple[int, bytes, dict[str, str]]:
+    """HTTP, with a key's secret. Reads no more than the first line of endless answers."""
+    assert address is not None
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+    headers = {"Content-Type": "application/json"}
+    if name is not None:
+        headers["Authorization"] = f"Bearer {name}"
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    response = connection.getresponse()
+    endless = response.getheader("content-type", "").startswith("text/event-stream")
+    text = response.readline() if endless else response.read()
+    connection.close()
+    return response.status, text, {k.lower(): v for k, v in response.getheaders()}
+
+
+GUARDED = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("GET", "/v1/files"),
+    ("POST", "/v1/batches"),
+    ("GET", "/metrics"),
+    ("GET", "/console/info"),
+    ("GET", "/console/events"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("GET", "//health"),
+    ("OPTIONS", "/v1/models"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+def test_http_wants_a_key(server: Server, method: str, path: str) -> None:
+    status, text, headers = asked(server.http_address, method, path, body=BODY)
+    error = json.loads(text)["error"]
+    assert (status, error["type"], error["code"]) == (
+        401,
+        "authentication_error",
+        "invalid_api_key",
+    )
+    assert headers["www-authenticate"] == 'Bearer realm="jaxserve"'
+    status, _, headers = asked(server.http_address, method, path, "mallory", BODY)
+    assert status == 401 and headers["www-authenticate"].endswith('error="invalid_token"')
+    assert asked(server.http_address, method, path, "alice")[0] != 401
+
+
+def test_whether_it_is_well_anybody_may_ask(server: Server) -> None:
+    for path in ("/health", "/ready", "/"):
+        assert asked(server.http_address, "GET", path)[0] == 200
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_metrics_port_wants_one_too(server: Server) -> None:
+    status, text, headers = asked(server.metrics_address, "GET", "/metrics")
+    assert (status, headers["www-authenticate"]) == (401, "Bearer") and b"jaxserve:" not in text
+    status, text, _ = asked(server.metrics_address, "GET", "/metrics", "alice")
+    assert status == 200 and b"jaxserve:" in text
+
+
+def test_openai_s_client_has_one(server: Server, engine: FakeEngine) -> None:
+    engine.run()
+    url = f"http://{server.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="alice", max_retries=0) as client:
+        done = client.completions.create(model="fake", prompt="a", max_tokens=2)
+        assert done.choices[0].text == " w0 w1"
+    with (
+        openai.OpenAI(base_url=url, api_key="mallory", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.completions.create(model="fake", prompt="a", max_tokens=2)
+
+
+def test_grpc_wants_a_key(
+    server: Server, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine.run()
+    for name in (None, "mallory"):
+        with Client(server.address, api_key=name) as client:
+            for call in (
+                lambda c=client: c.info(timeout=PATIENCE),
+                lambda c=client: c.complete("a", timeout=PATIENCE),
+                lambda c=client: c.batch_status("b"),
+            ):
+                with pytest.raises(ServerError) as error:
+                    call()
+                assert error.value.code == "UNAUTHENTICATED" and not error.value.passing
+    assert not engine.live
+    with Client(server.address, api_key="alice") as client:
+        assert client.info(timeout=PATIENCE).model == "fake"
+        caplog.clear()
+        assert client.complete("a", max_tokens=2, timeout=PATIENCE)[0].text == " w0 w1"
+    (line,) = caplog.messages
+    assert " as alice: ok;" in line and line.startswith("Generate ")
+
+
+def test_reflection_wants_one(server: Server) -> None:
+    wanted = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(server.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        with pytest.raises(grpc.RpcError) as error:
+            next(stub.ServerReflectionInfo(iter([wanted]), timeout=PATIENCE))
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        given = (("authorization", "Bearer alice"),)
+        answer = next(stub.ServerReflectionInfo(iter([wanted]), timeout=PATIENCE, metadata=given))
+        assert "jaxserve.v1.Generation" in str(answer)
+
+
+def test_two_keys_in_one_call_are_none(server: Server) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        twice = (("authorization", "Bearer alice"), ("authorization", "Bearer mallory"))
+        with pytest.raises(grpc.RpcError) as error:
+            stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE, metadata=twice)
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_rate_is_counted_once_for_both_doors(server: Server, engine: FakeEngine) -> None:
+    engine.run()
+    assert asked(server.http_address, "POST", "/v1/completions", "often", BODY)[0] == 200
+    with Client(server.address, api_key="often") as client:
+        client.complete("a", max_tokens=2, timeout=PATIENCE)
+        with pytest.raises(ServerError, match="often: 2 calls a minute") as error:
+            client.complete("a", max_tokens=2, timeout=PATIENCE)
+        assert error.value.code == "RESOURCE_EXHAUSTED" and error.value.passing
+    status, text, headers = asked(server.http_address, "POST", "/v1/completions", "often", BODY)
+    assert (status, json.loads(text)["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(headers["retry-after"]) <= 30
+    for _ in range(5):  # what is asked every few seconds is not counted, and others are not told
+        assert asked(server.http_address, "GET", "/metrics", "often")[0] == 200
+    assert asked(server.http_address, "POST", "/v1/completions", "alice", BODY)[0] == 200
+
+
+def test_calls_at_once_are_counted_once_for_both_doors(server: Server, engine: FakeEngine) -> None:
+    with Client(server.address, api_key="many") as client:
+        running = client.generate("a", max_tokens=2)
+        engine.wait(lambda: engine.live)
+        status, text, headers = asked(server.http_address, "POST", "/v1/completions", "many", BODY)
+        assert status == 429 and "many: 1 calls are open" in text.decode()
+        assert int(headers["retry-after"]) >= 1
+        with pytest.raises(grpc.RpcError) as error, grpc.insecure_channel(server.address) as other:
+            refuse(other)
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        hints = dict(error.value.trailing_metadata())
+        assert int(hints["grpc-retry-pushback-ms"]) >= 1000
+        engine.run()
+        list(running)
+    status, text, _ = asked(server.http_address, "GET", "/metrics", "many")
+    assert b'method="Generate"' in text
+    while asked(server.http_address, "POST", "/v1/completions", "many", BODY)[0] != 200:
+        pass  # the call ends a moment after its last message
+
+
+def refuse(channel: grpc.Channel) -> None:
+    stub = generation_pb2_grpc.GenerationStub(channel)
+    list(
+        stub.Generate(
+            make_request("a"), timeout=PATIENCE, metadata=(("authorization", "Bearer many"),)
+        )
+    )
+
+
+def test_no_key_is_ever_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    asked(server.http_address, "GET", "/v1/models", "jx-mallory")
+    with Client(server.address, api_key="jx-mallory") as client, pytest.raises(ServerError):
+        client.info(timeout=PATIENCE)
+    assert "refused a call from" in caplog.text and "jx-mallory" not in caplog.text

@@ -1,0 +1,66 @@
+"""Keys as lines of text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.server.access.key_lines import (
+    MAX_LIMIT,
+    NAME,
+    ApiKey,
+    digest_of,
+    new_secret,
+    parse_line,
+    parse_lines,
+)
+
+LIMIT = st.integers(0, MAX_LIMIT)
+HASH = digest_of(b"a")
+
+
+@given(st.from_regex(NAME, fullmatch=True), st.binary(), LIMIT, LIMIT)
+def test_what_is_written_is_read(name: str, secret: bytes, rate: int, concurrency: int) -> None:
+    key = ApiKey(name, digest_of(secret), rate, concurrency)
+    assert parse_line(key.line()) == key
+    assert parse_line(f"  {key.line()}  # of whom") == key
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused_in_a_line(text: str) -> None:
+    try:
+        keys = parse_lines(text, "the file")
+    except ValueError as error:
+        assert re.fullmatch(r"the file, line \d+: .+", str(error))
+    else:
+        assert all(isinstance(each, ApiKey) for each in keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alice", "line 1: a line is a name, sha256:HASH, and limits"),
+        ("\nalice jx-secret", "line 2: alice: the second word must be sha256: and 64 hex digits"),
+        (f"al/ice sha256:{HASH}", "a name has 1 to 64 of"),
+        (f"alice sha256:{HASH} rate=0", "rate: must be 1 to 1000000, got '0'"),
+        (f"alice sha256:{HASH} rate=1000001", "rate: must be 1 to 1000000, got '1000001'"),
+        (f"alice sha256:{HASH} rate=x", "rate: must be 1 to 1000000, got 'x'"),
+        (f"alice sha256:{HASH} rate=1 rate=2", "'rate' is not a limit, or there twice"),
+        (f"alice sha256:{HASH} speed=1", "'speed' is not a limit"),
+        (f"a sha256:{HASH}\nb sha256:{HASH}", "line 2: b and a have the same hash"),
+        (f"a sha256:{HASH}\na sha256:{'0' * 64}", "line 2: there are two keys named a"),
+    ],
+)
+def test_a_line_that_is_wrong_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        parse_lines(text, "the file")
+    assert "\n" not in str(error.value) and "jx-secret" not in str(error.value)
+
+
+def test_a_key_is_long_and_another_one_each_time() -> None:
+    keys = {new_secret() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(re.fullmatch(r"jx-[A-Za-z0-9_-]{43}", key) for key in keys)

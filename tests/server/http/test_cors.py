@@ -1,0 +1,87 @@
+"""Pages of other sites."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.options import Access, access_settings
+from jaxserve.server.runner import Server
+from tests.server.access.test_keys import key
+from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.http.conftest import SETTINGS
+
+MINE, OTHER = "https://mine.example", "https://other.example"
+
+
+def told(server: Server, method: str, origin: str, **headers: str) -> tuple[int, dict[str, str]]:
+    assert server.http_address is not None
+    connection = http.client.HTTPConnection(server.http_address, timeout=PATIENCE)
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, "/v1/models", headers={"Origin": origin, **given})
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    found = {name.lower(): value for name, value in response.getheaders()}
+    return response.status, {n: v for n, v in found.items() if n.startswith("access-control")}
+
+
+def preflight(server: Server, origin: str) -> tuple[int, dict[str, str]]:
+    asked = {"Access_Control_Request_Headers": "authorization,x-stainless-os"}
+    return told(server, "OPTIONS", origin, Access_Control_Request_Method="POST", **asked)
+
+
+def test_nobody_s_may_call_unless_asked_for(engine: FakeEngine) -> None:
+    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
+        assert preflight(server, MINE) == (405, {})
+        assert told(server, "GET", MINE) == (200, {})
+
+
+def test_pages_of_a_named_origin_may(engine: FakeEngine) -> None:
+    access = Access(Keys(fixed=[key("alice")]), cors_origins=(MINE,))
+    with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
+        status, headers = preflight(server, MINE)  # browsers send no key with it
+        assert status == 200 and headers["access-control-allow-origin"] == MINE
+        assert headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+        assert "access-control-allow-credentials" not in headers
+        status, headers = told(server, "GET", MINE, Authorization="Bearer alice")
+        assert status == 200 and headers["access-control-allow-origin"] == MINE
+        status, headers = told(server, "GET", MINE)  # which the page may read, too
+        assert status == 401 and headers["access-control-allow-origin"] == MINE
+        status, headers = preflight(server, OTHER)
+        assert status == 400 and "access-control-allow-origin" not in headers
+        _, headers = told(server, "GET", OTHER, Authorization="Bearer alice")
+        assert "access-control-allow-origin" not in headers
+
+
+def test_or_of_any(engine: FakeEngine) -> None:
+    access = Access(cors_origins=("*",))
+    with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
+        assert preflight(server, OTHER)[1]["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("text", "origins"),
+    [
+        ("", ()),
+        ("*", ("*",)),
+        (f"{MINE}, http://localhost:3000", (MINE, "http://localhost:3000")),
+        ("mine.example", None),
+        (f"{MINE}/", None),
+        (f"{MINE}/page", None),
+        ("https://*.example", None),
+    ],
+)
+def test_origins_are_exact(text: str, origins: tuple[str, ...] | None) -> None:
+    config = base.get_config()
+    config.server.cors_origins = text
+    if origins is not None:
+        assert access_settings(config).cors_origins == origins
+        return
+    with pytest.raises(ConfigError, match=r"^server\.cors_origins: must be like https://") as error:
+        access_settings(config)
+    assert "\n" not in str(error.value)
