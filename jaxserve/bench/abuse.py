@@ -17,16 +17,13 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,13 +32,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxserve.bench import attacks
 from jaxserve.bench.attacks import Tried
 from jaxserve.bench.config_flags import read_config
-from jaxserve.bench.target import BenchError
+from jaxserve.bench.victim import Victim, victim
 from jaxserve.client import Client, ServerError
 from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 
-WRITE_TIMEOUT_S, STALL_S = 3.0, 3.0  # so that nobody waits long for what is to happen
+STALL_S = 3.0  # so that nobody waits long for what is to happen
 MAX_WAIT_S = 0.05  # of others, while prompts are too long
 MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on its way
 GRACE_S = 5.0
@@ -64,23 +61,6 @@ class Row:
     memory_mib: float = 0.0
     lines: int = 0
     problems: list[str] = field(default_factory=list)
-
-
-class Victim:
-    """A server process. address: where it listens."""
-
-    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
-        self.process, self.address = process, address
-        self._log = log
-
-    def memory_mib(self) -> float:
-        """Resident."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    def lines(self) -> int:
-        """Logged so far."""
-        return len(self._log.read_text(encoding="utf-8").splitlines())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,6 +89,7 @@ def show(args: argparse.Namespace) -> int:
 def run(flags: Sequence[str]) -> list[Row]:
     """flags: for the servers."""
     rows = []
+    flags = [*flags, f"--config.engine.stall_s={STALL_S}", f"--config.server.grace_s={GRACE_S}"]
     with victim(*flags, "--config.server.exit_on_failure=off") as server:
         longest = measured(server, "prompts far too long", attacks.long_prompts)
         if longest.others_s > MAX_WAIT_S:
@@ -272,31 +253,3 @@ def healthy(server: Victim) -> bool:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-@contextlib.contextmanager
-def victim(*flags: str) -> Iterator[Victim]:
-    """A server, ready; killed at the end."""
-    fields = (
-        f"server.write_timeout_s={WRITE_TIMEOUT_S}",
-        f"engine.stall_s={STALL_S}",
-        f"server.grace_s={GRACE_S}",
-        "server.batch_dir=",
-    )
-    command = [sys.executable, "-m", "jaxserve.bench.saboteur", *flags]
-    command += [f"--config.{each}" for each in fields]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with (
-            log.open("w") as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                address = process.stdout.readline().strip()
-                if not address:
-                    last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
-                    raise BenchError(f"the server did not start: {' '.join(last)}")
-                yield Victim(process, address, log)
-            finally:
-                process.kill()

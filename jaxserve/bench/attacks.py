@@ -64,21 +64,22 @@ async def overload(address: str) -> Tried:
 
 
 class Unread:
-    """Streams with all there is to say, of which nobody reads anything."""
+    """Streams with all there is to say, of which nobody reads anything. tokens: of each of the 4
+    continuations of each."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, streams: int = 0, tokens: int = UNREAD_TOKENS) -> None:
         narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
         self._channel = grpc.insecure_channel(address, options=narrow)
         stub = generation_pb2_grpc.GenerationStub(self._channel)
         message = make_request(
             "Once upon a time",
-            max_tokens=UNREAD_TOKENS,
+            max_tokens=tokens,
             ignore_eos=True,
             n=4,
             logprobs=20,
             temperature=1.0,
         )
-        self.calls = [stub.Generate(message) for _ in range(UNREAD)]
+        self.calls = [stub.Generate(message) for _ in range(streams or UNREAD)]
 
     def read(self) -> Tried:
         """What is there for whoever reads after all."""
@@ -99,19 +100,24 @@ class Unread:
 async def malformed(address: str) -> Tried:
     """Bytes that are no message: random, cut short, and with text that is no UTF-8."""
     seeded, tried = random.Random(0), Tried()
-    good = make_request("Once upon a time", max_tokens=4, stop=["a"]).SerializeToString()
     bad = [b"\x12\x02\xff\xfe", b"\xff" * 9]
-    while len(bad) < MALFORMED:
-        message = seeded.choice(
-            (seeded.randbytes(seeded.randint(1, 400)), good[: seeded.randrange(1, len(good))])
-        )
-        if not _parses(message):
-            bad.append(message)
+    bad += [no_message(seeded) for _ in range(MALFORMED - len(bad))]
     async with _channel(address) as channel:
         for begin in range(0, MALFORMED, 100):
             await _refused(channel, bad[begin : begin + 100], tried)
     tried.expect(set(tried.codes) == {"INVALID_ARGUMENT"}, "what is no message is something else")
     return tried
+
+
+def no_message(seeded: random.Random) -> bytes:
+    """Bytes that are none: random, or the beginning of one."""
+    good = make_request("Once upon a time", max_tokens=4, stop=["a"]).SerializeToString()
+    while True:
+        message = seeded.choice(
+            (seeded.randbytes(seeded.randint(1, 400)), good[: seeded.randrange(1, len(good))])
+        )
+        if not _parses(message):
+            return message
 
 
 async def extremes(address: str) -> Tried:
@@ -132,6 +138,14 @@ async def served(address: str, timeout_s: float = _PATIENCE_S) -> str:
     tried = Tried()
     async with _channel(address) as channel:
         await _text(channel, {}, tried, timeout_s)
+    return next(iter(tried.codes))
+
+
+async def told(address: str, raw: bytes) -> str:
+    """What a call with those bytes ends with."""
+    tried = Tried()
+    async with _channel(address) as channel:
+        await _refused(channel, [raw], tried)
     return next(iter(tried.codes))
 
 

@@ -10,13 +10,15 @@
     python -m jaxserve.bench mixed --rate=16
     python -m jaxserve.bench slo --load=0.5
     python -m jaxserve.bench abuse
+    python -m jaxserve.bench soak --minutes=2
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
     python -m jaxserve.bench league
 
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
-`abuse` tries what hostile and clumsy clients can do; see abuse.py.
+`abuse` tries what hostile and clumsy clients can do, and `soak` does it for a while, beside good
+ones; see abuse.py and soak.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
 times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
@@ -66,6 +68,7 @@ STANDALONE = {
     "slo": "jaxserve.bench.slo",
     "league": "jaxserve.experiments.league.cli",
     "abuse": "jaxserve.bench.abuse",
+    "soak": "jaxserve.bench.soak",
 }
 
 
@@ -255,6 +258,7 @@ def _parser() -> Parser:
     commands.add_parser("plan", help="host time of each policy's plan, without an engine")
     commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
     commands.add_parser("abuse", help="hostile and clumsy clients against a server of its own")
+    commands.add_parser("soak", help="everything at once for a while, and what is left of it")
     commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
     commands.add_parser("league", help="all policies on all workloads, simulated: docs/league.md")
     commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")

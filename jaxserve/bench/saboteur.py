@@ -1,7 +1,7 @@
-"""A server whose engine can be broken, for `bench abuse`: flags as of serve.py.
+"""A server whose engine can be broken, for `bench abuse` and `bench soak`: flags as of serve.py.
 
-Prints its address once it takes calls. SIGUSR1 holds the engine's thread after its next step, and
-lets it go again; SIGUSR2 has the engine fail there.
+Prints its addresses, gRPC's and HTTP's, once it takes calls. SIGUSR1 holds the engine's thread
+after its next step, and lets it go again; SIGUSR2 has the engine fail there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import threading
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.server.batch_options import open_batches
+from jaxserve.server.http.door import http_settings
 from jaxserve.server.process import run_server
+from jaxserve.server.runner import Server
 
 
 class Saboteur(Observer):
@@ -44,16 +47,22 @@ class Saboteur(Observer):
 def main() -> int:
     """The exit code of the server."""
     config = read_config(sys.argv[1:])
-    config.server.update(port=0, http_port=-1, metrics_port=-1)
-    # Imported late: jax takes seconds.
-    from jaxserve.engine.build import build_engine
+    config.server.update(port=0, http_port=0, metrics_port=-1)
+    http = http_settings(config)
+    with open_batches(config) as batches:
+        # Imported late: jax takes seconds.
+        from jaxserve.engine.build import build_engine
 
-    engine, saboteur = build_engine(config, progress=False), Saboteur()
-    engine.add_observer(saboteur)
-    engine.start()
-    signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
-    signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
-    return run_server(engine, config, lambda server: print(server.address, flush=True))
+        engine, saboteur = build_engine(config, progress=False), Saboteur()
+        engine.add_observer(saboteur)
+        engine.start()
+        signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
+        signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
+        return run_server(engine, config, _announce, batches, http)
+
+
+def _announce(server: Server) -> None:
+    print(server.address, server.http_address, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
@@ -17,9 +17,17 @@ MAX_PROMPTS = 128
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields."""
+    """A JSON object without unknown fields. A field that is null counts as absent, whatever it
+    is."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -38,7 +46,22 @@ class SloFields(Body):
     jct_ms: Number | None = None
 
 
-class Generation(Body):
+class Unused(Body):
+    """Fields that clients send and that would change no answer here: names of callers, notes, and
+    options in the one value that is what this server does anyway."""
+
+    user: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    metadata: dict[str, StrictStr] | None = None
+    store: Literal[False] | None = None  # nothing is kept to be asked for later
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+
+
+class Generation(Unused):
     """What completions and chats have in common."""
 
     model: StrictStr | None = None
@@ -75,6 +98,7 @@ class CompletionRequest(Generation):
     logprobs: StrictInt | None = None
     echo: StrictBool | None = False
     best_of: StrictInt | None = None
+    suffix: Literal[""] | None = None  # nothing comes after what is generated
 
 
 class TextPart(Body):
@@ -115,6 +139,9 @@ class ChatRequest(Generation):
     logprobs: StrictBool | None = False
     top_logprobs: StrictInt | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none"] | None = None
+    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ COMPLETION = {"prompt": "a"}
     ("path", "fields", "param", "says"),
     [
         ("completions", {"foo": 1}, "foo", "no such field"),
-        ("completions", {"suffix": "x"}, "suffix", "no such field"),
+        ("completions", {"suffix": "x"}, "suffix", "Input should be ''"),
+        ("completions", {"store": True}, "store", "False"),
+        ("completions", {"use_beam_search": True}, "use_beam_search", "False"),
+        ("completions", {"prompt": None}, "prompt", "required"),
         ("completions", {"slo": {"ttft": 1}}, "slo.ttft", "no such field"),
         ("completions", {"temperature": "hot"}, "temperature", "valid number"),
         ("completions", {"temperature": -1}, "temperature", "at least 0"),
@@ -45,7 +49,8 @@ COMPLETION = {"prompt": "a"}
         ("completions", {"request_id": "x" * 129}, "request_id", "at most 128"),
         ("chat/completions", {"messages": []}, "messages", "at least 1"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, None, "user"),
-        ("chat/completions", {"tools": []}, "tools", "no such field"),
+        ("chat/completions", {"tools": [{}]}, "tools", "at most 0 items"),
+        ("chat/completions", {"tool_choice": "auto"}, "tool_choice", "none"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         (
             "chat/completions",
@@ -129,3 +134,27 @@ def test_tokens_there_and_back(plain: Plain) -> None:
     assert back == {"prompt": "Hey"}
     _, chat, _ = plain.call("POST", "/tokenize", CHAT)
     assert "".join(map(chr, chat["tokens"])) == "user: a\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"user": "u", "store": False, "metadata": {"a": "b"}, "suffix": ""}),
+        ("completions", {"skip_special_tokens": True, "include_stop_str_in_output": False}),
+        ("completions", {"best_of": 1, "stop": None, "no_such_field": None}),
+        ("completions", {"stream": True, "stream_options": {"include_usage": None}}),
+        ("chat/completions", {"tools": [], "tool_choice": "none", "modalities": ["text"]}),
+        ("chat/completions", {"safety_identifier": "s", "prompt_cache_key": "p"}),
+    ],
+)
+def test_what_changes_nothing_is_taken_and_null_is_absent(
+    plain: Plain, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    engine.run()
+    body = {**(CHAT if path.startswith("chat") else COMPLETION), "max_tokens": 1, **fields}
+    connection = plain.connect()
+    connection.request(
+        "POST", f"/v1/{path}", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    assert connection.getresponse().status == 200
+    connection.close()

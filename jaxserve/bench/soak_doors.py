@@ -1,0 +1,209 @@
+"""A client for each door of a server, as `bench soak` wants them: streams that can be left."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from jaxserve.client import Client
+from jaxserve.client.messages import make_request
+from jaxserve.server.proto import generation_pb2_grpc
+
+PATIENCE_S = 120.0
+COMPLETIONS = "/v1/completions"
+
+
+class Refused(Exception):
+    """The server ended a call. status: gRPC's, or HTTP's error code."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@dataclass
+class Asked:
+    """One call that generates. sampling: fields that gRPC and HTTP call alike; the rest as
+    make_request has them."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: dict[str, Any] = field(default_factory=dict)
+    slo: dict[str, float] = field(default_factory=dict)
+    slo_class: str = ""
+    tier: str | None = None
+    request_id: str = ""
+
+
+class Door(Protocol):
+    """method: what the server's metrics call a call that generates. name: gRPC or HTTP."""
+
+    name: str
+    method: str
+
+    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> Stream:
+        """Sends it."""
+        ...
+
+    def close(self) -> None:
+        """Closes its connection."""
+        ...
+
+
+class Stream(Protocol):
+    """A call that runs."""
+
+    def texts(self) -> Iterator[str]:
+        """What comes, until it has all come. Raises Refused."""
+        ...
+
+    def leave(self, *, vanish: bool) -> None:
+        """Ends it from here, by cancelling it, or by closing the connection. Once only."""
+        ...
+
+
+class GrpcDoor:
+    """See `Door`."""
+
+    name, method = "gRPC", "Generate"
+
+    def __init__(self, address: str) -> None:
+        self.client = Client(address)
+
+    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> GrpcStream:
+        """See `Door`; a deadline that the server knows of."""
+        return GrpcStream(self.client.address, asked, timeout_s)
+
+    def close(self) -> None:
+        """See `Door`."""
+        self.client.close()
+
+
+class GrpcStream:
+    """See `Stream`. It has a channel of its own, so that it can be closed under it."""
+
+    def __init__(self, address: str, asked: Asked, timeout_s: float) -> None:
+        self._channel = grpc.insecure_channel(
+            address, options=(("grpc.use_local_subchannel_pool", 1),)
+        )
+        message = make_request(
+            asked.prompt,
+            max_tokens=asked.max_tokens,
+            request_id=asked.request_id,
+            slo=asked.slo,
+            slo_class=asked.slo_class,
+            tier=asked.tier,
+            **asked.sampling,
+        )
+        stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._call = stub.Generate(message, timeout=timeout_s)
+
+    def texts(self) -> Iterator[str]:
+        """See `Stream`."""
+        try:
+            for message in self._call:
+                yield message.text
+        except grpc.RpcError as error:
+            raise Refused(error.code().name) from None
+
+    def leave(self, *, vanish: bool) -> None:
+        """See `Stream`."""
+        if not vanish:
+            self._call.cancel()
+        self._channel.close()
+
+
+class HttpDoor:
+    """See `Door`."""
+
+    name, method = "HTTP", f"http {COMPLETIONS}"
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> HttpStream:
+        """See `Door`; HTTP has no deadlines, so after timeout_s without a byte the client gives
+        up."""
+        return HttpStream(self.address, completion(asked, stream=True), timeout_s)
+
+    def call(
+        self, method: str, path: str, body: bytes | None, kind: str = "application/json"
+    ) -> tuple[int, bytes]:
+        """Status and body of a whole answer."""
+        with contextlib.closing(self.connect()) as connection:
+            headers = {} if body is None else {"Content-Type": kind}
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def connect(self, timeout_s: float = PATIENCE_S) -> http.client.HTTPConnection:
+        """A connection, to be closed."""
+        return http.client.HTTPConnection(self.address, timeout=timeout_s)
+
+    def close(self) -> None:
+        """See `Door`; each call has a connection of its own."""
+
+
+class HttpStream:
+    """See `Stream`."""
+
+    def __init__(self, address: str, body: dict[str, Any], timeout_s: float) -> None:
+        self._connection = http.client.HTTPConnection(address, timeout=timeout_s)
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", COMPLETIONS, json.dumps(body), headers)
+        self._answer: http.client.HTTPResponse | None = None
+
+    def texts(self) -> Iterator[str]:
+        """See `Stream`."""
+        self._answer = self._connection.getresponse()
+        if self._answer.status != http.HTTPStatus.OK:
+            raise Refused(error_code(self._answer.status, self._answer.read()))
+        while line := self._answer.readline():
+            data = line.strip().removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return
+            if data:
+                event = json.loads(data)
+                if "error" in event:
+                    raise Refused(str(event["error"]["code"]))
+                yield "".join(choice["text"] for choice in event["choices"])
+        raise Refused("cut short")
+
+    def leave(self, *, vanish: bool) -> None:
+        """See `Stream`. vanish: without the bytes that a connection ends with (a reset)."""
+        if vanish and self._connection.sock is not None:
+            never = b"\1\0\0\0\0\0\0\0"  # linger on, for 0 s
+            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, never)
+        if self._answer is not None:
+            self._answer.close()
+        self._connection.close()
+
+
+def completion(asked: Asked, **more: Any) -> dict[str, Any]:
+    """The body for HTTP; temperatures are as gRPC's, 0 by default."""
+    body = {
+        "prompt": asked.prompt,
+        "max_tokens": asked.max_tokens,
+        "temperature": 0.0,
+        **asked.sampling,
+        "slo": asked.slo or None,
+        "slo_class": asked.slo_class or None,
+        "tier": asked.tier,
+        "request_id": asked.request_id or None,
+        **more,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def error_code(status: int, body: bytes) -> str:
+    """What the error object calls it, or the status."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["code"] or status)
+    return str(status)

@@ -1,0 +1,133 @@
+"""`bench soak`: a short one, and that it notices what it is there to notice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jaxserve.bench import cli, soak
+from jaxserve.bench.ledger import Ledger
+from jaxserve.bench.soak import Outcome, Page, read_page
+from jaxserve.bench.soak_doors import Asked, Refused, completion, error_code
+
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def test_everything_at_once_leaves_nothing_behind() -> None:
+    # So short a run is its own warming up: what memory does says nothing yet.
+    outcome = soak.run(soak.parse([]).flags, seconds=20, seed=0, max_growth_mib=256, clients=8)
+    assert outcome.problems == []
+    kinds = {kind for kind, _ in outcome.by_kind}
+    assert {"whole", "cancelled", "disconnected", "deadline", "batches", "wrong"} <= kinds
+    assert {method for (method, _), n in outcome.endings.items() if n} >= {
+        "Generate",
+        "GetBatch",
+        "http /v1/completions",
+        "http /v1/batches",
+    }
+
+
+def test_calls_that_ended_alike_on_both_sides_agree() -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "ok")
+    ledger.note("cancelled", "Generate", "left")
+    ledger.note("wrong", "Generate", "INVALID_ARGUMENT")
+    for served in (
+        {("Generate", "ok"): 2, ("Generate", "invalid"): 1},
+        {("Generate", "ok"): 1, ("Generate", "cancelled"): 1, ("Generate", "malformed"): 1},
+    ):
+        assert ledger.disagreements(served) == []
+
+
+@pytest.mark.parametrize(
+    ("served", "problem"),
+    [
+        ({"ok": 1}, "1 calls were counted, 2 were made"),
+        ({"ok": 1, "cancelled": 2}, "3 calls were counted, 2 were made"),
+        ({"cancelled": 2}, "0 are ok to the server, 1 to 2 to the clients"),
+        ({"ok": 1, "failed": 1}, "1 are failed to the server, 0 to the clients"),
+    ],
+)
+def test_a_call_that_is_lost_or_ended_otherwise_is_noticed(
+    served: dict[str, int], problem: str
+) -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "ok")
+    ledger.note("cancelled", "Generate", "left")
+    counts = {("Generate", ending): count for ending, count in served.items()}
+    assert f"Generate: {problem}" in ledger.disagreements(counts)
+
+
+def test_a_method_that_nobody_called_is_noticed() -> None:
+    assert Ledger().disagreements({("GetBatch", "ok"): 1})
+    assert not Ledger().disagreements({("GetBatch", "ok"): 0})
+
+
+def test_calls_that_the_server_may_not_have_heard_of_may_be_missing() -> None:
+    ledger = Ledger()
+    ledger.note("deadline", "Generate", "DEADLINE_EXCEEDED", surely=False)
+    assert ledger.disagreements({}) == []
+    assert ledger.disagreements({("Generate", "timed_out"): 1}) == []
+    assert ledger.disagreements({("Generate", "timed_out"): 2})
+
+
+def test_an_ending_that_nobody_knows_is_a_problem() -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "DATA_LOSS")
+    assert ledger.problems == {"whole: a call ended with DATA_LOSS": 1}
+
+
+def test_the_metrics_are_read() -> None:
+    page = read_page(
+        'jaxserve:num_blocks{model_name="m"} 8.0\n'
+        "# TYPE jaxserve:calls counter\n"
+        'jaxserve:calls_total{ending="ok",method="Generate",model_name="m"} 3.0\n'
+        'jaxserve:num_blocks_used{kind="kv",tier="shared",model_name="m"} 1.0\n'
+    )
+    assert page == Page({"num_blocks": 8.0}, {("Generate", "ok"): 3})
+
+
+def test_what_is_sent_is_a_completion_of_the_http_door() -> None:
+    asked = Asked([5, 6], 3, {"ignore_eos": True}, slo={"jct_ms": 5.0})
+    assert completion(asked, stream=True) == {
+        "prompt": [5, 6],
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "slo": {"jct_ms": 5.0},
+        "stream": True,
+    }
+
+
+def test_errors_have_a_name() -> None:
+    assert error_code(429, b'{"error": {"code": "queue_full"}}') == "queue_full"
+    assert error_code(400, b'{"error": {"code": null}}') == "400"
+    assert error_code(502, b"<html>") == "502"
+    assert Refused("queue_full").status == "queue_full"
+
+
+def test_its_table_and_exit_code_say_what_did_not_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = Counter({("whole", "ok"): 2, ("cancelled", "left"): 1})
+    for problems, code in (([], 0), (["3 blocks are used"], 1)):
+        outcome = Outcome(60.0, kinds, {("Generate", "ok"): 3}, [1.0, 2.0, 3.0], 4, (9, 9))
+        outcome.problems = problems
+        monkeypatch.setattr(soak, "run", lambda *_, outcome=outcome: outcome)
+        assert cli.main(["soak", "--json"]) == code
+        told = capsys.readouterr()
+        assert told.err.splitlines()[-1] == (problems or ["everything held"])[0]
+        assert '["whole", "ok", 2]' in told.out and "1.0, 2.0, 3.0 MiB" in told.err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--minutes=0", "--max_growth_mib=nan", "--config.scheduler.polcy=x"]
+)
+def test_wrong_flags_are_found_before_any_server_starts(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "run", lambda *_: pytest.fail("it ran"))
+    assert cli.main(["soak", flag]) == 2
+    assert flag.partition("=")[0].removeprefix("--").split(".")[-1][:5] in capsys.readouterr().err
