@@ -61,6 +61,34 @@ class Unused(Body):
     use_beam_search: Literal[False] | None = None
 
 
+JsonSchemaText = dict[str, Any] | StrictBool | StrictStr
+
+
+class NamedSchema(Body):
+    """A JSON Schema as OpenAI has it. strict: accepted, for text is always valid."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """The same as vLLM has it; exactly one of them."""
+
+    json_schema: Annotated[JsonSchemaText | None, Field(alias="json")] = None
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    json_object: Literal[True] | None = None
+
+
 class Generation(Unused):
     """What completions and chats have in common."""
 
@@ -83,6 +111,12 @@ class Generation(Unused):
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[TokenId] | None = None
+    # What the text has to be: OpenAI's field, and vLLM's.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchemaText | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: list[StrictStr] | None = None
     # Our own.
     request_id: StrictStr | None = None
     slo: SloFields | StrictStr | None = None  # targets, or the name of a class
@@ -124,12 +158,6 @@ class Message(Body):
         return {"role": self.role, "content": text, **named}
 
 
-class ResponseFormat(Body):
-    """Only plain text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
@@ -142,6 +170,7 @@ class ChatRequest(Generation):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
+
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
 
