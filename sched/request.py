@@ -7,8 +7,11 @@ Everything here is immutable. What changes while a request is served lives in
 from __future__ import annotations
 
 import enum
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 NO_CLASS = "default"  # the SLO class of requests that name none
 MAX_TOP_LOGPROBS = 20
@@ -18,6 +21,8 @@ MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 300
 MAX_N = 16
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR = 65_536  # characters
+MAX_CHOICES = 1024
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it; with much less there is no float32 for the result."""
 
@@ -27,7 +32,7 @@ class InvalidRequest(ValueError):
 
     def __init__(self, field_name: str, problem: str) -> None:
         super().__init__(f"{field_name}: {problem}")
-        self.field_name = field_name
+        self.field_name, self.problem = field_name, problem
 
 
 class Tier(enum.IntEnum):
@@ -57,6 +62,61 @@ class SLO:
                 raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
 
 
+class GrammarKind(enum.StrEnum):
+    """What the text of a `Grammar` is; the value is the name of the field that says it."""
+
+    JSON_OBJECT = enum.auto()
+    JSON_SCHEMA = enum.auto()
+    REGEX = enum.auto()
+    CHOICE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the generated text has to be. text: a JSON Schema; a regular expression for all of the
+    text; a JSON array of strings, of which the text is one; or nothing, for any JSON object."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR:
+            problem = f"has {len(self.text)} characters; at most {MAX_GRAMMAR} are allowed"
+            raise InvalidRequest(self.field_name, problem)
+        if not self.text and self.kind is not GrammarKind.JSON_OBJECT:
+            raise InvalidRequest(self.field_name, "is empty")
+
+    @property
+    def field_name(self) -> str:
+        """Of the request, for errors."""
+        return f"grammar.{self.kind}"
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls(GrammarKind.JSON_OBJECT)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that the schema, parsed or not yet, takes for valid."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls(GrammarKind.JSON_SCHEMA, text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text all of which the pattern matches."""
+        return cls(GrammarKind.REGEX, pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these. Raises InvalidRequest for none, an empty one, or too many."""
+        name = f"grammar.{GrammarKind.CHOICE}"
+        at_most_entries(name, len(choices), MAX_CHOICES)
+        if not choices or not all(choices):
+            raise InvalidRequest(name, "needs at least one string, and none may be empty")
+        return cls(GrammarKind.CHOICE, json.dumps(list(choices)))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. Defaults: greedy, 128 tokens.
@@ -70,6 +130,8 @@ class SamplingParams:
     the same unless ignore_eos. stop strings end the text before they appear.
     min_tokens: no end-of-sequence or stop token id is sampled before that many tokens.
     n: how many continuations; continuation i of a seeded request uses seed + i.
+    grammar: what the text has to be; only tokens that it allows are drawn, and the text ends where
+    nothing can follow.
     """
 
     max_tokens: int = 128
@@ -88,6 +150,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, None)
@@ -128,6 +191,7 @@ class SamplingParams:
             and not self.logit_bias
             and self.logprobs is None
             and self.min_tokens == 0
+            and self.grammar is None
         )
 
 

@@ -101,7 +101,12 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         sharding.named(mesh, pool_axes) if mesh else None,
     )
     executor = JaxExecutor(
-        chosen.model, params, pool, chosen.buckets, moves_cache=chosen.policy.moves_cache
+        chosen.model,
+        params,
+        pool,
+        chosen.buckets,
+        moves_cache=chosen.policy.moves_cache,
+        draws_masked=tokenizer.definition() is not None,
     )
     executor.warmup(_bar("compiling", progress))
     engine = assemble(

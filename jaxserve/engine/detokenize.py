@@ -70,6 +70,10 @@ class Tokenizer(Protocol):
         """For one continuation of the prompt."""
         ...
 
+    def definition(self) -> str | None:
+        """Its tokenizer.json; None where there is none."""
+        ...
+
 
 class HFTokenizer:
     """A Hugging Face tokenizer.json; methods as in `Tokenizer`."""
@@ -122,6 +126,11 @@ class HFTokenizer:
         tail = prompt[-_PROMPT_TAIL:]
         return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
 
+    def definition(self) -> str | None:
+        """As it is used: without truncation and padding."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def is_silent(self, token_id: int) -> bool:
         """Special, or not in the vocabulary (the model's may be padded)."""
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
@@ -167,6 +176,10 @@ class NullTokenizer:
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """One whose deltas are all empty."""
         return _Silent()
+
+    def definition(self) -> None:
+        """None."""
+        return None
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> Tokenizer:

@@ -2,7 +2,8 @@
 
 The loop launches step N, finishes step N-1 on the host while the device works (stop conditions,
 detokenising, streaming), and plans N+1. Sampled tokens feed the next step on the device, so
-nothing waits for them.
+nothing waits for them, but for those that a grammar has a say in: they are drawn once the host has
+the token before, while the device computes the step that they are of.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxserve.engine.commands import Cancel, Submit
 from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.executor import Executor
+from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.last_words import attempt, refuse
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.serving import InFlight, Serving
+from jaxserve.engine.serving import Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.pool_map import pool_map
-from jaxserve.sched.reachability import SloProblem, slo_problems
-from jaxserve.sched.request import InvalidRequest, Request, validate
+from jaxserve.sched.reachability import slo_problems
+from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import State
 from jaxserve.sched.tiers import blocks_used
@@ -45,18 +49,6 @@ class EngineOptions:
 
     overlap: bool = True
     forbid_compile: bool = False
-
-
-@dataclass(frozen=True)
-class _Submit:
-    request: Request
-    on_output: Callable[[Output], None]
-    problems: tuple[SloProblem, ...]
-
-
-@dataclass(frozen=True)
-class _Cancel:
-    request_id: str
 
 
 class Engine:
@@ -97,11 +89,12 @@ class Engine:
             clock=clock,
             on_over=self._over,
         )
+        self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
-        self._inbox: deque[_Submit | _Cancel] = deque()
+        self._inbox: deque[Submit | Cancel] = deque()
         self._ids: dict[str, int] = {}  # id -> continuations not yet over
         self._open = True
         self._stop = False
@@ -132,6 +125,11 @@ class Engine:
         """One token by itself, as it is shown to people."""
         return self.tokenizer.piece(token_id)
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles it, so that a request with it can be submitted at once; see `Grammars.compile`,
+        also for what it raises."""
+        self._grammars.compile(grammar)
+
     def info(self) -> EngineInfo:
         """What is served; the same object from start to stop."""
         return self._info
@@ -149,6 +147,8 @@ class Engine:
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
         )
+        asked = request.sampling.grammar
+        grammar = None if asked is None else self._grammars.compile(asked)
         scheduler = self._scheduler
         problems = slo_problems(request, scheduler.view, chunked=scheduler.policy.chunked)
         n = request.sampling.n
@@ -169,13 +169,13 @@ class Engine:
                 )
             self._ids[request.id] = n
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(_Submit(stamped, on_output, problems))
+            self._inbox.append(Submit(stamped, on_output, problems, grammar))
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its blocks are free within one step. Unknown or ended ids are ignored."""
         with self._wake:
-            self._inbox.append(_Cancel(request_id))
+            self._inbox.append(Cancel(request_id))
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -183,7 +183,7 @@ class Engine:
         scheduler = self._scheduler
         table, pool, host = scheduler.table, scheduler.pool, scheduler.host
         with self._wake:
-            queued = sum(isinstance(c, _Submit) for c in self._inbox)
+            queued = sum(isinstance(c, Submit) for c in self._inbox)
         return EngineStats(
             waiting=int((table.state == State.WAITING).sum()) + queued,
             running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
@@ -243,7 +243,7 @@ class Engine:
         with self._wake:
             self._open = False
             clean = self._wake.wait_for(lambda: not self._ids, timeout=grace_s)
-            self._inbox.extend(_Cancel(name) for name in self._ids)
+            self._inbox.extend(Cancel(name) for name in self._ids)
             self._wake.notify_all()
             self._wake.wait_for(lambda: not self._ids)
         return clean
@@ -266,7 +266,7 @@ class Engine:
             self._inbox.clear()
             self._ids.clear()
         for command in commands:
-            if isinstance(command, _Submit):
+            if isinstance(command, Submit):
                 refuse(command.request, command.on_output, FinishReason.CANCELLED)
         self._serving.stop()
 
@@ -290,7 +290,7 @@ class Engine:
             launched = self._serving.launch(idle=pending is None)
             if pending is not None:
                 self._serving.finish(pending)
-            pending = launched
+            pending = None if launched is None else self._serving.draw(launched)
             if pending is not None and not self._options.overlap:
                 self._serving.finish(pending)
                 pending = None
@@ -301,15 +301,15 @@ class Engine:
             if wait and not (self._inbox or self._stop):
                 self._wake.wait_for(lambda: self._inbox or self._stop)
                 first = self._inbox[0] if self._inbox else None
-                arrival = first.request.arrival if isinstance(first, _Submit) else None
+                arrival = first.request.arrival if isinstance(first, Submit) else None
                 self._serving.woke(arrival)
             if self._stop:
                 return False
             commands = len(self._inbox)
         for _ in range(commands):
             command = self._inbox[0]  # it stays there until done, so that a failure finds it
-            if isinstance(command, _Submit):
-                self._serving.admit(command.request, command.on_output, command.problems)
+            if isinstance(command, Submit):
+                self._serving.admit(command)
             else:
                 self._serving.cancel(command.request_id)
             self._inbox.popleft()
@@ -340,7 +340,7 @@ class Engine:
                 # Its caller raised, or its state is what failed: free what there is, quietly.
                 attempt(serving.forget, continuation, FinishReason.ERROR, self._clock())
         for command in commands:
-            if isinstance(command, _Submit) and not serving.knows(command.request.id):
+            if isinstance(command, Submit) and not serving.knows(command.request.id):
                 reason = FinishReason.ERROR
                 attempt(refuse, command.request, command.on_output, reason, message)
         with self._wake:

@@ -23,6 +23,7 @@ from jaxserve.engine.sampling import (
     SlotParams,
     admit,
     init_state,
+    mask_words,
     sample_full,
     sample_greedy,
     warm_up,
@@ -43,6 +44,17 @@ class Handle(Protocol):
         """The sampled tokens as NumPy arrays, [R] of the step's layout. Waits for the device;
         raises what the device raised."""
         ...
+
+
+@dataclass(frozen=True)
+class Undrawn:
+    """A step of so many rows whose tokens are not drawn yet. logits [R, V]; slots, emit [R]: as the
+    sampler takes them, in whatever form the executor has them."""
+
+    rows: int
+    logits: Any
+    slots: Any
+    emit: Any
 
 
 class Executor(Protocol):
@@ -92,6 +104,15 @@ class Executor(Protocol):
         row samples with more than plain greedy."""
         ...
 
+    def compute(self, layout: Layout, packed: np.ndarray) -> Undrawn:
+        """Launches one step as far as its logits; `draw` is the next call about it."""
+        ...
+
+    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> Handle:
+        """Launches the rest, in which each row draws one of the tokens that its mask allows.
+        masks: uint32 [layout.rows, `mask_words(V)`], see `sampling.sample_full`."""
+        ...
+
     def close(self) -> None:
         """Ends what it does beside; nothing is asked of it any more. Idempotent."""
         ...
@@ -110,7 +131,8 @@ class StepHandle:
 
 class JaxExecutor:
     """Every step of a model over its pool, compiled for the layouts of `buckets`; an `Executor`.
-    moves_cache: whether it is also ready to copy blocks, and slots to and from the host."""
+    moves_cache: whether it is also ready to copy blocks, and slots to and from the host;
+    draws_masked: to draw tokens by masks."""
 
     def __init__(
         self,
@@ -120,6 +142,7 @@ class JaxExecutor:
         buckets: Buckets,
         *,
         moves_cache: bool = False,
+        draws_masked: bool = False,
     ) -> None:
         self.buckets = buckets
         self.params = params
@@ -130,6 +153,7 @@ class JaxExecutor:
         pool_format = row_major(pool.sharding)
         self._step = make_model_step(model, pool_format)
         self._widen = make_widen(model, pool_format)
+        self._draws_masked = draws_masked
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
 
     @property
@@ -143,6 +167,11 @@ class JaxExecutor:
 
     def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> StepHandle:
         """See `Executor`."""
+        undrawn = self.compute(layout, packed)
+        return self._sample(_SAMPLE_FULL if full else _SAMPLE_GREEDY, undrawn)
+
+    def compute(self, layout: Layout, packed: np.ndarray) -> Undrawn:
+        """See `Executor`."""
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
@@ -150,8 +179,17 @@ class JaxExecutor:
             self.pool, logits, slots, emit = self._step(
                 self.params, self.pool, self._state.last_token, batch, layout=layout
             )
-            sample = _SAMPLE_FULL if full else _SAMPLE_GREEDY
-            self._state, result = sample(self._state, logits, slots, emit)
+        return Undrawn(layout.rows, logits, slots, emit)
+
+    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
+        """See `Executor`."""
+        return self._sample(_SAMPLE_FULL, undrawn, jax.device_put(masks, self._place))
+
+    def _sample(self, sample: Any, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
+        with self._mesh or contextlib.nullcontext():
+            self._state, result = sample(
+                self._state, undrawn.logits, undrawn.slots, undrawn.emit, *masks
+            )
         for leaf in jax.tree.leaves(result):
             leaf.copy_to_host_async()
         return StepHandle(result)
@@ -201,6 +239,9 @@ class JaxExecutor:
         self._state = warm_up(self._state)
         for layout, full in progress(work):
             self.submit(layout, layout.empty(), full=full).result()
+            if full and self._draws_masked:
+                masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
+                self.draw(self.compute(layout, layout.empty()), masks).result()
         if self.buckets.hidden:
             layout = self.buckets.widening()
             self.widen(layout, layout.empty())

@@ -7,7 +7,8 @@ called under jit with the state donated. Order of the steps, for each row of log
 2. logit bias, added;
 3. repetition penalty: logits of tokens in prompt or output, divided if positive, else multiplied;
 4. frequency and presence penalty: subtracted, per occurrence in the output and once;
-5. min_tokens: stop tokens get minus infinity while there are fewer;
+5. min_tokens: stop tokens get minus infinity while there are fewer, and what a grammar does not
+   allow always does (if it allows nothing but stop tokens, one of those is drawn all the same);
 6. temperature 0: the largest logit (the lowest id of equals). Otherwise logits / temperature, and
 7. min_p: tokens less likely than min_p times the likeliest are out;
 8. top_k: those below the k-th largest of what is left are out;
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,7 @@ __all__ = [
     "SlotParams",
     "admit",
     "init_state",
+    "mask_words",
     "sample_full",
     "sample_greedy",
     "slot_params",
@@ -87,21 +90,29 @@ def sample_greedy(
 
 
 def sample_full(
-    state: SamplingState, logits: jax.Array, slots: jax.Array, emit: jax.Array
+    state: SamplingState,
+    logits: jax.Array,
+    slots: jax.Array,
+    emit: jax.Array,
+    masks: jax.Array | None = None,
 ) -> tuple[SamplingState, SampleResult]:
     """Every parameter, as the module says; arguments as in `sample_greedy`. What no emitting row
-    asks for is not computed."""
+    asks for is not computed. masks: uint32 [R, `mask_words(V)`], a bit for each token that may be
+    drawn, the lowest first; None where all may."""
     raw = logits.astype(jnp.float32)
     emit = emit & (slots < state.num_slots)
     rows = _rows(state, jnp.minimum(slots, state.num_slots - 1), emit)
     # Each branch returns tokens, not logits: a branch that only passes an array on copies it.
-    tokens = lax.cond(
-        jnp.any(rows.biased | rows.penalised | rows.early | rows.random),
-        _draw,
-        _draw_plain,
-        raw,
-        rows,
-    )
+    if masks is None:
+        tokens = lax.cond(
+            jnp.any(rows.biased | rows.penalised | rows.early | rows.random),
+            _draw,
+            _draw_plain,
+            raw,
+            rows,
+        )
+    else:
+        tokens = _draw(raw, rows, masks)
     result = lax.cond(
         jnp.any(emit & (rows.knobs.num_logprobs >= 0)),
         _with_logprobs,
@@ -147,11 +158,30 @@ def _draw_plain(raw: jax.Array, rows: _Rows) -> jax.Array:
     return _argmax(raw)
 
 
-def _draw(raw: jax.Array, rows: _Rows) -> jax.Array:
+def _draw(raw: jax.Array, rows: _Rows, masks: jax.Array | None = None) -> jax.Array:
+    # A row may be allowed stop tokens alone before min_tokens: lowest, they are still drawn then.
+    lowest = -jnp.inf if masks is None else float(jnp.finfo(jnp.float32).min)
     scores = lax.cond(
-        jnp.any(rows.biased | rows.penalised | rows.early), _adjusted, lambda z, _: z, raw, rows
+        jnp.any(rows.biased | rows.penalised | rows.early),
+        partial(_adjusted, lowest=lowest),
+        lambda z, _: z,
+        raw,
+        rows,
     )
+    if masks is not None:
+        scores = jnp.where(_allowed(masks, scores.shape[-1]), scores, -jnp.inf)
     return lax.cond(jnp.any(rows.random), _draw_random, _draw_plain, scores, rows)
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words that a bit for each token takes."""
+    return -(-vocab_size // 32)
+
+
+def _allowed(masks: jax.Array, v: int) -> jax.Array:
+    """uint32 [R, `mask_words(v)`] -> bool [R, v]."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return bits.reshape(masks.shape[0], -1)[:, :v] != 0
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
@@ -185,14 +215,15 @@ def _counted(
     return on_mesh(replace(state, counts=state.counts.at[where, tokens].set(new, mode="drop")))
 
 
-def _adjusted(scores: jax.Array, rows: _Rows) -> jax.Array:
-    """Steps 2 to 5. [R, V] -> [R, V]; rows that ask for none come out as they were."""
+def _adjusted(scores: jax.Array, rows: _Rows, *, lowest: float) -> jax.Array:
+    """Steps 2 to 5 but for grammars. [R, V] -> [R, V]; rows that ask for none come out as they
+    were. lowest: what stop tokens get."""
     knobs = rows.knobs
     index = jnp.arange(scores.shape[0])[:, None]
     scores = scores.at[index, knobs.bias_ids].add(knobs.bias_values, mode="drop")
     scores = _penalised(scores, rows.counts, knobs)
     suppressed = jnp.where(rows.early[:, None], knobs.suppressed_ids, scores.shape[-1])
-    return scores.at[index, suppressed].set(-jnp.inf, mode="drop")
+    return scores.at[index, suppressed].set(lowest, mode="drop")
 
 
 def _penalised(scores: jax.Array, counts: jax.Array, knobs: Knobs) -> jax.Array:

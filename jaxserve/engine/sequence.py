@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxserve.engine.grammars import Matcher
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import RequestStats
 from jaxserve.engine.stops import ContinuationText
@@ -47,6 +48,11 @@ class Continuation:
         self._problems = problems
         self._timings: Timings | None = None
         self._verdict: Verdict | None = None
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Of its grammar, if it has one: it has taken in all of its tokens so far."""
+        return self._text.matcher
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
         """Known tokens [first, end) of prompt and output together."""

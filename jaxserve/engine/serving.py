@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.engine.batching import build_batch, widening
+from jaxserve.engine.commands import Submit
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
-from jaxserve.engine.executor import Executor, Handle
-from jaxserve.engine.output import COMPLETE, FinishReason, Output, TokenLogprobs
-from jaxserve.engine.sampling import SampleResult, slot_params
+from jaxserve.engine.executor import Executor, Handle, Undrawn
+from jaxserve.engine.in_flight import InFlight, logprobs_of
+from jaxserve.engine.layout import Layout, PackedBatch
+from jaxserve.engine.output import COMPLETE, FinishReason
+from jaxserve.engine.sampling import mask_words, slot_params
 from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, Observer, StepStats
 from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.reachability import SloProblem
-from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.tiers import lengthening
-from jaxserve.sched.watch import StepWatch, Watched
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A launched step and whom its results belong to; rows i of the batch that sample. begin: when
-    it was planned, in seconds; the others are as `StepStats` has them."""
-
-    handle: Handle
-    emitting: list[tuple[int, Continuation]]
-    step: Step
-    watched: Watched
-    lengthening: float
-    padded_tokens: int
-    preemptions: int
-    num_live: int
-    num_received: int
-    num_admitted: int
-    after_idle: bool
-    kv_used: int
-    num_shared: int
-    begin: float
-    wake_time: float
-    receive_time: float
-    plan_time: float
-    launch_time: float
+from jaxserve.sched.watch import StepWatch
 
 
 class Serving:
@@ -94,18 +70,10 @@ class Serving:
         """Whether any of its continuations is not over."""
         return request_id in self._by_id
 
-    def admit(
-        self,
-        request: Request,
-        on_output: Callable[[Output], None],
-        problems: tuple[SloProblem, ...] = (),
-    ) -> None:
-        """Takes the request in, as many continuations as it asks for; they wait. problems: with its
-        targets."""
-        texts = [
-            ContinuationText(self._tokenizer, request.sampling, self._eos_ids, request.prompt)
-            for _ in range(request.sampling.n)
-        ]
+    def admit(self, command: Submit) -> None:
+        """Takes the request in, as many continuations as it asks for; they wait."""
+        request, on_output, problems = command.request, command.on_output, command.problems
+        texts = [self._text(command) for _ in range(request.sampling.n)]
         continuations = self._by_id[request.id] = []
         for index, text in enumerate(texts):
             row = self._scheduler.add(request)
@@ -116,6 +84,14 @@ class Serving:
             self.live[row] = continuation
             for observer in self.observers:
                 observer.on_arrival(number, request)
+
+    def _text(self, command: Submit) -> ContinuationText:
+        request, matcher = command.request, None
+        if command.grammar is not None:
+            matcher = command.grammar.matcher(ignore_eos=request.sampling.ignore_eos)
+        return ContinuationText(
+            self._tokenizer, request.sampling, self._eos_ids, request.prompt, matcher
+        )
 
     def cancel(self, request_id: str) -> None:
         """Ends what there is of it."""
@@ -154,7 +130,7 @@ class Serving:
         )
         emits = step.emits[batch.order]
         emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
-        handle = self._executor.submit(layout, batch.buffer, full=step.sampling)
+        handle = self._start(layout, batch, emitting, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
         watched = self._watch.launched(step, self._clock())
@@ -183,6 +159,18 @@ class Serving:
         self._since = self._clock()
         return flying
 
+    def _start(
+        self,
+        layout: Layout,
+        batch: PackedBatch,
+        emitting: Sequence[tuple[int, Continuation]],
+        *,
+        full: bool,
+    ) -> Handle | Undrawn:
+        if any(member.matcher for _, member in emitting):
+            return self._executor.compute(layout, batch.buffer)
+        return self._executor.submit(layout, batch.buffer, full=full)
+
     def _schedule(self, now: float) -> Step:
         try:
             return self._scheduler.schedule(now)
@@ -210,8 +198,32 @@ class Serving:
             case Discard(keys):
                 executor.discard(keys)
 
+    def draw(self, step: InFlight) -> InFlight:
+        """Has the tokens drawn of a step in which grammars have a say, now that every token before
+        them is here."""
+        if not isinstance(step.handle, Undrawn):
+            return step
+        begin = self._clock()
+        masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
+        masks = masks.view(np.uint32)
+        for i, continuation in step.emitting:
+            if continuation.matcher is None or continuation.finished:
+                continue
+            mask = continuation.matcher.mask()
+            if mask is not None:
+                masks[i] = mask
+            elif problem := continuation.matcher.problem:
+                self.end(continuation, FinishReason.ERROR, problem)
+            else:
+                self.end(continuation, FinishReason.STOP)
+        handle = self._executor.draw(step.handle, masks)
+        self._since = self._clock()
+        took = step.launch_time + self._since - begin
+        return dataclasses.replace(step, handle=handle, launch_time=took)
+
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens; late ones of requests that are over are dropped."""
+        assert not isinstance(step.handle, Undrawn)
         result = step.handle.result()
         now = self._clock()
         device_time = self._watch.finished(step.watched, now)
@@ -225,7 +237,7 @@ class Serving:
                 tokens[i],
                 now,
                 int(table.preemptions[continuation.row]),
-                _logprobs(result, i, continuation.request.sampling.logprobs),
+                logprobs_of(result, i, continuation.request.sampling.logprobs),
             )
             if reason is not None:
                 self.forget(continuation, reason, now)
@@ -333,13 +345,3 @@ class Serving:
         for observer in self.observers:
             observer.on_finish(stats)
         self._on_over(request.id)
-
-
-def _logprobs(result: SampleResult, i: int, wanted: int | None) -> tuple[TokenLogprobs, ...]:
-    if wanted is None:
-        return ()
-    assert result.chosen_logprob is not None
-    assert result.top_ids is not None and result.top_logprobs is not None
-    ids, values = result.top_ids[i, :wanted], result.top_logprobs[i, :wanted]
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return (TokenLogprobs(int(result.tokens[i]), float(result.chosen_logprob[i]), top),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from jaxserve.engine.detokenize import Tokenizer
+from jaxserve.engine.grammars import Matcher
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import SamplingParams
 
@@ -58,7 +59,10 @@ class ContinuationText:
     It ends with STOP at an end-of-sequence token (unless ignore_eos), a stop token id or a stop
     string, and with LENGTH at max_tokens; STOP if both. A stop token counts as a generated token
     and its id is reported, but it adds no text, whether or not it is a special token. As many as
-    min_tokens tokens go by before anything stops: the first to do so is number min_tokens + 1.
+    min_tokens tokens go by before anything stops: the first to do so is number min_tokens + 1. Only
+    where nothing can follow by its grammar it ends with STOP however short it is.
+
+    matcher: of its grammar, if it has one.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class ContinuationText:
         sampling: SamplingParams,
         eos_ids: Collection[int],
         prompt: Sequence[int] = (),
+        matcher: Matcher | None = None,
     ) -> None:
+        self.matcher = matcher
         self._detokenizer = tokenizer.detokenizer(prompt)
         self._strings = StopStrings(sampling.stop)
         self._ends = frozenset(sampling.stop_token_ids)
@@ -83,7 +89,8 @@ class ContinuationText:
         self._num_tokens += 1
         armed = self._num_tokens > self._min_tokens
         ends = armed and token in self._ends
-        last = ends or self._num_tokens >= self._max_tokens
+        complete = self.matcher is not None and not ends and self.matcher.feed(token)
+        last = ends or complete or self._num_tokens >= self._max_tokens
         delta = "" if ends else self._detokenizer.feed((token,))
         if last:
             delta += self._detokenizer.flush()
@@ -91,7 +98,8 @@ class ContinuationText:
         if found:
             return text, FinishReason.STOP
         if last:
-            return text + self._strings.flush(), FinishReason.STOP if ends else FinishReason.LENGTH
+            stops = ends or complete
+            return text + self._strings.flush(), FinishReason.STOP if stops else FinishReason.LENGTH
         return text, None
 
     def flush(self) -> str:

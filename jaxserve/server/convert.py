@@ -19,6 +19,7 @@ from jaxserve.sched.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SLO,
+    Grammar,
     InvalidRequest,
     Tier,
     at_most_entries,
@@ -86,11 +87,26 @@ def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
             at_most_entries(descriptor.name, len(value), _LISTS[descriptor.name])
         if descriptor.name == "logit_bias":
             fields[descriptor.name] = tuple(sorted(value.items()))
+        elif descriptor.name == "grammar":
+            fields[descriptor.name] = _grammar(value)
         elif isinstance(value, (bool, int, float)):
             fields[descriptor.name] = value
         else:
             fields[descriptor.name] = tuple(value)
     return fields
+
+
+def _grammar(message: pb.Grammar) -> Grammar:
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar.json_schema(message.json_schema)
+        case "regex":
+            return Grammar.regex(message.regex)
+        case "choice":
+            return Grammar.choice(message.choice.texts)
+        case "json_object":
+            return Grammar.json_object()
+    raise InvalidRequest("grammar", "is empty; set json_schema, regex, choice or json_object")
 
 
 def slo(message: pb.Slo) -> SLO:

@@ -21,7 +21,7 @@ from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStat
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.pool_map import BlockUse
 from jaxserve.sched.reachability import SloProblem
-from jaxserve.sched.request import Request, validate
+from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
 from jaxserve.sched.verdict import judge, tbt_that_counts
 
 FIRST = 100
@@ -120,6 +120,10 @@ class FakeEngine:
 
     def max_text_bytes(self) -> int | None:
         return 4 * INFO.max_model_len
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        if "bad" in grammar.text:
+            raise InvalidRequest(grammar.field_name, "is bad")
 
     def info(self) -> EngineInfo:
         return INFO

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
-from jaxserve.sched.request import InvalidRequest, Request, Tier
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Request, Tier
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.requests.requests import EngineRequests
 
@@ -34,7 +34,12 @@ class Line:
     @classmethod
     def from_json(cls, text: str) -> Line:
         """The line of which `to_json` made the text."""
-        return cls(**{name: _frozen(value) for name, value in json.loads(text).items()})
+        line = cls(**{name: _frozen(value) for name, value in json.loads(text).items()})
+        grammar = line.sampling.get("grammar")
+        if grammar is None:
+            return line
+        grammar = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
+        return replace(line, sampling={**line.sampling, "grammar": grammar})
 
     async def request(self, requests: EngineRequests) -> Request:
         """What the engine is to do. Raises InvalidRequest."""

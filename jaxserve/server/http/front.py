@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.sched.request import Request
-from jaxserve.server.http import options
+from jaxserve.server.http import grammars, options
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import Generation
 from jaxserve.server.requests.chat_template import ChatTemplate
@@ -42,17 +42,18 @@ class Front:
         (slo, slo_class), tier = options.targets(body), options.tier(body)
         name = body.request_id or ""
         wanted = []
-        for place, prompt in enumerate(prompts):
-            request = await self.requests.make(
-                prompt,
-                sampling=sampling,
-                request_id=_numbered(name, place),
-                slo=slo,
-                tier=tier,
-                slo_class=slo_class,
-            )
-            self.requests.check(request)
-            wanted.append(request)
+        with grammars.named(body):
+            for place, prompt in enumerate(prompts):
+                request = await self.requests.make(
+                    prompt,
+                    sampling=sampling,
+                    request_id=_numbered(name, place),
+                    slo=slo,
+                    tier=tier,
+                    slo_class=slo_class,
+                )
+                self.requests.check(request)
+                wanted.append(request)
         return wanted
 
 

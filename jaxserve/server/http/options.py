@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.server.http import grammars
 from jaxserve.server.http.schema import CompletionRequest, Generation, SloFields
 
 _PLAIN = (
@@ -43,6 +44,8 @@ def sampling_fields(body: Generation) -> dict[str, Any]:
         fields["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+    if (grammar := grammars.grammar(body)) is not None:
+        fields["grammar"] = grammar
     return fields
 
 

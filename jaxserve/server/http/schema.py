@@ -38,6 +38,34 @@ class SloFields(Body):
     jct_ms: Number | None = None
 
 
+JsonSchemaText = dict[str, Any] | StrictBool | StrictStr
+
+
+class NamedSchema(Body):
+    """A JSON Schema as OpenAI has it. strict: accepted, for text is always valid."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """The same as vLLM has it; exactly one of them."""
+
+    json_schema: Annotated[JsonSchemaText | None, Field(alias="json")] = None
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    json_object: Literal[True] | None = None
+
+
 class Generation(Body):
     """What completions and chats have in common."""
 
@@ -60,6 +88,12 @@ class Generation(Body):
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[TokenId] | None = None
+    # What the text has to be: OpenAI's field, and vLLM's.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchemaText | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: list[StrictStr] | None = None
     # Our own.
     request_id: StrictStr | None = None
     slo: SloFields | StrictStr | None = None  # targets, or the name of a class
@@ -100,12 +134,6 @@ class Message(Body):
         return {"role": self.role, "content": text, **named}
 
 
-class ResponseFormat(Body):
-    """Only plain text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
@@ -114,7 +142,6 @@ class ChatRequest(Generation):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = False
     top_logprobs: StrictInt | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import Grammar, Request
 
 
 class ServedEngine(Protocol):
@@ -31,6 +31,10 @@ class ServedEngine(Protocol):
         itself. Other threads run meanwhile. Raises InvalidRequest where the model has no tokenizer,
         and for a text that is too long to be served, at once where its bytes alone say so."""
         ...
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Gets it ready, in up to a second, so that `submit` need not. Raises InvalidRequest, which
+        says what is wrong with it."""
 
     def max_text_bytes(self) -> int | None:
         """UTF-8 of the longest text that may be served; None: any text may, as far as is known."""

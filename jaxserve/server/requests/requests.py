@@ -54,6 +54,7 @@ class EngineRequests:
             asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
         )
         self._encoders = ThreadPoolExecutor(_ENCODERS, "jaxserve-encode")
+        self._grammars = ThreadPoolExecutor(1, "jaxserve-grammar")  # which nobody's text waits for
         self.draining = False
         self.failure: str | None = None
         self.stalled: str | None = None
@@ -83,7 +84,8 @@ class EngineRequests:
 
     def close(self) -> None:
         """Nothing is made any more."""
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoders, self._grammars):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
         """Cancels every running request; its stream ends once the engine has said its last word."""
@@ -91,7 +93,11 @@ class EngineRequests:
             self._engine.cancel(request_id)
 
     async def make(self, prompt: str | Sequence[int], **options: Any) -> Request:
-        """`build`, of long texts beside the event loop."""
+        """`build`, of long texts beside the event loop, after a look at its grammar there."""
+        grammar = options["sampling"].get("grammar")
+        if grammar is not None:
+            check = functools.partial(self._engine.check_grammar, grammar)
+            await asyncio.get_running_loop().run_in_executor(self._grammars, check)
         if isinstance(prompt, str) and len(prompt) > _ENCODE_INLINE_CHARS:
             build = functools.partial(self.build, prompt, **options)
             return await asyncio.get_running_loop().run_in_executor(self._encoders, build)
@@ -150,8 +156,8 @@ class EngineRequests:
         )
 
     def check(self, request: Request) -> None:
-        """Whether the engine can serve it, by its size and token ids, before it is submitted. Safe
-        to call from any thread. Raises InvalidRequest."""
+        """Whether the engine can serve it, by its size, token ids and grammar, before it is
+        submitted. Safe to call from any thread. Raises InvalidRequest."""
         info = self._engine.info()
         validate(
             request,
@@ -159,6 +165,8 @@ class EngineRequests:
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
         )
+        if request.sampling.grammar is not None:
+            self._engine.check_grammar(request.sampling.grammar)
 
     def open(self, request: Request, *, bounded: bool = True) -> Stream:
         """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
