@@ -13,6 +13,7 @@ if _CPU_FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 _OFFLINE = {
     "LLM": "jaxserve.offline.llm",
+    "Grammar": "jaxserve.sched.request",
     "RequestOutput": "jaxserve.offline.outputs",
     "SamplingParams": "jaxserve.sched.request",
     "SLO": "jaxserve.sched.request",

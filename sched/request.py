@@ -99,7 +99,11 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """JSON that the schema, parsed or not yet, takes for valid."""
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except RecursionError:
+            problem = "is nested too deeply"
+            raise InvalidRequest(f"grammar.{GrammarKind.JSON_SCHEMA}", problem) from None
         return cls(GrammarKind.JSON_SCHEMA, text)
 
     @classmethod

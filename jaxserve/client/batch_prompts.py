@@ -124,7 +124,7 @@ def _sampling(value: Any) -> dict[str, Any]:
         if isinstance(given, bool) is not (name == "ignore_eos"):
             may = "must" if name == "ignore_eos" else "must not"
             raise ValueError(f"{name}: {may} be true or false")
-        if isinstance(given, dict) and name != "logit_bias":
+        if isinstance(given, dict) and name not in ("logit_bias", "grammar"):
             raise ValueError(f"{name}: must not be an object")
     if found.get("logit_bias") is not None:
         found["logit_bias"] = _bias(found["logit_bias"])

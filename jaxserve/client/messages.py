@@ -75,6 +75,8 @@ def _set(message: Message, name: str, value: Any) -> None:
             return
         if name == "logit_bias":
             message.logit_bias.update(value)
+        elif name == "grammar":
+            message.grammar.CopyFrom(pb.Grammar(**value))
         elif name in ("stop", "stop_token_ids"):
             getattr(message, name).extend([value] if isinstance(value, str) else value)
         else:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sampling_reference as reference
@@ -16,6 +17,8 @@ from jaxserve.engine import sampling_state
 from jaxserve.engine.sampling import (
     admit,
     init_state,
+    mask_words,
+    sample_full,
     slot_params,
     warm_up,
 )
@@ -188,3 +191,28 @@ def test_penalties_with_counts_follow_the_reference_step_by_step() -> None:
     assert max(Counter(output).values()) < 8
     state = enter(state, 2, one, output)
     np.testing.assert_array_equal(state.counts[2], state.counts[5])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_a_mask_allows_is_drawn(temperature: float) -> None:
+    """Whatever else is asked for; rows of full masks are as without any."""
+    vocab = 70
+    logits = jnp.asarray(np.random.default_rng(1).normal(0, 30, (4, vocab)), jnp.float32)
+    bias, early = ((3, 100.0),), {"min_tokens": 5, "stop_token_ids": (3, 69)}
+    masks = np.full((4, mask_words(vocab)), 2**32 - 1, np.uint32)
+    masks[1] = [0, 0, 1 << 5]  # token 69 alone
+    masks[2] = [1 << 3, 1 << 8, 0]  # a stop token, and another
+    masks[3] = [1 << 3, 0, 1 << 5]  # stop tokens alone
+    state = init_state(4, vocab)
+    for slot in range(4):
+        asked = request(temperature=temperature, seed=7, logprobs=1, logit_bias=bias, **early)
+        state = enter(state, slot, asked)
+    slots, emit = jnp.arange(4), jnp.ones(4, bool)
+    _, free = jax.jit(sample_full)(state, logits, slots, emit)
+    _, held = jax.jit(sample_full)(state, logits, slots, emit, jnp.asarray(masks))
+    tokens = held.tokens.tolist()
+    assert tokens[0] == free.tokens[0]
+    assert tokens[1:3] == [69, 40]
+    assert tokens[3] in (3, 69)
+    model = jax.nn.log_softmax(logits)[jnp.arange(4), held.tokens]
+    np.testing.assert_allclose(held.chosen_logprob, model, rtol=1e-5)

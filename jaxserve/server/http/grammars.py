@@ -47,12 +47,17 @@ def _asked(body: Generation) -> Iterator[Made]:
             asked = schema.json_schema
             yield "response_format.json_schema.schema", lambda: Grammar.json_schema(asked)
     if structured is not None:
-        count = 0
-        for name, value in structured.model_dump(by_alias=True, exclude_none=True).items():
-            count += 1
-            yield f"structured_outputs.{name}", _maker(name, value)
-        if not count:
+        given = {
+            "json": structured.json_schema,
+            "regex": structured.regex,
+            "choice": structured.choice,
+            "json_object": structured.json_object,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
             raise InvalidRequest("structured_outputs", "needs json, regex, choice or json_object")
+        for name, value in given.items():
+            yield f"structured_outputs.{name}", _maker(name, value)
     for name in ("json", "regex", "choice"):
         value = getattr(body, f"guided_{name}")
         if value is not None:

@@ -298,7 +298,7 @@ def test_a_server_that_does_not_answer_is_given_up(
 ) -> None:
     monkeypatch.setattr("jaxserve.client.client._BATCH_CALL_S", 0.01)
     answer, status = threading.Event(), door.journal.status
-    monkeypatch.setattr(door.journal, "status", lambda name: answer.wait() and status(name))
+    monkeypatch.setattr(door.journal, "status", lambda *who: answer.wait() and status(*who))
     with Client(door.server.address) as client:
         for call in (client.batch_status, client.cancel_batch):
             with pytest.raises(ServerError) as error:
