@@ -39,6 +39,7 @@ PERSON = {
     "required": ["name", "age", "likes"],
     "additionalProperties": False,
 }
+EOS = 2
 FREE = 200  # tokens, more than any of these takes
 
 
@@ -160,6 +161,7 @@ def test_length_ends_it_with_a_valid_beginning(on: Engine) -> None:
     grammar = Grammar.json_schema(PERSON)
     whole = ask(on, grammar).wait()
     assert whole.reason is FinishReason.STOP
+    assert whole.tokens()[-1] != EOS, "nothing could follow, but something was drawn"
     limits = range(1, len(whole.tokens()))
     for cut in [ask(on, grammar, max_tokens=most) for most in limits]:
         assert cut.wait().reason is FinishReason.LENGTH
