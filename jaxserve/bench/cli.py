@@ -11,6 +11,7 @@
     python -m jaxserve.bench slo --load=0.5
     python -m jaxserve.bench abuse
     python -m jaxserve.bench soak --minutes=2
+    python -m jaxserve.bench fronts
     python -m jaxserve.bench kernels
     python -m jaxserve.bench gpu
     python -m jaxserve.bench league
@@ -18,7 +19,7 @@
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
 `abuse` tries what hostile and clumsy clients can do, and `soak` does it for a while, beside good
-ones; see abuse.py and soak.py.
+ones; see abuse.py and soak.py. `fronts` measures what gRPC and HTTP cost; see fronts.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
 times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
@@ -69,6 +70,7 @@ STANDALONE = {
     "league": "jaxserve.experiments.league.cli",
     "abuse": "jaxserve.bench.abuse",
     "soak": "jaxserve.bench.soak",
+    "fronts": "jaxserve.bench.fronts",
 }
 
 
@@ -259,6 +261,7 @@ def _parser() -> Parser:
     commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
     commands.add_parser("abuse", help="hostile and clumsy clients against a server of its own")
     commands.add_parser("soak", help="everything at once for a while, and what is left of it")
+    commands.add_parser("fronts", help="what gRPC and HTTP cost, beside the engine alone")
     commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
     commands.add_parser("league", help="all policies on all workloads, simulated: docs/league.md")
     commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")

@@ -1,0 +1,161 @@
+"""What the doors cost: the same work for the engine in its process, over gRPC and over HTTP.
+
+    python -m jaxserve.bench fronts
+    python -m jaxserve.bench fronts --config=configs/opt_125m_cpu.py --repeats=3 --json
+
+One engine serves all three in turns, so that what drifts on the machine falls on all of them:
+throughput of --streams requests submitted at once, and the time to the first token of requests one
+at a time, with nothing else to do. The clients of a door are a process of their own, on the same
+cores. What a door costs is the median over turns of its figure against that of the engine alone in
+the same turn. Flags of serve.py work too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxserve.bench import runs
+from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.target import BenchError, EngineTarget
+from jaxserve.bench.turns import check_numbers, in_turns
+from jaxserve.command_line import Parser
+from jaxserve.group_table import aligned
+from jaxserve.machine import machine, versions
+
+ALONE, DOORS = "engine alone", ("gRPC", "HTTP")
+Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with the engine's config; argparse exits by itself for --help. Raises
+    UsageError or ConfigError."""
+    parser = Parser(prog="python -m jaxserve.bench fronts", description=__doc__)
+    parser.set_defaults(command="fronts")
+    for name, default, text in (
+        ("streams", 32, "requests at once"),
+        ("input_len", 128, "prompt tokens"),
+        ("output_len", 64, "output tokens"),
+        ("latencies", 5, "requests one at a time, each turn"),
+        ("repeats", 5, "turns"),
+        ("seed", 0, "of prompts"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args, rest = parser.parse_known_args(argv)
+    counts = ("streams", "input_len", "output_len", "latencies", "repeats")
+    check_numbers(args, (), [(name, 1) for name in counts] + [("seed", 0)])
+    args.config = read_config(rest)
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Measures and prints; the exit code. Raises ConfigError and BenchError."""
+    where, turns = machine(), run(args)
+    result = {"command": "fronts", "turns": turns, "costs": costs(turns), "machine": where}
+    print(text(turns), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        print(json.dumps({**result, "versions": versions()}), flush=True)
+    return 0
+
+
+def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """By name, each turn's tokens_per_s and ttft_ms."""
+    from jaxserve.engine.build import build_engine  # late: jax takes seconds
+    from jaxserve.server.http.door import http_settings
+    from jaxserve.server.runner import Server
+
+    config = args.config
+    config.scheduler.max_queue = max(config.scheduler.max_queue, args.streams)
+    config.server.http_port = 0
+    engine = build_engine(config, progress=sys.stderr.isatty())
+    engine.start()
+    server = Server(engine, grace_s=0.0, http=http_settings(config))
+    target = EngineTarget(engine)
+
+    def alone(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        measure = runs.throughput if name == "throughput" else runs.latency
+        return measure(target, **arguments)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(server)
+        addresses = dict(zip(DOORS, (server.address, server.http_address or ""), strict=True))
+        measures: dict[str, Measure] = {ALONE: alone}
+        for door in DOORS:
+            measures[door] = stack.enter_context(_client(door, addresses[door], target.info()))
+        return _turns(args, measures)
+
+
+def _turns(
+    args: argparse.Namespace, measures: Mapping[str, Measure]
+) -> dict[str, list[dict[str, float]]]:
+    shape = {"input_len": args.input_len, "output_len": args.output_len}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
+    # Turn 0 is to warm up.
+    for turn, name in in_turns(list(measures), 1 + args.repeats):
+        seed = {"seed": args.seed + turn}
+        offline = {"count": args.streams, "repeats": 1, **shape, **seed}
+        rate = measures[name]("throughput", offline)["output_tokens_per_s"]["median"]
+        one_by_one = {"count": args.latencies, **shape, **seed}
+        ttft = measures[name]("latency", one_by_one)["ttft_ms"]["median"]
+        if turn:
+            found[name].append({"tokens_per_s": rate, "ttft_ms": ttft})
+    return found
+
+
+@contextlib.contextmanager
+def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Measure]:
+    """Measures through a door, in a process of its own."""
+    plain = {name: served[name] for name in ("vocab_size", "max_model_len", "pool_tokens", "model")}
+    command = [sys.executable, "-m", "jaxserve.bench.front_client", door, address]
+    with subprocess.Popen(
+        [*command, json.dumps(plain)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+
+            def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+                assert process.stdin is not None and process.stdout is not None
+                print(json.dumps([name, arguments]), file=process.stdin, flush=True)
+                answer = process.stdout.readline()
+                if not answer:
+                    raise BenchError(f"the client of {door} failed")
+                return dict(json.loads(answer))
+
+            yield measure
+        finally:
+            process.kill()
+
+
+def costs(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """By door: throughput, the share that is lost, and ttft_ms, what is added; medians over
+    turns."""
+    found = {}
+    for door in DOORS:
+        pairs = list(zip(turns[ALONE], turns[door], strict=True))
+        lost = [1 - through["tokens_per_s"] / own["tokens_per_s"] for own, through in pairs]
+        more = [through["ttft_ms"] - own["ttft_ms"] for own, through in pairs]
+        found[door] = {"throughput": statistics.median(lost), "ttft_ms": statistics.median(more)}
+    return found
+
+
+def text(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """The table."""
+    lines = [("", "output tokens/s", "lost", "TTFT at idle", "more")]
+    found = costs(turns)
+    for name, each in turns.items():
+        rate, ttft = (
+            statistics.median(turn[key] for turn in each) for key in ("tokens_per_s", "ttft_ms")
+        )
+        cost = found.get(name)
+        lost, more = ("", "")
+        if cost is not None:
+            lost, more = f"{cost['throughput']:.1%}", f"{cost['ttft_ms']:+.1f} ms"
+        lines.append((name, f"{rate:,.0f}", lost, f"{ttft:.1f} ms", more))
+    return aligned(lines)

@@ -1,0 +1,67 @@
+"""A server's HTTP door as a target of measurements."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.bench.target import Job, Record, clock, take
+
+_PATIENCE_S = 600.0
+
+
+class HttpTarget:
+    """A running server; a `Target`. One thread and one connection a request: what is timed includes
+    this client. served: the fields of EngineInfo, which HTTP does not tell."""
+
+    def __init__(self, address: str, served: Mapping[str, Any]) -> None:
+        self._address, self._served = address, dict(served)
+
+    def info(self) -> dict[str, Any]:
+        """See `Target`."""
+        return self._served
+
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`. The job has no targets."""
+        threading.Thread(target=self._call, args=(job, record, done), daemon=True).start()
+
+    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        try:
+            self._read(job, record)
+        except Exception as error:  # whatever it is, the run must not wait for ever
+            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            done.release()
+
+    def _read(self, job: Job, record: Record) -> None:
+        body = {
+            "prompt": job.prompt,
+            "max_tokens": job.max_tokens,
+            "temperature": job.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"continuous_usage_stats": True},  # how many tokens a chunk has
+        }
+        connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer, told = connection.getresponse(), 0
+        if answer.status != http.HTTPStatus.OK:
+            full = answer.status == http.HTTPStatus.TOO_MANY_REQUESTS
+            record.outcome = "rejected" if full else "failed"
+            record.error = answer.read().decode()
+            return
+        while line := answer.readline():
+            data = line.strip().removeprefix(b"data: ")
+            if data == b"[DONE]":
+                record.outcome = "finished"
+                break
+            if data:
+                now, event = clock(), json.loads(data)
+                tokens = event["usage"]["completion_tokens"]
+                take(record, job, [now] * (tokens - told))
+                told = tokens
+        connection.close()

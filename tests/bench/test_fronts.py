@@ -1,0 +1,67 @@
+"""`bench fronts`: HTTP as a target, and what is made of the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.bench import cli, fronts, runs
+from jaxserve.bench.http_target import HttpTarget
+from jaxserve.bench.target import BenchError
+from jaxserve.server.runner import Server
+from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.http.conftest import SETTINGS
+
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+TURNS = {
+    "engine alone": [{"tokens_per_s": 100.0, "ttft_ms": 10.0}] * 3,
+    "gRPC": [{"tokens_per_s": 98.0, "ttft_ms": 11.0}] * 3,
+    "HTTP": [{"tokens_per_s": rate, "ttft_ms": 12.5} for rate in (50.0, 96.0, 97.0)],
+}
+
+
+@pytest.fixture
+def target() -> Iterator[HttpTarget]:
+    engine = FakeEngine()
+    with Server(engine, grace_s=0.0, http=SETTINGS) as server:
+        engine.run()
+        yield HttpTarget(server.http_address or "", vars(INFO))
+
+
+def test_all_tokens_come_through_http(target: HttpTarget) -> None:
+    found = runs.throughput(target, 3, 5, 7, repeats=1, seed=0)
+    assert found["output_tokens_per_s"]["median"] > 0
+    assert runs.latency(target, 2, 5, 7, seed=0)["tpot_ms"] is not None
+
+
+def test_what_http_refuses_ends_the_measurement(target: HttpTarget) -> None:
+    target.info()["max_model_len"] = target.info()["pool_tokens"] = 10**6
+    with pytest.raises(BenchError, match=r"a request was failed: .*at most"):
+        runs.throughput(target, 1, 50_000, 1, repeats=1, seed=0)
+
+
+def test_costs_are_medians_over_turns() -> None:
+    found = fronts.costs(TURNS)
+    assert found["gRPC"] == pytest.approx({"throughput": 0.02, "ttft_ms": 1.0})
+    assert found["HTTP"] == pytest.approx({"throughput": 0.04, "ttft_ms": 2.5})
+
+
+def test_the_table_has_a_line_a_door() -> None:
+    lines = [" ".join(line.split()) for line in fronts.text(TURNS).splitlines()]
+    assert lines[1:] == [
+        "engine alone 100 10.0 ms",
+        "gRPC 98 2.0% 11.0 ms +1.0 ms",
+        "HTTP 96 4.0% 12.5 ms +2.5 ms",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--streams=0", "--seed=-1", "--http_port=1"])
+def test_wrong_flags_are_found_before_any_engine_is_built(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fronts, "run", lambda args: pytest.fail("it ran"))
+    assert cli.main(["fronts", flag]) == 2
+    assert flag.partition("=")[0] in capsys.readouterr().err
