@@ -171,6 +171,11 @@ def is_built_in(name: str) -> bool:
     return all((_origin(make)[0] or "").startswith(_OWN) for make in makers)
 
 
+def deployable() -> list[str]:
+    """The product's own policies that a server takes, by name."""
+    return [name for name, one in policies().items() if one.deployable and is_built_in(name)]
+
+
 def full_name(name: str, params: Mapping[str, Any]) -> str:
     """The name with more parameters, as text that `make_policy` takes."""
     return "".join([name, *(f":{key}={text_of(value)}" for key, value in params.items())])

@@ -33,7 +33,7 @@ from jaxserve.advise import text
 from jaxserve.advise.rounds import Advice, advise
 from jaxserve.command_line import Parser
 from jaxserve.sched.metrics import has_targets
-from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.simulate import asked, flags, output, replay
 from jaxserve.simulate.runs import REFUSED, Run
 from jaxserve.simulate.workers import Workers
@@ -85,7 +85,7 @@ def check(args: argparse.Namespace) -> str:
 
 def _advise(args: argparse.Namespace) -> int:
     if args.policy is None:
-        args.policy = [name for name, entry in policies().items() if entry.deployable]
+        args.policy = deployable()
     unreal = [name for name in args.policy if make_policy(name).hypothetical]
     if unreal:
         raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")

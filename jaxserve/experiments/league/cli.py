@@ -32,7 +32,7 @@ from jaxserve.experiments.league.reading import advice
 from jaxserve.experiments.league.standings import Standings
 from jaxserve.experiments.league.store import Store
 from jaxserve.experiments.league.workloads import WORKLOADS, trace_of
-from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.writable import check_folder
 
 DOCS, OWN = "docs", "league"  # folders of pages
@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> int:
     """Runs what is missing, and writes the page; the exit code, 1 after a line on stderr where
     something cannot be simulated, read or written, or the page's words are wrong."""
-    entrants = [name for name, entry in policies().items() if entry.deployable]
+    entrants = deployable()
     if args.quick:
         entrants = list(QUICK_POLICIES)
     own = [name for name in dict.fromkeys(args.policy) if name not in entrants]
