@@ -33,6 +33,12 @@ def install(tree: Path, site: Path, *, editable: bool = False) -> Path:
     subprocess.run([sys.executable, "-c", script], cwd=tree, check=True, capture_output=True)
     (wheel,) = site.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    # PYTHONPATH alone leads to no .pth files.
-    (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
+    # PYTHONPATH alone leads to no .pth files, and this interpreter has a jaxserve of its own.
+    (site / "sitecustomize.py").write_text(
+        "import os, site, sys\n"
+        "known = set(sys.path)\n"
+        f"site.addsitedir({str(site)!r})\n"
+        "own = lambda path: path in known and os.path.isdir(os.path.join(path, 'jaxserve'))\n"
+        f"sys.path.sort(key=lambda path: own(path) and path != {str(site)!r})\n"
+    )
     return site
