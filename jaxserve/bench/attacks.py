@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from jaxserve.bench.crowd import GENERATE, crowd
 from jaxserve.client.messages import make_request
@@ -190,6 +191,6 @@ def _call(channel: Any, raw: bytes, timeout_s: float = _PATIENCE_S) -> Any:
 def _parses(message: bytes) -> bool:
     try:
         pb.GenerateRequest.FromString(message)
-    except Exception:  # protobuf's own
+    except DecodeError:
         return False
     return True

@@ -198,7 +198,6 @@ def test_files_that_hold_something_else_are_refused(
         assert word in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not NUMBERS.exists(), reason="python -m jaxserve.bench league makes it")
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, nothing_new: None) -> None:
     assert bench.main(["league", f"--out={tmp_path}", f"--numbers={NUMBERS}"]) == 0
     text = (DOCS / "league.md").read_text()
@@ -208,7 +207,6 @@ def test_the_page_is_what_its_numbers_say(tmp_path: Path, nothing_new: None) -> 
     assert sentence in " ".join((ROOT / "README.md").read_text().split())
 
 
-@pytest.mark.skipif(not NUMBERS.exists(), reason="python -m jaxserve.bench league makes it")
 def test_words_that_the_numbers_do_not_carry_are_refused(
     tmp_path: Path, nothing_new: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ they end."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -122,9 +123,9 @@ class _Visit:
         except asyncio.CancelledError:
             record.ending = Ending.CANCELLED
             raise
-        except Exception as error:
+        except Exception:
             record.ending = Ending.FAILED
-            self._keeper.warning("failed", "%s failed: %r", record.method, error)
+            logging.exception("%s failed", record.method)
         finally:
             if not self._done and record.ending is Ending.OK:
                 record.ending = Ending.CANCELLED
