@@ -69,6 +69,7 @@ class _Handler(WSGIRequestHandler):
 
 class _Server(ThreadingWSGIServer):
     context: ssl.SSLContext | None = None
+    request_queue_size = 128  # with the default of 5 bursts are tried again for seconds
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._open: OrderedDict[int, Any] = OrderedDict()
