@@ -16,9 +16,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402  (after the environment is set)
 
-# In CI the same examples every time: a new one that fails is for a developer's run to find. (Nearly:
-# the constants that Hypothesis finds in loaded modules depend on which tests a process had before.)
-# No deadlines anywhere: they measure the machine.
+# In CI the same examples every time: a new one that fails is for a developer's run to find. Nearly
+# the same: Hypothesis also draws constants of the modules that are loaded, which the tests before
+# decide. No deadlines anywhere: they measure the machine.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
