@@ -130,6 +130,7 @@ class SamplingParams:
     in prompt or output. presence_penalty, frequency_penalty: subtracted once, or per occurrence,
     from logits of generated tokens.
     logprobs: None for none, else how many alternatives to report beside the chosen token's.
+    prompt_logprobs: the same of each token of the prompt, from the second on.
     stop_token_ids end the text and are not part of it; the tokenizer's end-of-sequence token does
     the same unless ignore_eos. stop strings end the text before they appear.
     min_tokens: no end-of-sequence or stop token id is sampled before that many tokens.
@@ -150,6 +151,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -168,8 +170,10 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _in_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if asked is not None:
+                _in_range(name, asked, 0, MAX_TOP_LOGPROBS)
         _in_range("n", self.n, 1, MAX_N)
         at_most_entries("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
@@ -186,7 +190,7 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True if the token is the argmax of the raw logits and nothing else is reported."""
+        """True if the token is the argmax of the raw logits and nothing else is reported of it."""
         return (
             self.temperature == 0
             and self.repetition_penalty == 1

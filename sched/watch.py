@@ -14,12 +14,13 @@ from jaxserve.sched.step import Move, Step
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A launched step: its features, the seconds that the model gave it, and when it was handed to
-    the device."""
+    """A launched step: its features, the seconds that the model gave it, when it was handed to the
+    device, and whether these features say all that it does."""
 
     features: BatchFeatures
     predicted: float
     submitted: float
+    usual: bool = True
 
 
 class StepWatch:
@@ -41,19 +42,20 @@ class StepWatch:
         """A step without a batch has been launched."""
         self._moves += step.moves
 
-    def launched(self, step: Step, now: float) -> Watched:
-        """A step with a batch has been handed to the device, now."""
+    def launched(self, step: Step, now: float, *, usual: bool = True) -> Watched:
+        """A step with a batch has been handed to the device, now. usual: whether its features say
+        all that it does; else the model is not told of it."""
         if self._moves:
             step = dataclasses.replace(step, moves=self._moves + step.moves)
             self._moves = ()
         features = step.features(self._padding)
-        return Watched(features, float(self.model.batch_time(features)), now)
+        return Watched(features, float(self.model.batch_time(features)), now, usual)
 
     def finished(self, step: Watched, now: float) -> float:
         """Its tokens are on the host, now. Seconds that it took; steps finish in the order in which
         they were launched."""
         seconds = now - max(step.submitted, self._done)
         self._done = now
-        if seconds > 0:  # else the clock has not moved, and says nothing
+        if step.usual and seconds > 0:  # else the clock has not moved, and says nothing
             self.model.observe(step.features, seconds)
         return seconds

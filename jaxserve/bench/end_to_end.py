@@ -153,7 +153,7 @@ def _engine_step(
     step = make_model_step(StepModel(family, config, backend, None, 1, unroll, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pool, logits, _, _ = step(params, pool, tokens, placed, layout=layout)
+        pool, logits, *_ = step(params, pool, tokens, placed, layout=layout)
         return pool, logits
 
     return run

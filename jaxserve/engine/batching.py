@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.executor import Executor
 from jaxserve.engine.layout import Layout, PackedBatch, Rows
 from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.step import Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 
 
 def build_batch(
@@ -18,8 +19,11 @@ def build_batch(
     pool: BlockPool,
     slots: np.ndarray,
     tokens_of: Callable[[int, int, int], Sequence[int]],
+    *,
+    mixed: bool = False,
 ) -> tuple[Layout, PackedBatch]:
-    """The smallest layout for the step, and its packed rows.
+    """The smallest layout for the step, and its packed rows. mixed: no decode layout, though every
+    row may have one token.
 
     slots int32 [n]: device slots. tokens_of(row, first, end): a request's known tokens, asked only
     for those that have reached the host: the newest generated one comes from its slot.
@@ -30,7 +34,11 @@ def build_batch(
         tokens_of(row, first, end) if end > first else ()
         for row, first, end in zip(rows.tolist(), step.start.tolist(), known.tolist(), strict=True)
     ]
-    layout = buckets.fitting(counts, hidden=bool(step.plan.kinds.any()))
+    hidden = bool(step.plan.kinds.any())
+    if mixed:
+        layout = buckets.mixed(int(counts.sum()), hidden=hidden)
+    else:
+        layout = buckets.fitting(counts, hidden=hidden)
     batch = Rows(
         counts=counts,
         contexts=step.start,
@@ -42,6 +50,22 @@ def build_batch(
         emits=step.emits,
     )
     return layout, layout.pack(batch)
+
+
+def carry_out(executor: Executor, move: Move) -> None:
+    """Does what the step wants done before it."""
+    match move:
+        case Widen():
+            for layout, packed in widening(executor.buckets, move):
+                executor.widen(layout, packed)
+        case CopySlots(places):
+            executor.copy_slots(places)
+        case Save(keys, counts, slots):
+            executor.save(keys, counts, slots)
+        case Load(keys, counts, slots):
+            executor.load(keys, counts, slots)
+        case Discard(keys):
+            executor.discard(keys)
 
 
 def widening(buckets: Buckets, move: Widen) -> Iterator[tuple[Layout, np.ndarray]]:

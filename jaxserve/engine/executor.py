@@ -18,6 +18,7 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.hidden import make_widen
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.moves import Mover
+from jaxserve.engine.prompt_step import make_prompt_step
 from jaxserve.engine.sampling import (
     SampleResult,
     SlotParams,
@@ -45,16 +46,23 @@ class Handle(Protocol):
         raises what the device raised."""
         ...
 
+    def prompt(self) -> SampleResult:
+        """What the model thought of the step's targets, [T] of its layout, as NumPy arrays; only of
+        a step that was given any."""
+        ...
+
 
 @dataclass(frozen=True)
 class Undrawn:
     """A step of so many rows whose tokens are not drawn yet. logits [R, V]; slots, emit [R]: as the
-    sampler takes them, in whatever form the executor has them."""
+    sampler takes them; prompt [T]: of its targets, None without any; all in whatever form the
+    executor has them."""
 
     rows: int
     logits: Any
     slots: Any
     emit: Any
+    prompt: Any = None
 
 
 class Executor(Protocol):
@@ -99,12 +107,23 @@ class Executor(Protocol):
         """Forgets what was saved under these keys."""
         ...
 
-    def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
+    def submit(
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> Handle:
         """Launches one step. packed: int32 [layout.size], not to be changed afterwards. full: some
-        row samples with more than plain greedy."""
+        row samples with more than plain greedy. targets: int32 [layout.tokens] of no decode step,
+        what follows each token in its prompt, `layout.NO_TARGET` where nobody asks; None where
+        nobody asks at all."""
         ...
 
-    def compute(self, layout: Layout, packed: np.ndarray) -> Undrawn:
+    def compute(
+        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+    ) -> Undrawn:
         """Launches one step as far as its logits; `draw` is the next call about it."""
         ...
 
@@ -123,10 +142,16 @@ class StepHandle:
     """A step launched by `JaxExecutor`."""
 
     _result: SampleResult
+    _prompt: SampleResult | None
 
     def result(self) -> SampleResult:
         """See `Handle`."""
         return jax.tree.map(np.asarray, self._result)
+
+    def prompt(self) -> SampleResult:
+        """See `Handle`."""
+        assert self._prompt is not None
+        return jax.tree.map(np.asarray, self._prompt)
 
 
 class JaxExecutor:
@@ -152,6 +177,7 @@ class JaxExecutor:
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
         pool_format = row_major(pool.sharding)
         self._step = make_model_step(model, pool_format)
+        self._score = make_prompt_step(model)
         self._widen = make_widen(model, pool_format)
         self._draws_masked = draws_masked
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
@@ -165,21 +191,34 @@ class JaxExecutor:
         """See `Executor`."""
         self._state = admit(self._state, slot, params)
 
-    def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> StepHandle:
+    def submit(
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> StepHandle:
         """See `Executor`."""
-        undrawn = self.compute(layout, packed)
+        undrawn = self.compute(layout, packed, targets=targets)
         return self._sample(_SAMPLE_FULL if full else _SAMPLE_GREEDY, undrawn)
 
-    def compute(self, layout: Layout, packed: np.ndarray) -> Undrawn:
+    def compute(
+        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+    ) -> Undrawn:
         """See `Executor`."""
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(packed, self._place)
-            self.pool, logits, slots, emit = self._step(
+            self.pool, logits, slots, emit, hidden = self._step(
                 self.params, self.pool, self._state.last_token, batch, layout=layout
             )
-        return Undrawn(layout.rows, logits, slots, emit)
+            prompt = None
+            if targets is not None:
+                wanted = jax.device_put(targets, self._place)
+                prompt = self._score(self.params, hidden, wanted, rows=layout.rows)
+        return Undrawn(layout.rows, logits, slots, emit, prompt)
 
     def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
         """See `Executor`."""
@@ -190,9 +229,9 @@ class JaxExecutor:
             self._state, result = sample(
                 self._state, undrawn.logits, undrawn.slots, undrawn.emit, *masks
             )
-        for leaf in jax.tree.leaves(result):
+        for leaf in jax.tree.leaves((result, undrawn.prompt)):
             leaf.copy_to_host_async()
-        return StepHandle(result)
+        return StepHandle(result, undrawn.prompt)
 
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
@@ -238,7 +277,9 @@ class JaxExecutor:
         work += [(self.buckets.decode(rows), True) for rows in self.buckets.rows]
         self._state = warm_up(self._state)
         for layout, full in progress(work):
-            self.submit(layout, layout.empty(), full=full).result()
+            scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
+            targets = layout.no_targets() if scored else None
+            self.submit(layout, layout.empty(), full=full, targets=targets).result()
             if full and self._draws_masked:
                 masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
                 self.draw(self.compute(layout, layout.empty()), masks).result()

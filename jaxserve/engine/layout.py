@@ -14,6 +14,8 @@ from jaxserve.pallas_kernels import AttentionBatch
 
 PLACEHOLDER = -1
 """A token that is still on the device: the one its row's slot sampled last."""
+NO_TARGET = -1
+"""Nobody asks what the model thinks of the token that follows."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,10 @@ class Layout:
         fields["token_row"][:] = self.rows
         fields["slots"][:] = self.slots
         return buffer
+
+    def no_targets(self) -> np.ndarray:
+        """int32 [tokens] of NO_TARGET, see `Executor.submit`."""
+        return np.full(self.tokens, NO_TARGET, np.int32)
 
 
 def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:

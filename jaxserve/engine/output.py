@@ -61,6 +61,8 @@ class Output:
     `Output` of an index has a finish_reason, usage and timings, and no other follows it. error: how
     the engine failed, with FinishReason.ERROR. token_times: seconds on the engine's clock, one a
     token. verdict: in the last one, whether its targets were met; None without any.
+    prompt_logprobs: one entry for each of the next tokens of the prompt, from the second on, for
+    nothing says how likely the first is; if asked for. All of them come before the first new token.
     """
 
     request_id: str
@@ -74,3 +76,4 @@ class Output:
     error: str = ""
     token_times: tuple[float, ...] = field(default=(), repr=False)
     verdict: Verdict | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -56,6 +56,8 @@ __all__ = [
     "sample_greedy",
     "slot_params",
     "warm_up",
+    "with_logprobs",
+    "without_logprobs",
 ]
 
 _INF_BITS = 0x7F800000  # float32 infinity
@@ -115,8 +117,8 @@ def sample_full(
         tokens = _draw(raw, rows, masks)
     result = lax.cond(
         jnp.any(emit & (rows.knobs.num_logprobs >= 0)),
-        _with_logprobs,
-        _without_logprobs,
+        with_logprobs,
+        lambda raw, tokens: without_logprobs(tokens, raw.shape[-1]),
         raw,
         tokens,
     )
@@ -329,13 +331,15 @@ def threefry2x32(
     return word0, word1
 
 
-def _with_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
+def with_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
+    """The tokens [R] with what the model thinks of them, by its own logits raw, float32 [R, V]."""
     total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)
     top, ids = lax.top_k(raw, min(MAX_TOP_LOGPROBS, raw.shape[-1]))
     return SampleResult(tokens, (chosen - total)[:, 0], ids.astype(jnp.int32), top - total)
 
 
-def _without_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
-    shape = (raw.shape[0], min(MAX_TOP_LOGPROBS, raw.shape[-1]))
+def without_logprobs(tokens: jax.Array, vocab_size: int) -> SampleResult:
+    """The same shapes, of zeros."""
+    shape = (tokens.shape[0], min(MAX_TOP_LOGPROBS, vocab_size))
     return SampleResult(tokens, jnp.zeros(shape[0]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))

@@ -20,7 +20,8 @@ class Continuation:
 
     row: in the scheduler's table. number: from 0 in the order of arrival. slot: on the device while
     it holds cache, else NO_SLOT. problems: with its targets. token_times: when its tokens came, in
-    seconds on the engine's clock.
+    seconds on the engine's clock. untold: the first token of its prompt whose log-probability no
+    launched step tells; None if none is to.
     Results that arrive once `finished` is set belong to nobody.
     """
 
@@ -43,6 +44,8 @@ class Continuation:
         self.output_tokens: list[int] = []
         self.first_scheduled: float | None = None
         self.token_times: list[float] = []
+        asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
+        self.untold: int | None = 1 if asks else None
         self._text = text
         self._on_output = on_output
         self._problems = problems
@@ -59,6 +62,10 @@ class Continuation:
         split = len(self.request.prompt)
         prompt = self.request.prompt[first:end]
         return (*prompt, *self.output_tokens[max(first - split, 0) : max(end - split, 0)])
+
+    def tell_prompt(self, logprobs: tuple[TokenLogprobs, ...], now: float) -> None:
+        """Streams those of the next tokens of its prompt."""
+        self._send(prompt_logprobs=logprobs, finish_reason=None, preemptions=0, now=now)
 
     def feed(
         self, token: int, now: float, preemptions: int, logprobs: tuple[TokenLogprobs, ...]
@@ -99,6 +106,7 @@ class Continuation:
         token_ids: tuple[int, ...] = (),
         text: str = "",
         logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         token_times: tuple[float, ...] = (),
         error: str = "",
     ) -> None:
@@ -119,6 +127,7 @@ class Continuation:
                 error,
                 token_times,
                 self._verdict,
+                prompt_logprobs,
             )
         )
 

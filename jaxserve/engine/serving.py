@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.engine.batching import build_batch, widening
+from jaxserve.engine.batching import build_batch, carry_out
 from jaxserve.engine.commands import Submit
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.executor import Executor, Handle, Undrawn
-from jaxserve.engine.in_flight import InFlight, logprobs_of
+from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.layout import Layout, PackedBatch
 from jaxserve.engine.output import COMPLETE, FinishReason
+from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
 from jaxserve.engine.sampling import mask_words, slot_params
 from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, Observer, StepStats
@@ -22,7 +23,7 @@ from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.tiers import lengthening
 from jaxserve.sched.watch import StepWatch
 
@@ -113,7 +114,7 @@ class Serving:
             self._release_slot(self.live[row])
         self._preemptions += len(step.preempted)
         for move in step.moves:
-            self._carry_out(move)
+            carry_out(self._executor, move)
         if not len(step):
             if idle and not step.plan.operations:
                 raise self._invalid(f"it plans nothing for {num_live} requests")
@@ -124,19 +125,17 @@ class Serving:
         admitted = [member for member in members if member.slot == NO_SLOT]
         for member in admitted:
             self._take_slot(member, begin)
-        slots = np.array([member.slot for member in members], np.int32)
-        layout, batch = build_batch(
-            self._executor.buckets, step, scheduler.pool, slots, self._tokens_of
-        )
+        layout, batch, prompts = self._batch(step, members)
         emits = step.emits[batch.order]
         emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
-        handle = self._start(layout, batch, emitting, full=step.sampling)
+        handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
-        watched = self._watch.launched(step, self._clock())
+        watched = self._watch.launched(step, self._clock(), usual=prompts is None)
         flying = InFlight(
             handle,
             emitting,
+            prompts,
             step,
             watched,
             lengthening(step, scheduler.view, watched.predicted),
@@ -159,17 +158,27 @@ class Serving:
         self._since = self._clock()
         return flying
 
+    def _batch(
+        self, step: Step, members: Sequence[Continuation]
+    ) -> tuple[Layout, PackedBatch, PromptLogprobs | None]:
+        slots = np.array([member.slot for member in members], np.int32)
+        buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
+        layout, batch = build_batch(buckets, step, pool, slots, self._tokens_of, mixed=bool(pieces))
+        return layout, batch, PromptLogprobs.of(pieces, step, layout, batch)
+
     def _start(
         self,
         layout: Layout,
         batch: PackedBatch,
         emitting: Sequence[tuple[int, Continuation]],
+        prompts: PromptLogprobs | None,
         *,
         full: bool,
     ) -> Handle | Undrawn:
+        targets = None if prompts is None else prompts.targets
         if any(member.matcher for _, member in emitting):
-            return self._executor.compute(layout, batch.buffer)
-        return self._executor.submit(layout, batch.buffer, full=full)
+            return self._executor.compute(layout, batch.buffer, targets=targets)
+        return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
 
     def _schedule(self, now: float) -> Step:
         try:
@@ -182,21 +191,6 @@ class Serving:
 
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
         return self.live[row].tokens(first, end)
-
-    def _carry_out(self, move: Move) -> None:
-        executor = self._executor
-        match move:
-            case Widen():
-                for layout, packed in widening(executor.buckets, move):
-                    executor.widen(layout, packed)
-            case CopySlots(places):
-                executor.copy_slots(places)
-            case Save(keys, counts, slots):
-                executor.save(keys, counts, slots)
-            case Load(keys, counts, slots):
-                executor.load(keys, counts, slots)
-            case Discard(keys):
-                executor.discard(keys)
 
     def draw(self, step: InFlight) -> InFlight:
         """Has the tokens drawn of a step in which grammars have a say, now that every token before
@@ -227,6 +221,8 @@ class Serving:
         result = step.handle.result()
         now = self._clock()
         device_time = self._watch.finished(step.watched, now)
+        if step.prompts is not None:
+            step.prompts.tell(step.handle.prompt(), now)
         mine = [(i, c) for i, c in step.emitting if not c.finished]
         table = self._scheduler.table
         self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
@@ -237,7 +233,7 @@ class Serving:
                 tokens[i],
                 now,
                 int(table.preemptions[continuation.row]),
-                logprobs_of(result, i, continuation.request.sampling.logprobs),
+                entries(result, i, i + 1, continuation.request.sampling.logprobs),
             )
             if reason is not None:
                 self.forget(continuation, reason, now)

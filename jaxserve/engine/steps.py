@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.hidden import attend_hidden
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
@@ -23,20 +24,22 @@ from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
 from jaxserve.pallas_kernels import paged_attention, write
 
-# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], and
-# what sampling needs of the batch: slots int32 [R], emit bool [R])
-ModelStep = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], what
+# sampling needs of the batch: slots int32 [R], emit bool [R]; and the last layer's output of all
+# tokens [T, d_model], on every device, for `prompt_step.py`: None of a decode step)
+ModelStep = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]]
 
 
 @lru_cache(maxsize=8)
 def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
     """The step of this model, jitted over its layouts; the pool is donated, and stays where and as
     it lies. Engines of the same model in one process share it, and what it has compiled."""
+    whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     return jax.jit(
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
-        out_shardings=(pool_format, None, None, None),
+        out_shardings=(pool_format, None, None, None, whole),
     )
 
 
@@ -48,7 +51,7 @@ def _model_step(
     packed: jax.Array,
     *,
     layout: Layout,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
@@ -84,7 +87,8 @@ def _model_step(
     )
     wanted = x if layout.decode_only else x[fields["last"]]
     found = logits(model.family, params, config, wanted, mesh=mesh)
-    return pool, found, fields["slots"], fields["emit"] != 0
+    hidden = None if layout.decode_only else x
+    return pool, found, fields["slots"], fields["emit"] != 0, hidden
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

@@ -116,7 +116,10 @@ class Device:
     def close(self) -> None:
         pass
 
-    def submit(self, layout: Layout, packed: np.ndarray, *, full: bool) -> Handle:
+    def submit(
+        self, layout: Layout, packed: np.ndarray, *, full: bool, targets: np.ndarray | None
+    ) -> Handle:
+        assert targets is None, "no request of a simulation asks for log-probabilities"
         self._free = max(self._clock.now, self._free) + self._time(self.step)
         return Handle(self._clock, self._free, self._sampled(layout.rows))
 
