@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
 from jaxserve.engine.layout import Layout
+from jaxserve.engine.prompt_step import make_prompt_step
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models import sharding
@@ -95,6 +96,15 @@ def _decode_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
 
 def _mixed_step(case: Case, *, hidden: bool) -> jax.stages.Lowered:
     return _step(case, _mixed_layout(case, hidden=hidden))
+
+
+def _prompt_step(case: Case) -> jax.stages.Lowered:
+    layout = _mixed_layout(case)
+    hidden = _array(case, (layout.tokens, case.config.d_model), case.dtype, None, None)
+    targets = _array(case, (layout.tokens,), jnp.int32)
+    step: Any = make_prompt_step(_model(case, hidden=False))
+    lowered: jax.stages.Lowered = step.lower(_params(case), hidden, targets, rows=layout.rows)
+    return lowered
 
 
 def _widen(case: Case) -> jax.stages.Lowered:
@@ -240,6 +250,7 @@ PROGRAMS = (
     Program("prefill and mixed step", functools.partial(_mixed_step, hidden=False), whole=True),
     Program("hidden decode step", functools.partial(_decode_step, hidden=True), True, True),
     Program("hidden mixed step", functools.partial(_mixed_step, hidden=True), True, True),
+    Program("prompt log-probabilities", _prompt_step, whole=True),
     Program("hidden to KV", _widen, hidden=True, whole=True),
     Program("write", functools.partial(_write, hidden=False)),
     Program("decode attention", functools.partial(_attention, decode=True)),

@@ -39,14 +39,20 @@ def main(folder: Path, family: str) -> None:
             **hybrid,
         ) as running:
             streams = [
-                send(running, p, max_tokens=12, logprobs=20, ignore_eos=True)[1] for p in PROMPTS
+                send(running, p, max_tokens=12, logprobs=20, prompt_logprobs=20, ignore_eos=True)[1]
+                for p in PROMPTS
             ]
             report[shards] = [
                 {
                     "tokens": stream.wait().tokens(),
-                    "top": [dict(o.logprobs[0].top) for o in stream.outputs],
+                    "prompt": len(prompt),
+                    "top": [
+                        dict(entry.top)
+                        for output in stream.outputs
+                        for entry in (*output.prompt_logprobs, *output.logprobs)
+                    ],
                 }
-                for stream in streams
+                for prompt, stream in zip(PROMPTS, streams, strict=True)
             ]
             if mixed:
                 seen = running._scheduler.policy.seen  # type: ignore[attr-defined]

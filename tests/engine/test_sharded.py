@@ -1,5 +1,5 @@
-"""Tensor parallelism changes neither logits nor greedy text, few KV heads and hidden caches
-included."""
+"""Tensor parallelism changes neither logits, those of prompts included, nor greedy text, few KV
+heads and hidden caches included."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_shards_agree(tmp_path: Path, family: str) -> None:
     for cut in (report[shards] for shards in report if shards != "1"):
         for one, other in zip(whole, cut, strict=True):
             assert one["tokens"] == other["tokens"]
+            assert len(one["top"]) == len(other["top"]) == one["prompt"] - 1 + len(one["tokens"])
             for a, b in zip(one["top"], other["top"], strict=True):
                 common = a.keys() & b.keys()
                 assert len(common) >= 19  # the 20th may tie
