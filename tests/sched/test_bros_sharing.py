@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.block_ends import NOBODY
+from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.kinds import LEFT, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import View
@@ -192,6 +193,46 @@ def test_best_effort_requests_take_places_of_those_with_more_to_bring_back(on: b
     run.to_the_end()
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_newcomers_keep_nobody_waiting_who_has_tokens_on_the_host(in_order: bool) -> None:
+    run = Watched(8, rows=2, in_order=in_order)
+    low = [run.add(4, 3, tier=BEST) for _ in range(2)]
+    run.step()
+    high = [run.add(4, 1, **LATER) for _ in range(2)]
+    assert list(run.step()) == high and run.scheduler.host.tokens[low].tolist() == [4, 4]
+    later = [run.add(4, 2, tier=BEST) for _ in range(4)]
+    for _ in range(20):
+        later += [run.add(4, 2, tier=BEST) for _ in range(2)]
+        run.step()
+    assert run.ended[:4] == [*high, *(low if in_order else later[:2])]
+    assert (set(low) <= set(run.ended)) == in_order
+    run.to_the_end()
+
+
+@pytest.mark.parametrize("aged", [4, 12])
+def test_those_that_must_not_wait_are_served_in_order_too(aged: int) -> None:
+    run = Watched(8, rows=1, max_age=1.0)
+    low = run.add(4, 3, tier=BEST)
+    run.step()
+    run.add(4, 1, **LATER)
+    run.step()
+    for _ in range(aged):
+        run.add(4, 2, tier=BEST)
+    assert list(run.step(5.0)) == [low]
+
+
+def test_a_cache_that_takes_too_long_to_come_back_is_passed_over() -> None:
+    slow = LinearCostModel(Coefficients(0.1, 0, 0, 0, 0, 0, 0, 0, 0, swapped_slot=0.5), 1)
+    run = Watched(8, rows=2, cost_model=slow)
+    low = run.add(4, 3, tier=BEST)
+    run.step()
+    brief, high = run.add(4, 1, **LATER), run.add(4, 9, ttft=100.0, tbt=2.0)
+    assert run.step() == {brief: 4, high: 4} and run.scheduler.host.tokens[low] == 4
+    other = run.add(4, 3, tier=BEST)
+    assert run.step() == {high: 1, other: 4}, "4 tokens of K and V take 4 s"
+    assert run.step() == {high: 1, other: 1}
+
+
 def test_nobody_moves_caches_without_sharing() -> None:
     assert make_policy("bros").moves_cache and not make_policy("bros:sharing=false").moves_cache
     run = Watched(3, sharing=False)
@@ -203,7 +244,7 @@ def test_nobody_moves_caches_without_sharing() -> None:
 
 def test_the_earliest_is_looked_at_however_much_it_has_on_the_host() -> None:
     """So that somebody can always take a block from the others."""
-    run = Watched(40, rows=40, c=1000)
+    run = Watched(40, rows=40, c=1000, in_order=False)
     rows = np.array([run.add(4, 9, tier=BEST) for _ in range(20)])
     run.step()
     side = run.pool.direction[rows[0]]

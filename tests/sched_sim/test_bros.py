@@ -21,6 +21,7 @@ COST = LinearCostModel(
 )
 POLICIES = [
     *("bros", "bros:sharing=false", "bros:late_last=false:replace=false:initial=2:growth=1"),
+    "bros:in_order=false",
     *("bros:max_age=0.5", "bros:floor=40", "bros:watermark=0.2:ttft=5:tbt=5", "round_robin"),
 ]
 

@@ -11,8 +11,9 @@ from jaxserve.sched.policies.bros.packing import Batch, Work
 
 def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
     """Adds them in order while rows, tokens, blocks and `limit`, seconds of the whole batch, last.
-    A prompt that is too long is passed over. Starts leave the watermark free, and none overtakes
-    one that found no room. One that decodes takes the block it lacks from the latest to arrive."""
+    A prompt that is too long, or a cache that takes too long to come back, is passed over. Starts
+    leave the watermark free, and none overtakes one that found no room. One that decodes takes the
+    block it lacks from the latest to arrive."""
     while len(work):
         count = batch.fits(work)
         timely = prefix(batch.times(work[:count]) <= limit)
@@ -24,9 +25,10 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
             return
         head, work = work[found : found + 1], work[found:]
         if found == timely:  # no rows, tokens or time are left for the head
-            if head.decodes[0] or not batch.rows_left:
+            if not batch.rows_left or (head.decodes[0] and not head.loaded[0]):
                 return
-            work = work[work.decodes | (work.tokens < head.tokens[0])]
+            shorter = work.decodes | (work.tokens < head.tokens[0])
+            work = work[work.loaded < head.loaded[0] if head.loaded[0] else shorter]
         elif head.starts[0]:
             work = work[~work.starts]
         elif _make_room(room, head):

@@ -59,6 +59,10 @@ class Bros(Policy):
     replace: whether best-effort requests take places of real-time ones in a full batch, of those
     that would have more to bring back from the host, and can wait for the next one.
 
+    in_order: whether best-effort requests are served in order of arrival; false: those with least
+    to bring back from the host first, as in the paper. Who has much there then waits for as long
+    as others keep coming, even once real-time requests have become few.
+
     sharing: whether real-time requests join the blocks of best-effort ones, and caches go to the
     host; otherwise whoever loses its cache computes it again, the paper's "No Bi-cache".
 
@@ -76,6 +80,7 @@ class Bros(Policy):
     watermark: float = 0.01
     late_last: bool = True
     replace: bool = True
+    in_order: bool = True
     sharing: bool = True
     max_age: float | None = None
     floor: float | None = None
@@ -119,14 +124,15 @@ class Bros(Policy):
         others = others[np.lexsort((table.seq[others], view.host.tokens[others]))]
         batch = Batch(view, self._memory.size)
         room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
-        first = self._first(view, others, now, clock)
+        turns = others[np.argsort(table.seq[others])] if self.in_order else others
+        first = self._first(view, turns, now, clock)
         if len(first):
             fill_first(batch, room, first, queue.rows)
         forced = len(batch)
         spare = self._memory.mean if self.replace else np.inf
         early, limit = pack(batch, room, queue, others, late_last=self.late_last, spare=spare)
         if not early:
-            fill(batch, room, room.offers(others), limit)
+            fill(batch, room, room.offers(turns), limit)
             if not len(batch):  # nobody could take a place
                 pack(batch, room, queue, others, late_last=self.late_last, spare=np.inf)
         done = batch.work()
