@@ -58,6 +58,11 @@ class OutputLengths:
             self._expected = self._by_bin()
         return np.maximum(self._expected[bins_above(generated)], generated + 1)
 
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Copies, float64 [bins]: the weight of those that ended or were cut in each bin, and of
+        those that ended there by themselves."""
+        return self._reached.copy(), self._ended.copy()
+
     def _by_bin(self) -> np.ndarray:
         """Mean length of the outputs that get as far as each bin, float64 [bins]; 0 if none has.
 
@@ -75,3 +80,32 @@ class OutputLengths:
                 mean += share * (length - mean)
             expected[index] = mean
         return expected
+
+
+class Survival:
+    """How many outputs get how long, those that are not over included: they are censored as those
+    that were cut are, so that short ones, which are over first, do not count too much.
+
+    reached, ended: as `OutputLengths.counted`. going: int64 [n], tokens of each one so far. mean:
+    tokens of an output, at least 1.
+    """
+
+    def __init__(self, reached: np.ndarray, ended: np.ndarray, going: np.ndarray) -> None:
+        bins = np.floor(BINS_PER_OCTAVE * np.log2(np.maximum(going, 1))).astype(np.int64)
+        reached = reached + np.bincount(bins, minlength=BINS)
+        at_risk = np.cumsum(reached[::-1])[::-1]
+        share = ended / np.where(at_risk > 0, at_risk, 1.0)
+        share[int(np.max(np.flatnonzero(reached), initial=0)) :] = 1.0
+        # At the ends of the bins; every output has a token.
+        self._longer = np.concatenate([[1.0], np.cumprod(1.0 - share)])
+        widths = np.diff(_EDGES, prepend=0.0)
+        between = (self._longer + np.concatenate([[1.0], self._longer[:-1]])) / 2
+        self.mean = max(1.0, float(widths @ between))
+
+    def longer(self, tokens: np.ndarray) -> np.ndarray:
+        """Share of the outputs that are longer than so many tokens, float64 as they are."""
+        at = BINS_PER_OCTAVE * np.log2(np.maximum(tokens, 1.0))
+        return np.interp(at, np.arange(BINS + 1), self._longer)
+
+
+_EDGES = 2.0 ** (np.arange(BINS + 1) / BINS_PER_OCTAVE)  # tokens, between the bins

@@ -125,6 +125,18 @@ class Policy(abc.ABC):
     counts_blocks: bool = False
     steady: bool = False
 
+    @property
+    def takes_room(self) -> bool:
+        """Whether requests that start may take memory and rows from those that run and have a
+        larger `standing`."""
+        return False
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """A number for each request: of those that wait, who has a smaller one is served first, as
+        far as can be said before; None where nothing can. requests: one or some, with attributes as
+        `keys.Columns` has them. For predictions, asked from any thread: it changes nothing."""
+        return None
+
     @abc.abstractmethod
     def plan(self, view: View, now: float) -> BatchPlan:
         """The next iteration. now: seconds, on the clock of `RequestTable.arrival`."""

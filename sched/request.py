@@ -206,7 +206,8 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue. arrival: seconds on the engine's clock. slo_class: by whose name it
-    is reported; its targets and its tier are the request's own by now."""
+    is reported; its targets and its tier are the request's own by now. serve_late: it is not
+    refused though its first token is expected late (`sched/lateness.py`)."""
 
     id: str
     prompt: tuple[int, ...]
@@ -215,6 +216,7 @@ class Request:
     tier: Tier = Tier.REALTIME
     arrival: float = 0.0
     slo_class: str = NO_CLASS
+    serve_late: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -73,6 +73,11 @@ class RequestTable:
         """Rows without a request: how often `add` still works."""
         return len(self._free)
 
+    @property
+    def num_added(self) -> int:
+        """Requests so far, those that have been removed included."""
+        return self._next_seq
+
     def add(self, request: Request) -> int:
         """Gives the request a row and returns it. IndexError when the table is full."""
         row = self._free.pop()

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -127,6 +128,15 @@ class UnifiedPolicy(Policy):
         key = self.key
         keys = None if key is None else (lambda rows: evaluate(key, view, rows))
         return rank(view, keys, self.requeue)
+
+    @property
+    def takes_room(self) -> bool:
+        """Where those that wait preempt."""
+        return any(group.preempts and Phase.WAITING in group.phases for group in self.groups)
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """The key, or the order of arrival."""
+        return requests.seq if self.key is None else self.key(requests)
 
     def form(self) -> Form | None:
         """For simulations that have it compiled; None if that cannot be. A class that overrides any

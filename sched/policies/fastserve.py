@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -107,6 +108,10 @@ class FastServe(UnifiedPolicy):
     def ranking(self, view: View, now: float) -> Ranking:
         """By queue, the top one first, then by arrival."""
         return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """Unknown: it depends on what each has been through."""
+        return None
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
         """The queue that each request is in, 0 the top, int16 [n]. Takes note of all new ones, and

@@ -41,6 +41,10 @@ class Ordered(UnifiedPolicy):
 
         return rank(view, keys, self.requeue)
 
+    def standing(self, requests: Any, now: float) -> Any:
+        """Unknown: the numbers are of those that it was made for."""
+        return None
+
     def form(self) -> Form | None:
         """As `ranking` has it."""
         plain = super().form()

@@ -7,6 +7,7 @@ Within a turn batches, memory and preemption are vLLM's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 from jaxserve.sched.unified import Group, UnifiedPolicy
+
+_FAR = 1 << 40  # requests: behind all others
 
 
 @dataclass
@@ -52,6 +55,10 @@ class RoundRobin(UnifiedPolicy):
             if len(plan) or plan.operations:
                 return plan
         return BatchPlan()
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """By arrival, and as if real-time requests met no others, who take every other batch."""
+        return requests.seq + (requests.tier == Tier.BEST_EFFORT) * _FAR
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
         """As in the unified scheduler, of the queue whose turn it is."""

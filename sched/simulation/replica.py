@@ -95,6 +95,11 @@ class Replica:
         self._log: list[tuple[float, ...]] = []
         self._log_parts: list[np.ndarray] = []
 
+    @property
+    def device_free(self) -> float:
+        """When the device has done all that it was told."""
+        return self._clock.device_free
+
     def receive(self, number: int, request: Request) -> None:
         """The request, which has that number, arrives; not before `next_time` has passed what
         arrived earlier."""

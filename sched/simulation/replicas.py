@@ -20,6 +20,7 @@ from jaxserve.sched.policy import Policy
 from jaxserve.sched.simulation.arrivals import Arrivals
 from jaxserve.sched.simulation.bounded_queue import BoundedQueue
 from jaxserve.sched.simulation.compiled.setting import REFUSED, Outcome, Setting
+from jaxserve.sched.simulation.late import Lateness
 from jaxserve.sched.simulation.replica import BatchRows, Replica
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
@@ -41,17 +42,20 @@ class Options:
     until: float
     rho: float | None
     projects: bool
+    refuse_late: float | None = None
 
 
 @dataclass(frozen=True)
 class Served:
     """workload: all that came. rows: per replica and batch who was in it, if that was asked for.
-    seed_read: whether a policy asked for the seed."""
+    seed_read: whether a policy asked for the seed. expected: seconds until the first token as each
+    was told when it came, float64 [n], if that was asked for."""
 
     workload: Workload
     outcome: Outcome
     rows: list[list[BatchRows]] | None
     seed_read: bool
+    expected: np.ndarray | None = None
 
 
 def run_in_python(
@@ -76,7 +80,9 @@ def run_in_python(
         for policy in policies
     ]
     queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
-    served_by = _serve(machines, arrivals, ROUTERS[setting.routing], queue, options.until, progress)
+    late = Lateness(options.refuse_late)
+    route = ROUTERS[setting.routing]
+    served_by = _serve(machines, arrivals, route, queue, late, options.until, progress)
     logs = [machine.stop(options.until) for machine in machines]
     outputs.cut(options.until)
     came, numbers = arrivals.came()
@@ -86,6 +92,7 @@ def run_in_python(
         Outcome(outputs.in_order(numbers), outputs.preemptions[numbers], served_by[numbers], logs),
         rows if options.record_rows else None,
         any(machine.scheduler.view.seed_read for machine in machines),
+        late.expected(numbers),
     )
 
 
@@ -140,6 +147,7 @@ def _serve(
     arrivals: Arrivals,
     route: Router,
     queue: BoundedQueue,
+    late: Lateness,
     until: float,
     progress: Callable[[int], None] | None,
 ) -> np.ndarray:
@@ -154,7 +162,8 @@ def _serve(
         if arrival <= machine.next_time:
             number, request = arrivals.take()
             chosen = route(number, machines)
-            if queue.admits(chosen, number, arrival):
+            taken = late.admits(machines[chosen], number, request)
+            if taken and queue.admits(chosen, number, arrival):
                 machines[chosen].receive(number, request)
                 served_by[number] = chosen
             if progress is not None and number < arrivals.num_open:

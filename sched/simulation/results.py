@@ -167,7 +167,8 @@ class SimulationResult:
     for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
     seed; if none did, it changes nothing but the workload. goodput_bound, search_runs, found_by:
     where the schedule was searched for, requests/s that none exceeds (inf where nothing can be
-    said), how many were simulated, and whose the best is (`oracle.Found`)."""
+    said), how many were simulated, and whose the best is (`oracle.Found`). expected: seconds until
+    the first token as predicted when each request came, float64 [n], where that was asked for."""
 
     requests: RequestRecords
     batches: BatchRecords
@@ -177,6 +178,7 @@ class SimulationResult:
     goodput_bound: float | None = None
     search_runs: int | None = None
     found_by: str | None = None
+    expected: np.ndarray | None = None
 
     @property
     def lengthening(self) -> np.ndarray | None:

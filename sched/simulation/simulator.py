@@ -88,6 +88,7 @@ def simulate(
     replicas: int = 1,
     routing: str = "round_robin",
     max_queue: int | None = None,
+    refuse_late: float | None = None,
     rho: float | Literal["system"] | None = "system",
     seed: int = 0,
     best_effort: ClosedLoop | None = None,
@@ -107,15 +108,16 @@ def simulate(
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
     memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
-    beside max_rows; who comes then is refused. rho: what a token read from a hidden cache costs a
-    step, see `View`; by default the system's, None for no hidden caches. best_effort: what comes
-    beside the workload. until: when the run is cut off, seconds; who comes later is not in it, and
-    who goes on counts as far as it got. checked: check plans as the engine does; by default all but
-    those of `registry.is_built_in` policies. compiled: with numba (`fast.py`); by default if it can
-    be. coast: in Python, take steps that are certain several at once. Neither changes the outcome.
-    online: policies see a model that begins as this one and learns from the steps, as a server's
-    do, not the true one. record_rows: keep who was in each batch. progress(n): n more of the
-    workload's have come. compiling(): half a minute begins in which numba compiles, the first time.
+    beside max_rows; who comes then is refused. refuse_late: as `server.refuse_late`; inf predicts
+    waits and refuses nobody. rho: what a token read from a hidden cache costs a step, see `View`;
+    by default the system's, None for no hidden caches. best_effort: what comes beside the workload.
+    until: when the run is cut off, seconds; who comes later is not in it, and who goes on counts as
+    far as it got. checked: check plans as the engine does; by default all but those of
+    `registry.is_built_in` policies. compiled: with numba (`fast.py`); by default if it can be.
+    coast: in Python, take certain steps several at once. Neither changes the outcome. online:
+    policies see a model that begins as this one and learns from the steps, as a server's do, not
+    the true one. record_rows: keep who was in each batch. progress(n): n more of the workload's
+    have come. compiling(): half a minute begins in which numba compiles, the first time.
     SimulationError if it cannot be simulated so, InvalidPlan for what cannot be booked, or gets
     nowhere (`sched/progress.py`).
     """
@@ -126,12 +128,11 @@ def simulate(
     setting = _several(setting, replicas, routing, max_queue, seed)
     longest, fixed = _check_fits(workload, policies[0], setting), _checked(checked, policy)
     longest = max(longest, _check_end(until, best_effort, policies[0], setting))
-    hidden = _hidden(rho, system, setting.cost_model)
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
-    options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **hidden)
-    compiled = _compiled(compiled, bool(checked or online or record_rows or until < math.inf))
-    name = policy if isinstance(policy, str) else type(policy).__name__
-    ran = _run(name, policies, workload, setting, options, compiled, progress, compiling)
+    known = _hidden(rho, system, setting.cost_model) | {"refuse_late": refuse_late}
+    options = Options(slots, longest, fixed, coast, online, record_rows, *cut, **known)
+    compiled = _compiled(compiled, options, bool(checked))
+    ran = _run(policy, policies, workload, setting, options, compiled, progress, compiling)
     return _result(setting, *ran, until)
 
 
@@ -183,16 +184,19 @@ def _several(
     return replace(setting, replicas=replicas, routing=routing, capacity=capacity, seed=seed)
 
 
-def _compiled(wanted: bool | None, in_python: bool) -> bool | None:
+def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
+    cut, told = options.until < math.inf, options.refuse_late is not None
+    in_python = bool(checked or options.online or options.record_rows or cut or told)
     if wanted and in_python:
         raise SimulationError(
-            "compiled simulations check no plans, learn nothing, record no rows and are not cut off"
+            "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
+            "and are not cut off"
         )
     return False if in_python else wanted
 
 
-def _run(name: str, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
-    """As `fast.run`, or what a search has found where the policy is one. name: of the policy."""
+def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Served, Found | None]:
+    """As `fast.run`, or what a search has found where the policy is one. policy: as given."""
     try:
         if isinstance(policies[0], OraclePolicy):
             found = search(policies[0], *known)
@@ -201,6 +205,7 @@ def _run(name: str, policies: list[Policy], *known: Any) -> tuple[Served, Found 
     except NotCompiled as error:
         raise SimulationError(f"the simulation cannot run compiled: {error}") from error
     except InvalidPlan as error:
+        name = policy if isinstance(policy, str) else type(policy).__name__
         raise InvalidPlan(f"policy {name}: {error}") from error
 
 
@@ -218,9 +223,14 @@ def _result(
         raise SimulationError(f"no request comes until {until:g} s")
     requests = RequestRecords.of(workload, outcome, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
-    searched = (found.bound, found.runs, found.name) if found else ()
     batches = BatchRecords.of(outcome.batches)
-    return SimulationResult(requests, batches, served.rows, tokens, served.seed_read, *searched)
+    searched = {} if found is None else _searched(found)
+    kept = (served.rows, tokens, served.seed_read)
+    return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)
+
+
+def _searched(found: Found) -> dict[str, Any]:
+    return {"goodput_bound": found.bound, "search_runs": found.runs, "found_by": found.name}
 
 
 def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sched.output_lengths import BINS_PER_OCTAVE, HALF_LIFE, OutputLengths
+from jaxserve.sched.output_lengths import BINS_PER_OCTAVE, HALF_LIFE, OutputLengths, Survival
 from tests.sched.driver import Drive
 
 NOTHING = np.array([0])
@@ -90,3 +90,32 @@ def test_what_is_cancelled_does_not_count() -> None:
     assert lengths.count == 2
     # One was cut at 4, and the other has ended by itself at 5.
     assert lengths.expected(NOTHING).tolist() == [5.0]
+
+
+def survival(lengths: OutputLengths, *going: int) -> Survival:
+    return Survival(*lengths.counted(), np.array(going, np.int64))
+
+
+def test_survival_is_the_share_that_is_longer() -> None:
+    found = survival(learned(10, 10, 100, 1000)).longer(np.array([0, 5, 12, 50, 120, 500, 1200]))
+    assert found == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25, 0], abs=1e-3)
+    cut = survival(learned(10, 10, 100, 1000, cut=(3000,))).longer(np.array([50, 1200, 4000]))
+    assert cut == pytest.approx([0.6, 0.2, 0], abs=1e-3)
+    assert survival(OutputLengths()).mean == pytest.approx(1, abs=0.1)
+    assert survival(learned(*[100] * 40)).mean == pytest.approx(100, rel=0.05)
+
+
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=40))
+def test_the_mean_of_the_survival(lengths: list[int]) -> None:
+    """To a bin's width the mean of all of them; it is the same curve that `expected` uses."""
+    found = survival(learned(*lengths))
+    assert found.mean == pytest.approx(learned(*lengths).expected(NOTHING)[0], rel=0.1)
+
+
+def test_outputs_that_go_on_are_longer_than_they_are() -> None:
+    """Short outputs are over first: without the others, everybody would seem to write little."""
+    ended = learned(*[10] * 8)
+    assert survival(ended).mean == pytest.approx(10, rel=0.1)
+    found = survival(ended, *[200] * 8)
+    assert found.longer(np.array([20, 150])) == pytest.approx([0.5, 0.5], abs=1e-2)
+    assert found.mean > 90

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,10 @@ from jaxserve.sched.policies.accelgen.room import Room
 from jaxserve.sched.policies.accelgen.seen import Seen
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
+from jaxserve.sched.request import Tier
 from jaxserve.sched.table import RUNNING, WAITING
+
+_FAR = 1e12  # seconds: behind all that are not late
 
 
 class Ordering(enum.Enum):
@@ -113,6 +117,17 @@ class AccelGen(Policy):
         if not batch.tokens:
             filling.force(prompts[~room.is_out(prompts.rows)])
         return self._booked(view, batch, room, clock)
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """By the first token's deadline, those that are late behind the others where `late_last`
+        says so; then those without one. Without the ordering, by arrival."""
+        if self.ordering is Ordering.FIFO:
+            return requests.seq
+        bare = np.isinf(requests.ttft) & np.isinf(requests.jct)
+        own = np.where(bare & np.equal(requests.tier, Tier.REALTIME), self.ttft, requests.ttft)
+        due = requests.arrival + own
+        late = (due < now) & self.late_last
+        return np.where(requests.waiting & late, due + _FAR, due)
 
     def _ranked(self, view: View, clock: float, pivot: Pivot, longest: float) -> Work:
         """All requests, the most urgent first, but for long prompts that wait for another."""

@@ -8,6 +8,7 @@ best-effort requests fill it. docs/bros-policy.md lists all that is otherwise th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from jaxserve.sched.registry import register
 from jaxserve.sched.table import RUNNING, WAITING
 
 BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
+_FAR = 1e12  # seconds: behind all that are not late
 MEAN_WEIGHT = 0.1  # of the last batch in the moving average
 
 
@@ -88,6 +90,7 @@ class Bros(Policy):
     moves_cache: bool = field(default=True, init=False)
     counts_blocks: bool = field(default=False, init=False)
     chunked = False
+    takes_room = True
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tbt", "max_age", "floor"):
@@ -146,6 +149,15 @@ class Bros(Policy):
             room.operations(done),
             sides.astype(np.int64) if self.sharing else None,
         )
+
+    def standing(self, requests: Any, now: float) -> Any:
+        """By deadline, those that are late behind the others where `late_last` says so; then
+        best-effort requests. Real-time ones that run keep what they have."""
+        ttft = np.where(np.isinf(requests.ttft), self.ttft, requests.ttft)
+        due = requests.arrival + ttft
+        late = (due < now) & self.late_last
+        due = np.where(requests.waiting, np.where(late, due + _FAR, due), -np.inf)
+        return np.where(np.equal(requests.tier, BEST_EFFORT), np.inf, due)
 
     def _in_flight(self, view: View) -> float:
         """Seconds until the step on the device ends; 0 if there is none."""

@@ -1,0 +1,139 @@
+"""What a scheduler has before it, copied at one moment: all that waits are predicted from
+(`sched/first_token.py`), by any thread, without the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.padding import Padding
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.table import RUNNING, WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What `Policy.standing` may know of requests, by the names of `keys.Columns`: arrays [n], or
+    numbers of one. Times in seconds, lengths in tokens."""
+
+    arrival: Any
+    last_token: Any
+    ttft: Any
+    tbt: Any
+    jct: Any
+    seq: Any
+    prompt_len: Any
+    generated: Any
+    computed: Any
+    tier: Any
+    most_output: Any
+    waiting: Any
+    decoding: Any
+    seed: int = 0
+    given: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request, now: float, seq: int, seed: int) -> Known:
+        """One that comes now. seq: how many have come before it."""
+        slo = request.slo
+        ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
+        return cls(
+            *(now, now, ttft, tbt, jct, seq, len(request.prompt), 0, 0, int(request.tier)),
+            most_output=request.sampling.max_tokens,
+            waiting=True,
+            decoding=False,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """Requests [n] that are there and not done, with what they hold, and what serves them.
+
+    time: when this was so. free_at: when the device is predicted to be done with the steps that it
+    has been given; their tokens count as computed. received: requests so far, those that have
+    ended included. blocks: int64 [n], held by each. output_lengths: `OutputLengths.counted`. The
+    cost model may be one that goes on learning.
+    """
+
+    time: float
+    free_at: float
+    received: int
+    known: Known
+    blocks: np.ndarray
+    free_blocks: int
+    block_size: int
+    limits: Limits
+    policy: Policy
+    cost_model: CostModel
+    padding: Padding | None
+    output_lengths: tuple[np.ndarray, np.ndarray]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
+        """Of a scheduler, on the thread that plans."""
+        view, table, pool = scheduler.view, scheduler.table, scheduler.pool
+        waiting = table.in_state(WAITING)
+        rows = np.concatenate([table.in_state(RUNNING), waiting])
+        waits = np.zeros(len(rows), bool)
+        waits[len(rows) - len(waiting) :] = True
+        computed = table.computed[rows]
+        if scheduler.host.num_used:  # what is there is not computed again
+            computed = np.maximum(computed, scheduler.host.tokens[rows])
+        known = Known(
+            *(table.arrival[rows], table.last_token[rows]),
+            *(table.ttft[rows], table.tbt[rows], table.jct[rows]),
+            *(table.seq[rows], table.prompt_len[rows]),
+            *(table.generated[rows], computed),
+            *(table.tier[rows].astype(np.int64), view.most_output(rows), waits),
+            decoding=table.decoding(rows),
+            seed=view.seed,
+        )
+        return cls(
+            *(now, max(now, free_at), table.num_added, known),
+            blocks=np.where(waits, 0, pool.held[rows]),
+            free_blocks=pool.num_free,
+            block_size=pool.block_size,
+            limits=view.limits,
+            policy=scheduler.policy,
+            cost_model=view.cost_model,
+            padding=view.padding,
+            output_lengths=table.output_lengths.counted(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def step_time(self, batch: BatchFeatures) -> float:
+        """Seconds of a batch, as `View.step_time`."""
+        if self.padding is not None:
+            batch = batch.padded(self.padding)
+        return float(self.cost_model.batch_time(batch))
+
+    def standing(self, known: Known, now: float) -> np.ndarray | None:
+        """As the policy has it, float64; None where it says nothing."""
+        with np.errstate(all="ignore"):
+            found = self.policy.standing(known, now)
+        return None if found is None else np.fmin(np.asarray(found, np.float64), np.inf)
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that may hold cache, where the policy has a limit of its own, too."""
+        own = getattr(self.policy, "max_rows", None)
+        return min(self.limits.max_rows, own or self.limits.max_rows)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether prompts are computed beside decodes."""
+        return bool(getattr(self.policy, "mixed_batches", True))
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How far prompts may fill a batch."""
+        whole = not self.policy.chunked or getattr(self.policy, "full_prefill", False)
+        return self.limits.max_batch_tokens if whole else self.limits.max_prefill_tokens

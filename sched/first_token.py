@@ -1,0 +1,234 @@
+"""How long a request that comes now would wait for its first token.
+
+A fluid estimate from a `Backlog`, without looking at what a policy decides from step to step. The
+first token comes after as many steps as the prompt tokens before it and its own take, or as many
+decodes as it takes until those that run have left rows and blocks to it and all before it,
+whichever are more. Both are priced by the cost model that the scheduler plans with. Where
+something cannot be known before, it errs to the short side, so that who refuses late requests
+refuses too few: policies that say nothing of their order (`Policy.standing`) are taken to serve the
+newcomer first, caches do not grow, and nobody is preempted for their growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.backlog import Backlog, Known
+from jaxserve.sched.block_sizes import blocks_for
+from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.output_lengths import Survival
+from jaxserve.sched.request import Request
+
+_POINTS = 48  # of time, at which it is asked who has left
+_SPAN = 3.0  # mean outputs until the last of them
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Seconds until a request's first token: as things are, and on an idle engine."""
+
+    seconds: float
+    alone: float
+
+
+class _Work(NamedTuple):
+    """Prompts to compute: how many, their tokens and the cost model's sums over them; how many of
+    them have not begun, and the blocks that those take."""
+
+    prompts: int
+    tokens: int
+    quad: int
+    cached: int
+    starts: int
+    blocks: int
+
+
+class FirstToken:
+    """Predicts from one backlog. Any thread may ask; what takes long is done once, when it is first
+    asked for. Then each question takes a bisection, and a look at `others`."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+
+    def wait(self, request: Request, now: float, others: Sequence[Request] = ()) -> Wait:
+        """Of a request that comes now. others: those that came since the backlog was taken. now:
+        seconds, on the backlog's clock."""
+        backlog = self._backlog
+        count = backlog.received + len(others)
+        place = backlog.standing(Known.of(request, now, count, backlog.known.seed), now)
+        before = self._before(place, now, others)
+        size = len(request.prompt)
+        own = _Work(1, size, size * size, 0, 1, int(blocks_for(size, backlog.block_size)))
+        alone = self._prefill(own, 0, 0.0)[0]
+        total = _Work(*(ours + theirs for ours, theirs in zip(own, before, strict=True)))
+        rows, blocks = self._given_up(place)
+        lacking = total.starts - rows - (backlog.max_rows - self._holders)
+        short = total.blocks - blocks - backlog.free_blocks
+        seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
+        left = backlog.free_at + seconds - now
+        return Wait(max(alone, left), alone)
+
+    # Who is before it.
+
+    def _before(self, place: np.ndarray | None, now: float, others: Sequence[Request]) -> _Work:
+        if place is None:
+            return _NOTHING
+        standing, sums = self._queue
+        at = int(np.searchsorted(standing, place, side="right"))
+        found = sums[:, at]
+        seed, first = self._backlog.known.seed, self._backlog.received
+        for number, other in enumerate(others, first):
+            known = Known.of(other, other.arrival, number, seed)
+            theirs = self._backlog.standing(known, now)
+            if theirs is not None and theirs <= place:
+                size, n = len(other.prompt), other.sampling.n
+                blocks = int(blocks_for(size, self._backlog.block_size))
+                found = found + n * np.array([1, size, size * size, 0, 1, blocks])
+        return _Work(*map(int, found))
+
+    @cached_property
+    def _queue(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those with more to compute than a decode, by standing, [m], and sums of `_Work` over the
+        first 0, 1, ... m of them, int64 [6, m + 1]."""
+        backlog, known = self._backlog, self._backlog.known
+        standing = backlog.standing(known, backlog.time)
+        pending = np.flatnonzero(~known.decoding)
+        if standing is not None:
+            pending = pending[np.argsort(standing[pending], kind="stable")]
+        cached = known.computed[pending]
+        length = known.prompt_len[pending] + known.generated[pending]
+        tokens, starts = length - cached, known.waiting[pending]
+        sums = np.zeros((6, len(pending) + 1), np.int64)
+        parts = (
+            np.ones(len(pending), np.int64),
+            tokens,
+            tokens * (tokens + 2 * cached),
+            cached,
+            starts,
+            starts * blocks_for(length, backlog.block_size),
+        )
+        np.cumsum(np.stack(parts), axis=1, out=sums[:, 1:])
+        return (np.zeros(0) if standing is None else standing[pending]), sums
+
+    def _given_up(self, place: np.ndarray | None) -> tuple[int, int]:
+        """Rows and blocks that those that run would lose to it."""
+        backlog = self._backlog
+        if place is None or not backlog.policy.takes_room:
+            return 0, 0
+        standing, blocks = self._losers
+        at = int(np.searchsorted(standing, place, side="right"))
+        return len(standing) - at, int(blocks[-1] - blocks[at])
+
+    @cached_property
+    def _losers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those that run, by standing, and the blocks of the first 0, 1, ... of them."""
+        backlog = self._backlog
+        runs = np.flatnonzero(~backlog.known.waiting)
+        standing = backlog.standing(backlog.known, backlog.time)
+        assert standing is not None
+        runs = runs[np.argsort(standing[runs], kind="stable")]
+        return standing[runs], np.concatenate([[0], np.cumsum(backlog.blocks[runs])])
+
+    # What it takes.
+
+    def _seconds(self, work: _Work, steps: float) -> float:
+        """Of the prompts, and of decodes until so many steps have gone by."""
+        prefill, taken = self._prefill(work, self._decodes, self._read)
+        if steps <= 0:
+            return prefill
+        # By then those have started that there was room for.
+        rows = min(self._backlog.max_rows, self._holders + work.starts)
+        mean = self._read / self._decodes if self._decodes else work.tokens / work.prompts
+        decode = self._backlog.step_time(BatchFeatures(rows, rows, rows * mean, rows, 0, 0, 0))
+        return prefill + decode * (max(0.0, steps - taken) if self._backlog.mixed else steps)
+
+    def _prefill(self, work: _Work, decodes: int, read: float) -> tuple[float, int]:
+        """Seconds of the steps that compute prompts, beside so many decodes, and their number."""
+        backlog = self._backlog
+        if not backlog.mixed:
+            decodes, read = 0, 0.0
+        room = max(1, backlog.prefill_tokens - decodes)
+        steps = max(1, -(-work.tokens // room))
+        tokens = -(-work.tokens // steps) + decodes
+        prompts = max(1.0, work.prompts / steps)
+        quad, cached = work.quad / steps, work.cached / steps
+        batch = BatchFeatures(tokens, tokens, read, decodes, quad, prompts, cached)
+        return steps * backlog.step_time(batch), steps
+
+    # When there is room.
+
+    @cached_property
+    def _holders(self) -> int:
+        return int(np.count_nonzero(~self._backlog.known.waiting))
+
+    @cached_property
+    def _decodes(self) -> int:
+        return int(np.count_nonzero(self._backlog.known.decoding))
+
+    @cached_property
+    def _read(self) -> float:
+        known = self._backlog.known
+        return float((known.computed[known.decoding] + 1).sum())
+
+    def _steps_until(self, rows: float, blocks: float, starts: int) -> float:
+        """Decodes until so many rows and blocks more have been left. starts: requests that begin
+        until then, which leave again themselves."""
+        if rows <= 0 and blocks <= 0:
+            return 0.0
+        times, left, freed = self._leaving
+        every = max(1, min(self._backlog.max_rows, self._holders + starts))
+        found = 0.0
+        for lack, curve, share in (
+            (rows, left, every),
+            (blocks, freed, max(1.0, every * self._mean_blocks)),
+        ):
+            if lack <= 0:
+                continue
+            if lack <= curve[-1]:
+                found = max(found, float(np.interp(lack, curve, times)))
+            else:  # in as many decodes as an output has all that there is is left once
+                rest = (lack - curve[-1]) / share * self._outputs.mean
+                found = max(found, float(times[-1]) + rest)
+        return found
+
+    @cached_property
+    def _mean_blocks(self) -> float:
+        runs = ~self._backlog.known.waiting
+        return float(self._backlog.blocks[runs].mean()) if runs.any() else 0.0
+
+    @cached_property
+    def _leaving(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Decodes from now, [_POINTS], and by then the mean number of requests that have ended, and
+        of blocks that are free for it, those included that started in the place of others."""
+        backlog, known = self._backlog, self._backlog.known
+        runs, longer, mean = (
+            np.flatnonzero(~known.waiting),
+            self._outputs.longer,
+            self._outputs.mean,
+        )
+        times = np.linspace(0.0, _SPAN * mean, _POINTS)
+        if not self._holders:
+            return times, np.zeros(_POINTS), np.zeros(_POINTS)
+        had = known.generated[runs][:, None]
+        alive = longer(had + times) / np.maximum(longer(had), 1e-12)
+        alive[(had + times >= known.most_output[runs][:, None])] = 0.0
+        alive[(longer(had) <= 0)[:, 0], 1:] = 0.0
+        gone = (1.0 - alive).sum(axis=0)
+        # Renewals: of those that start, as many as outputs end within the time that is left.
+        again = np.maximum(1.0 - longer(times), times / mean - 0.5)
+        new = np.convolve(np.diff(gone, prepend=0.0), again)[:_POINTS]
+        freed = backlog.blocks[runs] @ (1.0 - alive) + new * self._mean_blocks
+        return times, np.maximum.accumulate(gone + new), np.maximum.accumulate(freed)
+
+    @cached_property
+    def _outputs(self) -> Survival:
+        known = self._backlog.known
+        return Survival(*self._backlog.output_lengths, known.generated[known.generated > 0])
+
+
+_NOTHING = _Work(0, 0, 0, 0, 0, 0)
