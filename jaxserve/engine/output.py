@@ -36,12 +36,16 @@ class TokenLogprobs:
 @dataclass(frozen=True)
 class Timings:
     """Seconds. queue: arrival to first scheduled; ttft: arrival to first token; total: to last.
-    tbt: the 99th percentile of the times between its tokens; None with fewer than two."""
+    tbt: the 99th percentile of the times between its tokens, beside their mean and the longest;
+    None with fewer than two. preempted: when it lost all of its cache, from its arrival on."""
 
     queue: float
     ttft: float
     total: float
     tbt: float | None = None
+    tbt_mean: float | None = None
+    tbt_max: float | None = None
+    preempted: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

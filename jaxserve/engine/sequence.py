@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from jaxserve.engine.grammars import Matcher
@@ -20,8 +21,8 @@ class Continuation:
 
     row: in the scheduler's table. number: from 0 in the order of arrival. slot: on the device while
     it holds cache, else NO_SLOT. problems: with its targets. token_times: when its tokens came, in
-    seconds on the engine's clock. untold: the first token of its prompt whose log-probability no
-    launched step tells; None if none is to.
+    seconds on the engine's clock. preempted: likewise, when it lost all of its cache. untold: the
+    first token of its prompt whose log-probability no launched step tells; None if none is to.
     Results that arrive once `finished` is set belong to nobody.
     """
 
@@ -44,6 +45,7 @@ class Continuation:
         self.output_tokens: list[int] = []
         self.first_scheduled: float | None = None
         self.token_times: list[float] = []
+        self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
         self.untold: int | None = 1 if asks else None
         self._text = text
@@ -140,6 +142,9 @@ class Continuation:
             ttft=(came[0] if came else now) - request.arrival,
             total=now - request.arrival,
             tbt=tbt_that_counts(came),
+            tbt_mean=(came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else None,
+            tbt_max=max((b - a for a, b in itertools.pairwise(came)), default=None),
+            preempted=tuple(when - request.arrival for when in self.preempted),
         )
         self._verdict = judge(
             request,

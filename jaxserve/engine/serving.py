@@ -111,7 +111,7 @@ class Serving:
         num_shared = scheduler.pool.num_shared
         planned = self._clock()
         for row in step.preempted.tolist():
-            self._release_slot(self.live[row])
+            self._release_slot(self.live[row], preempted=begin)
         self._preemptions += len(step.preempted)
         for move in step.moves:
             carry_out(self._executor, move)
@@ -306,8 +306,10 @@ class Serving:
             ),
         )
 
-    def _release_slot(self, member: Continuation) -> None:
-        """Those restored from the host have none until they are in a batch."""
+    def _release_slot(self, member: Continuation, preempted: float | None = None) -> None:
+        """Those restored from the host have none until they are in a batch. preempted: when."""
+        if preempted is not None:
+            member.preempted.append(preempted)
         if member.slot != NO_SLOT:
             self._free_slots.append(member.slot)
             member.slot = NO_SLOT

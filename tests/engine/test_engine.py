@@ -90,6 +90,14 @@ def test_usage_and_timings(roomy: Engine) -> None:
     assert 0 <= last.timings.queue <= last.timings.ttft <= last.timings.total
     times = [t for o in stream.outputs for t in o.token_times]
     assert len(times) == 6 and times == sorted(times)
+    gaps = np.diff(times)
+    assert last.timings.tbt_mean == pytest.approx(gaps.mean())
+    assert last.timings.tbt_max == pytest.approx(gaps.max())
+    assert last.timings.preempted == ()
+    _, short = send(roomy, [3, 4, 5], max_tokens=1)
+    timings = short.wait().last().timings
+    assert timings is not None
+    assert (timings.tbt, timings.tbt_mean, timings.tbt_max) == (None, None, None)
 
 
 def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str, Path]) -> None:

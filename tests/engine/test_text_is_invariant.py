@@ -17,7 +17,7 @@ from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.table import State
 from jaxserve.sched.unified import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
-from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, wait_until_idle
+from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, send, wait_until_idle
 
 FAMILIES = ("opt", "llama")
 # What is done to the requests; "alone" is what the others must equal.
@@ -121,6 +121,11 @@ def test_refilled_token_by_token(
     told = StepRecorder()
     with engine(shapes["opt"]) as running:
         running.add_observer(told)
-        assert generate(running, prompts(3), **SAMPLING) == expected
+        streams = [send(running, prompt, **SAMPLING)[1] for prompt in prompts(3)]
+        assert [stream.wait().tokens() for stream in streams] == expected
         assert running.stats().preemptions == 3
+    for timings in (stream.last().timings for stream in streams):
+        assert timings is not None
+        (when,) = timings.preempted
+        assert timings.ttft < when < timings.total
     assert sum(step.preemptions for step in told.steps) == 3, "there was no batch when it preempted"

@@ -114,7 +114,7 @@ class Result:
 def _completion(found: dict[str, Any]) -> Completion:
     found["finish_reason"] = FinishReason(found["finish_reason"])
     found["usage"] = Usage(**found["usage"])
-    found["timings"] = Timings(**found["timings"])
+    found["timings"] = Timings(**_deep(found["timings"]))
     found["token_ids"] = tuple(found["token_ids"])
     found["logprobs"] = tuple(
         TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
