@@ -20,9 +20,12 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batch_options import open_batches
-from jaxserve.server.console import announce, log_to_stderr
+from jaxserve.server.console import announce, complain
 from jaxserve.server.http.door import http_settings
+from jaxserve.server.logs import log_to_stderr
 from jaxserve.server.process import run_server
+from jaxserve.server.requests.options import TEXT
+from jaxserve.server.trace_options import open_traces
 
 _STARTED = time.monotonic()
 _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
@@ -32,31 +35,37 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for a config that cannot be served or an engine that
     has failed, 2 for a wrong flag."""
     log_to_stderr()
+    form = TEXT
     try:
         answer = launch.answer(argv, str(_DEFAULT))
         if answer is not None:
             print(answer)
             return 0
         config = launch.read_config()
+        form = config.telemetry.log_format
+        log_to_stderr(form)
         launch.check_ports(config)
         http, access = http_settings(config), access_settings(config)
-        with open_batches(config) as batches:
+        with (
+            open_batches(config) as batches,
+            open_traces(config, lambda: engine.info().model) as traces,
+        ):
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.build import build_engine
 
-            engine = build_engine(config)
+            engine = build_engine(config, progress=form == TEXT)
             engine.start()
 
             def on_ready(server: launch.Server) -> None:
                 seconds = time.monotonic() - _STARTED
-                announce(launch.ready_text(engine.info(), server, seconds))
+                announce(launch.ready_text(engine.info(), server, seconds), form)
 
-            return run_server(engine, config, on_ready, batches, http, access)
+            return run_server(engine, config, on_ready, batches, http, access, traces)
     except launch.UsageError as error:
-        print(f"serve.py: {error}", file=sys.stderr)
+        complain(f"serve.py: {error}", form)
         return 2
     except ConfigError as error:
-        print(f"serve.py: {error}", file=sys.stderr)
+        complain(f"serve.py: {error}", form)
         return 1
 
 

@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
             "engine": _engine(),
             "mesh": _mesh(),
             "server": _server(),
+            "telemetry": _telemetry(),
         }
     )
 
@@ -174,8 +175,6 @@ def _server() -> dict[str, Any]:
         "stream_buffer_kib": 1024,
         # Seconds that the reader may take to read a message; then the same.
         "write_timeout_s": 30.0,
-        # Log one line a call: id, lengths, times and how it ended; nothing of what was said.
-        "request_log": False,
         # Whether the process ends, with exit code 1, once the engine has failed or hung, after
         # calls got their INTERNAL: auto (where Kubernetes or systemd has started it, which start
         # it again) | on | off.
@@ -198,4 +197,20 @@ def _server() -> dict[str, Any]:
         # --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
         # people read (AccelGen section 1: 0.1875 s each), and at half of it.
         "slo_classes": dict(_SLO_CLASSES),
+    }
+
+
+def _telemetry() -> dict[str, Any]:
+    """What an operator is told, beside the metrics."""
+    return {
+        # text | json: one object a line. docs/operations.md lists the fields.
+        "log_format": "text",
+        # Log one line a call: id, lengths, times, targets and how it ended; nothing of what was
+        # said.
+        "request_log": False,
+        # In those lines, what was said, too: prompts and texts.
+        "log_prompts": False,
+        # Where traces go by OTLP over gRPC, http://localhost:4317: a span a call, and its queueing,
+        # prefill and decode. Empty: nowhere. pip install 'jaxserve[otel]'.
+        "otlp_endpoint": "",
     }

@@ -20,8 +20,15 @@ from google.protobuf.message import DecodeError, Message
 
 from jaxserve.server.access.keys import Keys, RateLimited, Unauthenticated
 from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
-from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.endings import (
+    CallRecord,
+    Door,
+    Ending,
+    Endings,
+    RateLimitedLog,
+)
 from jaxserve.server.requests.streams import SlowReader
+from jaxserve.server.requests.trace_context import trace_context
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 _READ_S = 30.0  # what a request may take from its first byte to its last
@@ -58,7 +65,7 @@ class Call:
     ) -> NoReturn:
         """Raises what ends the call with that status; details are for a person. retry_after_s: the
         same call may succeed then."""
-        self.record.ending = ending
+        self.record.ending, self.record.reason = ending, details
         trailing: tuple[tuple[str, str], ...] = ()
         if retry_after_s is not None:
             trailing = ((RETRY_KEY, f"{1000 * retry_after_s:.0f}"),)
@@ -80,7 +87,7 @@ class Calls:
         self._endings = endings
         self._keys = keys
         self._write_timeout_s = write_timeout_s
-        self._log = RateLimitedLog()
+        self._log = RateLimitedLog(quiet=endings.logged)
 
     def handler(
         self,
@@ -102,7 +109,8 @@ class Calls:
         request_type = message_factory.GetMessageClass(descriptor.input_type)
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
-            record = CallRecord(descriptor.name, context.peer())
+            carrier = trace_context(context.invocation_metadata() or ())
+            record = self._endings.begin(Door.GRPC, descriptor.name, context.peer(), carrier)
             call = Call(context, record, self._write_timeout_s)
             try:
                 with await self._caller(context, call):

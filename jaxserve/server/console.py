@@ -6,21 +6,27 @@ import logging
 import os
 import sys
 
+from jaxserve.server.requests.options import JSON
+
 log = logging.getLogger(__name__)
 
 
-def log_to_stderr() -> None:
-    """Warnings, and of this package what is worth a line. What JAX and Orbax say of what they find
-    and do (of each platform that is not there, too) is nobody's news."""
-    form = "%(levelname)s %(asctime)s %(name)s: %(message)s"
-    logging.basicConfig(format=form, level=logging.WARNING)
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
-
-
-def announce(text: str) -> None:
-    """Prints it. A server goes on serving where nobody reads that."""
+def announce(text: str, form: str) -> None:
+    """Prints it, or logs it where the log is JSON: there may be one stream for both. A server goes
+    on serving where nobody reads that."""
+    if form == JSON:
+        log.info("%s", text)
+        return
     try:
         print(text, flush=True)
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (else it is flushed again at the end)
         log.warning("stdout: %s; %s", error.strerror, text.splitlines()[0])
+
+
+def complain(text: str, form: str) -> None:
+    """Says why the server does not start, likewise."""
+    if form == JSON:
+        log.critical("%s", text)
+    else:
+        print(text, file=sys.stderr)

@@ -43,6 +43,15 @@ _SHORTCUTS = {
     "port": ("server.port", "gRPC port, 0 for any free one"),
     "http_port": ("server.http_port", "HTTP port, -1 for none, 0 for any free one"),
     "metrics_port": ("server.metrics_port", "Prometheus port, -1 for none, 0 for any free one"),
+    "request_log": ("telemetry.request_log", "log one line a call"),
+    "log_prompts": ("telemetry.log_prompts", "with prompts and texts in it"),
+    "log_format": ("telemetry.log_format", "of what is logged: text or json"),
+    "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
+}
+_DEFINE: dict[type, Any] = {
+    int: flags.DEFINE_integer,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
 }
 
 
@@ -81,8 +90,10 @@ def parse_flags(
         config_flags.DEFINE_config_file(
             "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
         )
+        known = base.get_config()
         for name, (path, text) in _SHORTCUTS.items():
-            define = flags.DEFINE_integer if name.endswith("port") else flags.DEFINE_string
+            section, field = path.split(".")
+            define = _DEFINE[type(known[section][field])]
             define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
         left = values(list(argv))
         _set_own(values["config"].value, own)

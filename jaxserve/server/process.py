@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -13,9 +14,12 @@ from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.requests.contract import ServedEngine
-from jaxserve.server.requests.options import server_options
+from jaxserve.server.requests.endings import Sink
+from jaxserve.server.requests.options import JSON, server_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
+
+log = logging.getLogger(__name__)
 
 
 def run_server(
@@ -25,6 +29,7 @@ def run_server(
     batches: BatchSettings | None = None,
     http: HttpSettings | None = None,
     access: Access | None = None,
+    traces: Sink | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, or until the engine has failed where the config says so, and
     returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
@@ -44,14 +49,16 @@ def run_server(
         http=http,
         options=server_options(config),
         access=access,
+        traces=traces,
     )
+    say = log.info if config.telemetry.log_format == JSON else _say
     signals = 0
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal signals
         signals += 1
         if signals == 1:
-            server.request_stop(_say)
+            server.request_stop(say)
         else:
             server.cancel_running()
 
@@ -67,6 +74,7 @@ def run_server(
         for number, handler in before.items():
             signal.signal(number, handler)
     if server.hung:
+        logging.shutdown()  # else what waits to be written is lost
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -26,8 +26,9 @@ from jaxserve.server.http.doorkeeper import Doorkeeper
 from jaxserve.server.metrics import MetricsRegistry, MetricsServer
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
-from jaxserve.server.requests.endings import Endings
+from jaxserve.server.requests.endings import Endings, Sink
 from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.request_log import RequestLog
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch
@@ -54,8 +55,8 @@ class Server:
     host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
     grace_s: seconds that running requests get when the server stops; lines of batches wait for the
     next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
-    options: the defaults without any. access: everybody's without one. The engine must be started;
-    stopping the server drains and stops it.
+    options: the defaults without any. access: everybody's without one. traces: told of each call.
+    The engine must be started; stopping the server drains and stops it.
 
     failed: the engine has failed, and every call gets an error. hung: it does not answer, and the
     server has stopped, or is about to, without it.
@@ -77,6 +78,7 @@ class Server:
         http: HttpSettings | None = None,
         options: ServerOptions | None = None,
         access: Access | None = None,
+        traces: Sink | None = None,
     ) -> None:
         self.access = access or Access()
         self._options = options or ServerOptions()
@@ -92,7 +94,12 @@ class Server:
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
-        self._endings = Endings((*METHODS, *HTTP_METHODS), log_calls=self._options.request_log)
+        sinks = [] if traces is None else [traces]
+        logged, prompts = self._options.request_log, self._options.log_prompts
+        if logged:
+            sinks.append(RequestLog(engine.decode, prompts=prompts))
+        methods = (*METHODS, *HTTP_METHODS)
+        self._endings = Endings(methods, sinks, logged=logged, keeps_text=prompts)
         self._requests: EngineRequests
         self._admission: Admission
         self._health: health.aio.HealthServicer
@@ -221,7 +228,7 @@ class Server:
         )
         self._admission = Admission(options.max_calls, "server.max_calls")
         if self._batch_settings is not None:
-            self._batches = Batches(self._requests, self._batch_settings)
+            self._batches = Batches(self._requests, self._batch_settings, self._endings)
         self._health = health.aio.HealthServicer()
         body_bytes = longest_message(self._engine, batches=self._batches is not None)
         keeper = Doorkeeper(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import grpc
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
-from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import convert
 from jaxserve.server.calls import Call, Method
@@ -82,9 +82,8 @@ class GenerationService:
             tier=convert.TIERS[message.tier],
             slo_class=message.slo_class,
         )
-        call.record.request_id = request.id
-        call.record.prompt_tokens = len(request.prompt)
-        return self._requests.open(request)
+        call.record.asks((request,))
+        return self._requests.open(request, record=call.record)
 
     async def _send(self, stream: Stream, call: Call) -> None:
         cancelled = False
@@ -93,9 +92,7 @@ class GenerationService:
             # read stops us here, and its news pile up merged in the stream.
             while (delta := await stream.next()) is not None:
                 await call.write(convert.response(stream.request_id, delta))
-                call.record.output_tokens += len(delta.token_ids)
                 if delta.last is not None:
-                    _note(call, delta.last)
                     cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         except StreamFailed as error:
             self._requests.cancel(stream)  # if only one continuation failed
@@ -104,10 +101,3 @@ class GenerationService:
             await call.abort(Code.UNAVAILABLE, SHUTTING_DOWN, Ending.SHUTTING_DOWN)
         if cancelled:
             await call.abort(Code.CANCELLED, "the request was cancelled", Ending.CANCELLED)
-
-
-def _note(call: Call, last: Output) -> None:
-    """The times of the continuation that took longest."""
-    record, timings = call.record, last.timings
-    if timings is not None and (record.timings is None or timings.total > record.timings.total):
-        record.timings = timings

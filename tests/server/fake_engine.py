@@ -8,6 +8,7 @@ token comes after 200 ms, each later one 20 ms after the one before, the last on
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -298,7 +299,15 @@ class FakeEngine:
         times = [0.2 + 0.02 * k for k in range(produced)]
         if last is not None and produced > 1:
             times[-1] = 0.3
-        timings = Timings(queue=0.1, ttft=0.2, total=0.3, tbt=tbt_that_counts(times))
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        timings = Timings(
+            queue=0.1,
+            ttft=0.2,
+            total=0.3,
+            tbt=tbt_that_counts(times),
+            tbt_mean=sum(gaps) / len(gaps) if gaps else None,
+            tbt_max=max(gaps, default=None),
+        )
         verdict = judge(request, times, 0.3, complete=last is not None, problems=self.problems)
         for observer in self.observers:
             observer.on_finish(

@@ -11,6 +11,7 @@ import threading
 
 from jaxserve.configs import base
 from jaxserve.server.access.options import access_settings
+from jaxserve.server.logs import log_to_stderr
 from jaxserve.server.process import run_server
 from tests.server.fake_engine import FakeEngine
 
@@ -34,6 +35,7 @@ def main() -> int:
                 engine.fail(RuntimeError("told to"))
 
     threading.Thread(target=obey, daemon=True).start()
+    log_to_stderr(config.telemetry.log_format)
     access = access_settings(config)
     return run_server(engine, config, lambda ready: print(ready.address, flush=True), access=access)
 

@@ -56,7 +56,11 @@ def test_fields_and_shortcuts_override_the_file() -> None:
         "--policy=vllm",
         "--port=0",
         "--metrics_port=-1",
+        "--request_log",
+        "--log_format=json",
     )
+    assert (config.telemetry.request_log, config.telemetry.log_prompts) == (True, False)
+    assert config.telemetry.log_format == "json"
     assert config.model.preset == "opt-125m"
     assert config.scheduler.max_rows == 7
     assert config.engine.row_buckets == (1, 7)
@@ -315,7 +319,7 @@ def test_a_server_goes_on_where_nobody_reads_what_it_prints(
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
-    console.announce("ready\nat localhost:1")
+    console.announce("ready\nat localhost:1", "text")
     (record,) = caplog.records
     assert record.getMessage() == "stdout: Broken pipe; ready"
     print("and nothing is raised at the end", flush=True)

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from pathlib import Path
 
 import pytest
 
-from jaxserve.client import Client, ServerError
 from jaxserve.server.access.key_lines import ApiKey
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.exposure import exposure
-from jaxserve.server.requests.endings import Endings, RateLimitedLog
-from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.endings import RateLimitedLog
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_the_request_log_is_a_line_a_call_without_what_was_said(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture, on: bool
-) -> None:
-    engine.text = lambda k: f" answer{k}"
-    options = ServerOptions(request_log=on)
-    with Server(engine, grace_s=0.0, options=options) as server, Client(server.address) as client:
-        engine.run()
-        client.complete("secret", max_tokens=3, request_id="mine")
-        with pytest.raises(ServerError):
-            client.complete("secret", max_tokens=0)
-    if not on:
-        assert caplog.messages == []
-        return
-    first, second = caplog.messages
-    times = r"queue 100\.0 ms, ttft 200\.0 ms, total 300\.0 ms; [\d.]+ ms open"
-    assert re.fullmatch(r"Generate mine from \S+: ok; 6 \+ 3 tokens; " + times, first)
-    assert re.fullmatch(r"Generate - from \S+: invalid; 0 \+ 0 tokens; [\d.]+ ms open", second)
-
-
-def test_the_request_log_is_shown_whatever_the_other_loggers_show() -> None:
-    Endings((), log_calls=True)
-    assert logging.getLogger("jaxserve.calls").isEnabledFor(logging.INFO)
 
 
 def test_of_a_kind_a_few_lines_a_minute_are_written(caplog: pytest.LogCaptureFixture) -> None:

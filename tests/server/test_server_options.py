@@ -22,6 +22,8 @@ from jaxserve.server.requests.options import ServerOptions, check_options, serve
         ("server.write_timeout_s", math.nan, "must be 0.1 to 86400, got nan"),
         ("engine.stall_s", -1.0, "must be 0 to 86400, got -1"),
         ("engine.stall_s", math.inf, "must be 0 to 86400, got inf"),
+        ("telemetry.log_format", "xml", "must be text or json, got 'xml'"),
+        ("telemetry.log_prompts", True, "needs telemetry.request_log, whose lines they are in"),
         ("server.exit_on_failure", "yes", "must be auto, on or off, got 'yes'"),
     ],
 )

@@ -18,6 +18,7 @@ from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Line
 from jaxserve.server.batches.records import BatchConflict, BatchState, NewLine, Outcome, Status
 from jaxserve.server.batches.runner import BatchRunner
+from jaxserve.server.requests.endings import Endings
 from jaxserve.server.requests.requests import EngineRequests
 
 PAGE_BYTES = 1 << 20
@@ -54,16 +55,19 @@ class Progress:
 class Batches:
     """The journal and its runner, for the event loop that serves: all methods run there.
 
-    keep_s: for how long a batch is kept that nothing happens to. owner, of methods: name of the API
-    key that calls, for which others' batches are not there; "" sees all. Methods raise BatchRefused
-    where the journal does not do what is asked, and sqlite3.Error where the disk does not.
+    endings: of lines that the engine gets. keep_s: for how long a batch is kept that nothing
+    happens to. owner, of methods: name of the API key that calls, for which others' batches are not
+    there; "" sees all. Methods raise BatchRefused where the journal does not do what is asked, and
+    sqlite3.Error where the disk does not.
     """
 
-    def __init__(self, requests: EngineRequests, settings: BatchSettings) -> None:
+    def __init__(self, requests: EngineRequests, settings: BatchSettings, endings: Endings) -> None:
         self._requests = requests
         self._journal, self.keep_s = settings.journal, settings.keep_s
         self._disk = Disk()
-        self._runner = BatchRunner(requests, settings.journal, self._disk, settings.in_flight)
+        self._runner = BatchRunner(
+            requests, settings.journal, self._disk, endings, settings.in_flight
+        )
         self._cleaning: asyncio.Task[None] | None = None
 
     @property

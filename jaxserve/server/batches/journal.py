@@ -157,11 +157,12 @@ class Journal:
         found: list[Work] = []
         with self._lock:
             batches = self._db.execute(
-                "SELECT batch, place FROM commits JOIN batches ON batch = key"
+                "SELECT key, place, batch_id, COALESCE(owner, '') FROM commits"
+                " JOIN batches ON commits.batch = key LEFT JOIN owners ON owners.batch = key"
                 " WHERE state = ? AND model = ? AND place >= ? ORDER BY place",
                 (BatchState.COMMITTED, model, after.place),
             ).fetchall()
-            for key, place in batches:
+            for key, place, name, owner in batches:
                 rows = self._db.execute(
                     "SELECT line, request FROM lines WHERE batch = :key AND line > :after AND NOT"
                     " EXISTS (SELECT 1 FROM results WHERE batch = :key AND line = lines.line)"
@@ -172,7 +173,9 @@ class Journal:
                         "limit": limit - len(found),
                     },
                 )
-                found += [Work(Position(place, line), key, request) for line, request in rows]
+                found += [
+                    Work(Position(place, line), key, request, name, owner) for line, request in rows
+                ]
                 if len(found) == limit:
                     break
         return found

@@ -57,11 +57,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Work:
-    """A line to serve. batch: the batch's key."""
+    """A line to serve. batch: the batch's key; batch_id, owner: as its Status has them."""
 
     position: Position
     batch: int
     request: str
+    batch_id: str
+    owner: str = ""
 
     @property
     def line(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import sqlite3
 from collections import deque
@@ -17,6 +18,7 @@ from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.records import Outcome, Position, Work
+from jaxserve.server.requests.endings import CallRecord, Door, Ending, Endings
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.streams import Delta, Stream, StreamFailed
 
@@ -31,15 +33,20 @@ class BatchRunner:
     """Has the engine serve what waits in the journal, in its order, and writes down the results.
     Create it on the event loop that serves; all its methods run there.
 
-    in_flight: how many continuations the engine gets at once at most, though one line always goes.
-    A line counts until its result is on disk. Results that come while others are being written are
-    written together.
+    endings: of lines. in_flight: how many continuations the engine gets at once at most, though one
+    line always goes. A line counts until its result is on disk. Results that come while others are
+    being written are written together.
     """
 
     def __init__(
-        self, requests: EngineRequests, journal: Journal, disk: Disk, in_flight: int
+        self,
+        requests: EngineRequests,
+        journal: Journal,
+        disk: Disk,
+        endings: Endings,
+        in_flight: int,
     ) -> None:
-        self._requests, self._limit = requests, in_flight
+        self._requests, self._endings, self._limit = requests, endings, in_flight
         self._journal, self._disk = journal, disk
         self._model = requests.info().model
         self._ahead: deque[Work] = deque()
@@ -114,9 +121,11 @@ class BatchRunner:
             try:
                 request = await line.request(self._requests)
                 await self._room(request.sampling.n)
+                record = self._begin(work)
+                record.asks((request,))
                 while work.batch not in self._dropped:
                     try:
-                        stream = self._requests.open(request, bounded=False)
+                        stream = self._requests.open(request, bounded=False, record=record)
                     except (QueueFull, EngineStopped) as error:
                         if isinstance(error, EngineStopped) and not self._requests.stalled:
                             return
@@ -124,9 +133,10 @@ class BatchRunner:
                     else:
                         key = (work.batch, work.line)
                         self._in_flight[key], self._streams[key] = request.sampling.n, stream
-                        self._spawn(self._collect(work, line, stream))
+                        self._spawn(self._collect(work, line, stream, record))
                         break
             except InvalidRequest as error:  # the model is another one of the same name
+                self._over(self._begin(work), Ending.INVALID)
                 self._finish(work, Result(line.name, error=LineError.of(error)))
 
     async def _next(self) -> Work:
@@ -145,11 +155,27 @@ class BatchRunner:
             self._freed.clear()
             await self._freed.wait()
 
-    async def _collect(self, work: Work, line: Line, stream: Stream) -> None:
+    def _begin(self, work: Work) -> CallRecord:
+        record = self._endings.begin(Door.BATCH, "batch line")
+        record.caller, record.batch, record.line = work.owner, work.batch_id, work.line
+        return record
+
+    def _over(self, record: CallRecord, ending: Ending) -> None:
+        record.ending = ending
+        self._endings.ended(record)
+
+    async def _collect(self, work: Work, line: Line, stream: Stream, record: CallRecord) -> None:
+        ending = Ending.SHUTTING_DOWN
         try:
             completions = await _completions(stream)
+            if completions is not None:
+                ending = Ending.OK
+            elif work.batch in self._dropped:
+                ending = Ending.CANCELLED
         except StreamFailed:  # the engine: the line waits for the next server
-            completions = None
+            completions, ending = None, Ending.ENGINE_FAILED
+        finally:  # or this task is cancelled, when the server stops
+            self._over(record, ending)
         del self._streams[work.batch, work.line]
         if completions is None:
             self._release(work.batch, work.line)
@@ -211,7 +237,7 @@ async def _completions(stream: Stream) -> tuple[Completion, ...] | None:
                 token_ids=tuple(each.token_ids),
                 finish_reason=last.finish_reason,
                 usage=last.usage,
-                timings=last.timings,
+                timings=dataclasses.replace(last.timings, preempted=()),  # of any number
                 logprobs=tuple(each.logprobs),
             )
         )

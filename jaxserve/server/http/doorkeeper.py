@@ -16,8 +16,15 @@ from jaxserve.server.access.keys import Caller, Keys, RateLimited, Unauthenticat
 from jaxserve.server.http.errors import RECORD, ApiError, no_key, rate_limited, too_many_calls
 from jaxserve.server.http.files import MAX_FILE_BYTES
 from jaxserve.server.requests.admission import Admission, Overloaded
-from jaxserve.server.requests.endings import CallRecord, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.endings import (
+    CallRecord,
+    Door,
+    Ending,
+    Endings,
+    RateLimitedLog,
+)
 from jaxserve.server.requests.streams import SlowReader
+from jaxserve.server.requests.trace_context import trace_context
 
 _FILES = "/v1/files"
 _COUNTED = ("/v1/completions", "/v1/chat/completions")
@@ -56,7 +63,8 @@ class Doorkeeper:
         self._endings = endings
         self._body_bytes = body_bytes
         self.write_timeout_s = write_timeout_s
-        self._log = RateLimitedLog()
+        self._log = RateLimitedLog(quiet=endings.logged)
+        self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The application with all that."""
@@ -66,7 +74,7 @@ class Doorkeeper:
                 await app(scope, receive, send)
             elif scope["path"] in _QUIET:
                 try:
-                    self.caller(scope)
+                    self.caller(scope, self._log_of_quiet)
                 except Unauthenticated as error:
                     await no_key(error).response()(scope, receive, send)
                 else:
@@ -76,13 +84,14 @@ class Doorkeeper:
 
         return kept
 
-    def caller(self, scope: Scope) -> Caller:
-        """Whose call it is. Raises Unauthenticated."""
+    def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
+        """Whose call it is. Raises Unauthenticated, which goes to the log."""
         found = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
             return self._keys.caller(found[0] if len(found) == 1 else None)
         except Unauthenticated as error:
-            self.warning("key", "refused a call from %s: %s", _peer(scope), error)
+            text = "refused a call from %s: %s"
+            (log or self._log).warning("key", text, _peer(scope), error)
             raise
 
     def admission_of(self, scope: Scope) -> Admission | None:
@@ -96,6 +105,11 @@ class Doorkeeper:
         if scope["path"] == _FILES:
             return MAX_FILE_BYTES + _FORM_BYTES
         return self._body_bytes
+
+    def begin(self, scope: Scope) -> CallRecord:
+        """One more call."""
+        carrier = trace_context(scope["headers"])
+        return self._endings.begin(Door.HTTP, _label(scope["path"]), _peer(scope), carrier)
 
     def ended(self, record: CallRecord) -> None:
         """Counts it."""
@@ -111,7 +125,7 @@ class _Visit:
 
     def __init__(self, keeper: Doorkeeper, app: ASGIApp, scope: Scope, send: Send) -> None:
         self._keeper, self._app, self._send = keeper, app, send
-        self._record = CallRecord(_label(scope["path"]), _peer(scope))
+        self._record = keeper.begin(scope)
         self._scope: dict[str, Any] = {**scope, RECORD: self._record}
         self._begun = self._done = False
 
@@ -158,14 +172,14 @@ class _Visit:
             leave = admission.leave
         try:
             await self._app(self._scope, self._limited(receive), self._sent)
-        except SlowReader:
-            self._record.ending = Ending.SLOW_READER
+        except SlowReader as error:
+            self._record.ending, self._record.reason = Ending.SLOW_READER, str(error)
         finally:
             if leave is not None:
                 leave()
 
     async def _refuse(self, error: ApiError, receive: Receive) -> None:
-        self._record.ending = error.ending
+        error.note(self._record)
         await error.response()(self._scope, receive, self._sent)
 
     def _limited(self, receive: Receive) -> Receive:

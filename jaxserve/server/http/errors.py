@@ -50,6 +50,10 @@ class ApiError(Exception):
             return Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
         return Ending.FAILED if self.status == 500 else Ending.INVALID
 
+    def note(self, record: CallRecord) -> None:
+        """So the call has ended."""
+        record.ending, record.reason = self.ending, str(self)
+
     def body(self) -> dict[str, Any]:
         """The error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else _INVALID)
@@ -145,7 +149,7 @@ async def _known(request: Request, error: Exception) -> JSONResponse:
 
 def answered(request: Request, error: ApiError) -> JSONResponse:
     """The error's answer, once the call's record has how it ended."""
-    record_of(request).ending = error.ending
+    error.note(record_of(request))
     return error.response()
 
 

@@ -36,12 +36,11 @@ class Generating:
         self._requests = requests
         self.wanted = wanted
         self.record = record
-        record.request_id = wanted[0].id
-        record.prompt_tokens = sum(len(request.prompt) for request in wanted)
+        record.asks(wanted)
         self._streams: list[Stream] = []
         try:
             for request in wanted:
-                self._streams.append(requests.open(request))
+                self._streams.append(requests.open(request, record=record))
         except BaseException:
             self.end()
             raise
@@ -86,18 +85,9 @@ class Generating:
     async def _of(self, place: int) -> AsyncGenerator[tuple[int, Delta], None]:
         stream, n = self._streams[place], self.wanted[place].sampling.n
         while (delta := await stream.next()) is not None:
-            self._note(delta)
             if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
                 raise self._cancelled()
             yield place * n + delta.index, delta
-
-    def _note(self, delta: Delta) -> None:
-        """The tokens of all, and the times of the one that took longest."""
-        record = self.record
-        record.output_tokens += len(delta.token_ids)
-        timings = None if delta.last is None else delta.last.timings
-        if timings is not None and (record.timings is None or timings.total > record.timings.total):
-            record.timings = timings
 
     def _cancelled(self) -> ApiError:
         if self._requests.draining:

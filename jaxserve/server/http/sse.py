@@ -57,7 +57,7 @@ async def _events(
         told = as_api_error(error)
         if told is None:
             raise
-        record.ending = told.ending
+        told.note(record)
         yield event(told.body())
         return
     yield DONE

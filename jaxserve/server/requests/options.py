@@ -11,14 +11,16 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.requests.streams import BUFFER_BYTES
 
 MAX_GRACE_S = 86_400
+TEXT, JSON = "text", "json"  # what logs can be
 _KIB = 1 << 10
 _SECONDS = (("server", "write_timeout_s"), ("engine", "stall_s"))
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """As `server` of configs/base.py and `engine.stall_s` have them, with 0 max_calls for any
-    number of them. exit_on_failure: whether the server stops once the engine has failed or stalled.
+    """As `server`, `telemetry` and `engine.stall_s` of configs/base.py have them, with 0 max_calls
+    for any number of them. exit_on_failure: whether the server stops once the engine has failed or
+    stalled.
     """
 
     max_calls: int = 0
@@ -27,6 +29,7 @@ class ServerOptions:
     stall_s: float = 0.0
     exit_on_failure: bool = False
     request_log: bool = False
+    log_prompts: bool = False
     reflection: bool = True
 
 
@@ -45,6 +48,13 @@ def check_options(config: Any) -> None:
         least = 0 if name == "stall_s" else 0.1
         if not (math.isfinite(value) and least <= value <= MAX_GRACE_S):
             raise ConfigError(f"{section}.{name}: must be {least} to {MAX_GRACE_S}, got {value}")
+    telemetry = config.telemetry
+    if telemetry.log_format not in (TEXT, JSON):
+        given = repr(telemetry.log_format)
+        raise ConfigError(f"telemetry.log_format: must be {TEXT} or {JSON}, got {given}")
+    if telemetry.log_prompts and not telemetry.request_log:
+        problem = "needs telemetry.request_log, whose lines they are in"
+        raise ConfigError(f"telemetry.log_prompts: {problem}")
     if server.exit_on_failure not in ("auto", "on", "off"):
         given = repr(server.exit_on_failure)
         raise ConfigError(f"server.exit_on_failure: must be auto, on or off, got {given}")
@@ -62,7 +72,8 @@ def server_options(config: Any) -> ServerOptions:
         write_timeout_s=server.write_timeout_s,
         stall_s=config.engine.stall_s,
         exit_on_failure=on,
-        request_log=server.request_log,
+        request_log=config.telemetry.request_log,
+        log_prompts=config.telemetry.log_prompts,
         reflection=server.reflection,
     )
 

@@ -23,6 +23,7 @@ from jaxserve.sched.request import (
     validate,
 )
 from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.endings import CallRecord
 from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
 
@@ -83,7 +84,8 @@ class EngineRequests:
         self._router.fail_all(error)
 
     def close(self) -> None:
-        """Nothing is made any more."""
+        """Nothing is made any more, and of what was, nothing is heard."""
+        self._router.fail_all(SHUTTING_DOWN)
         for pool in (self._encoders, self._grammars):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -168,21 +170,25 @@ class EngineRequests:
         if request.sampling.grammar is not None:
             self._engine.check_grammar(request.sampling.grammar)
 
-    def open(self, request: Request, *, bounded: bool = True) -> Stream:
+    def open(
+        self, request: Request, *, bounded: bool = True, record: CallRecord | None = None
+    ) -> Stream:
         """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
-        bounded: what waits in it is; a reader of our own is never too slow.
+        bounded: what waits in it is; a reader of our own is never too slow. record: of the call.
 
         Raises EngineStopped where none are taken, DuplicateRequest, InvalidRequest, QueueFull.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         if self.closed is not None:
             raise EngineStopped(self.closed)
-        stream = self._router.open(request.id, request.sampling.n, bounded=bounded)
+        stream = self._router.open(request.id, request.sampling.n, bounded=bounded, record=record)
         try:
             self._engine.submit(request, self._router.on_output)
         except BaseException:
             self._router.forget(request.id)
             raise
+        if record is not None:  # what the engine says comes later, by way of the loop
+            record.opened()
         return stream
 
     def cancel(self, stream: Stream) -> None:

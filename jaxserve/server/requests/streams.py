@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
+from jaxserve.server.requests.endings import CallRecord
 
 FAILED = "the engine failed"
 BUFFER_BYTES = 1 << 20
@@ -98,7 +99,8 @@ class Delta:
 class Stream:
     """The outputs of one request, for one reader. Lives on the event loop's thread.
 
-    buffer_bytes: what may wait for the reader. cancel: ends the request in the engine.
+    buffer_bytes: what may wait for the reader. cancel: ends the request in the engine. record: of
+    the call, which hears all of it; None: nobody keeps one.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Stream:
         *,
         buffer_bytes: float = BUFFER_BYTES,
         cancel: Callable[[], None] = lambda: None,
+        record: CallRecord | None = None,
     ) -> None:
         self.request_id = request_id
+        self._record = record
         self._unfinished = set(range(n))
         self._pending: deque[Delta] = deque()
         self._growing: dict[int, Delta] = {}  # by index, the pending one that more is added to
@@ -127,8 +131,10 @@ class Stream:
     def push(self, output: Output) -> None:
         """Takes in what the engine says next, merged with what the reader has not had yet. An ERROR
         ends the stream as `fail` does; more than the buffer holds ends it at once."""
+        if self._record is not None:
+            self._record.heard(output)
         if output.finish_reason is not None:
-            self._unfinished.discard(output.index)
+            self._ended({output.index})
         if self._abandoned:
             return
         if output.finish_reason is FinishReason.ERROR:
@@ -155,9 +161,16 @@ class Stream:
 
     def fail(self, error: str) -> None:
         """Ends the stream with `StreamFailed` once what is pending has been read."""
-        self._unfinished.clear()
+        self._ended(set(self._unfinished))
         self._error = self._error or StreamFailed(error)
         self._news.set()
+
+    def _ended(self, indices: set[int]) -> None:
+        if not self._unfinished:
+            return
+        self._unfinished -= indices
+        if not self._unfinished and self._record is not None:
+            self._record.closed()
 
     def abandon(self) -> None:
         """Nobody reads any more; the engine may still have a last word."""
@@ -205,9 +218,16 @@ class OutputRouter:
         self._wake_pending = False
         self._streams: dict[str, Stream] = {}
 
-    def open(self, request_id: str, n: int, *, bounded: bool = True) -> Stream:
-        """The stream of a new request of n continuations. Raises DuplicateRequest while one of that
-        id is open."""
+    def open(
+        self,
+        request_id: str,
+        n: int,
+        *,
+        bounded: bool = True,
+        record: CallRecord | None = None,
+    ) -> Stream:
+        """The stream of a new request of n continuations, which `record` hears, too. Raises
+        DuplicateRequest while one of that id is open."""
         if request_id in self._streams:
             raise DuplicateRequest(f"request_id: {request_id!r} is already running")
         stream = self._streams[request_id] = Stream(
@@ -215,6 +235,7 @@ class OutputRouter:
             n,
             buffer_bytes=self._buffer_bytes if bounded else math.inf,
             cancel=lambda: self._cancel(request_id),
+            record=record,
         )
         return stream
 

@@ -1,0 +1,108 @@
+"""What a server logs, on stderr: as text, or as JSON, one object a line."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import sys
+import threading
+from logging.handlers import QueueHandler
+from types import TracebackType
+from typing import Any
+
+from pythonjsonlogger.json import JsonFormatter
+
+from jaxserve.server.requests.options import JSON, TEXT
+
+_WAITING = 10_000  # lines
+_FLUSH_S = 2.0
+_OURS = "jaxserve"
+
+
+def log_to_stderr(form: str = TEXT) -> None:
+    """Warnings, and of this package what is worth a line. What JAX and Orbax say of what they find
+    and do (of each platform that is not there, too) is nobody's news. Called again, it changes the
+    form; as JSON go uncaught errors and Python's warnings, too."""
+    root = logging.getLogger()
+    handler = next((each for each in root.handlers if isinstance(each, BackgroundHandler)), None)
+    if handler is None:
+        handler = BackgroundHandler(logging.StreamHandler(sys.stderr))
+        root.addHandler(handler)
+        root.setLevel(logging.WARNING)
+        logging.getLogger(_OURS).setLevel(logging.INFO)
+    handler.target.setFormatter(_json() if form == JSON else _text())
+    logging.captureWarnings(form == JSON)
+    sys.excepthook = _uncaught if form == JSON else sys.__excepthook__
+    threading.excepthook = _uncaught_in_thread if form == JSON else threading.__excepthook__
+
+
+def _text() -> logging.Formatter:
+    return logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s")
+
+
+def _json() -> logging.Formatter:
+    names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
+    return JsonFormatter(("levelname", "name", "message"), rename_fields=names, timestamp="time")
+
+
+class BackgroundHandler(QueueHandler):
+    """Has another handler, `target`, write from a thread of its own, so that no line holds up an
+    event loop or the engine where nobody reads. What comes too fast is counted, and the count
+    written. `close` waits a moment for what is left; `logging.shutdown` calls it."""
+
+    def __init__(self, target: logging.Handler, waiting: int = _WAITING) -> None:
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(waiting)
+        super().__init__(self._lines)
+        self.target = target
+        self._lost = 0
+        self._thread = threading.Thread(target=self._write, name="jaxserve-log", daemon=True)
+        self._thread.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """With its words, which may change until it is written, and its traceback as text."""
+        record = copy.copy(record)
+        if not isinstance(record.msg, dict):
+            record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+            record.exc_info = None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Never waits."""
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Writes what waits, if that can be written."""
+        if self._thread.is_alive():
+            try:
+                self._lines.put(None, timeout=_FLUSH_S)
+            except queue.Full:
+                pass  # nobody reads
+            else:
+                self._thread.join(_FLUSH_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            self.target.handle(record)
+            lost, self._lost = self._lost, 0
+            if lost:
+                text = f"{lost} lines came faster than they are read, and are lost"
+                level = logging.WARNING
+                self.target.handle(logging.LogRecord(__name__, level, "", 0, text, None, None))
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger(_OURS).critical("%s", error, exc_info=(kind, error, trace))
+
+
+def _uncaught_in_thread(found: Any) -> None:
+    name = found.thread.name if found.thread is not None else "?"
+    if found.exc_type is not SystemExit:
+        error = (found.exc_type, found.exc_value, found.exc_traceback)
+        logging.getLogger(_OURS).error("the thread %s failed", name, exc_info=error)
