@@ -38,6 +38,7 @@ _NUMBERS = (
     ("presence_penalty", float, "0 is off (0)"),
     ("frequency_penalty", float, "0 is off (0)"),
     ("logprobs", int, "report that many alternatives"),
+    ("prompt_logprobs", int, "the same of the prompt"),
     ("n", int, "how many continuations (1)"),
 )
 
@@ -153,7 +154,7 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")
-            _print_logprobs(completion.logprobs)
+            _print_logprobs(completion.prompt_logprobs + completion.logprobs)
             _print_verdict(completion.slo, completion.timings)
         return 0
     finish = None
@@ -163,7 +164,7 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
         for message in client.generate(prompt, **options):
             print(shown + message.text, end="", flush=True)
             shown = ""
-            entries.extend(message.logprobs)
+            entries += [*message.prompt_logprobs, *message.logprobs]
             finish = message.finish if message.HasField("finish") else None
     finally:
         if not shown:

@@ -26,6 +26,7 @@ class Completion:
     index: which of the n. token_ids: what was generated, a stop token included, of which the text
     has nothing. logprobs: one entry a token, if asked for. finish_reason: "stop" or "length".
     timings: milliseconds. slo: whether its targets were met; None for a request without any.
+    prompt_logprobs: one entry for each of the prompt's tokens from the second on, if asked for.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Completion:
     usage: pb.Usage = field(default_factory=pb.Usage)
     timings: pb.Timings = field(default_factory=pb.Timings)
     slo: pb.SloVerdict | None = None
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
     def finish(self, message: pb.Finish) -> None:
         """Takes in how it ended."""
@@ -48,7 +50,11 @@ class Completion:
     def of(cls, message: batches_pb2.Completion) -> Completion:
         """One of a line of a batch."""
         completion = cls(
-            message.index, message.text, list(message.token_ids), list(message.logprobs)
+            message.index,
+            message.text,
+            list(message.token_ids),
+            list(message.logprobs),
+            prompt_logprobs=list(message.prompt_logprobs),
         )
         completion.finish(message.finish)
         return completion
@@ -124,6 +130,7 @@ class Client:
             entry.text += message.text
             entry.token_ids.extend(message.token_ids)
             entry.logprobs.extend(message.logprobs)
+            entry.prompt_logprobs.extend(message.prompt_logprobs)
             if message.HasField("finish"):
                 entry.finish(message.finish)
         return [completions[index] for index in sorted(completions)]

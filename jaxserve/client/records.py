@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.client.client import Completion
 from jaxserve.client.verdicts import verdict_record
+from jaxserve.server.proto import generation_pb2 as pb
 
 
 def completion_records(completions: Sequence[Completion]) -> dict[str, Any]:
@@ -25,14 +26,8 @@ def _record(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "logprobs": [
-            {
-                "token_id": entry.token_id,
-                "logprob": entry.logprob,
-                "top": [[top.token_id, top.logprob] for top in entry.top],
-            }
-            for entry in completion.logprobs
-        ],
+        "logprobs": _logprobs(completion.logprobs),
+        "prompt_logprobs": _logprobs(completion.prompt_logprobs),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "output_tokens": usage.output_tokens,
@@ -46,3 +41,14 @@ def _record(completion: Completion) -> dict[str, Any]:
         },
         "slo": None if completion.slo is None else verdict_record(completion.slo),
     }
+
+
+def _logprobs(entries: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token_id": entry.token_id,
+            "logprob": entry.logprob,
+            "top": [[top.token_id, top.logprob] for top in entry.top],
+        }
+        for entry in entries
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +66,8 @@ class LLM:
         self.engine = engine
         self._template = template
         self._loop = LoopThread("jaxserve-offline")
-        self._requests = self._loop.call(lambda: EngineRequests(engine))
+        # Its readers are our own, and never too slow.
+        self._requests = self._loop.call(lambda: EngineRequests(engine, math.inf))
         self._ended = self._loop.call(asyncio.Event)
 
     def generate(
@@ -166,7 +168,7 @@ class LLM:
                 stream = await self._open(request)
                 try:
                     while (delta := await stream.next()) is not None:
-                        output.outputs[delta.index].add(delta)
+                        output.add(delta)
                 finally:
                     self._end(stream)
                 shown.update()
@@ -187,8 +189,14 @@ class LLM:
         try:
             while (delta := await stream.next()) is not None:
                 reason = None if delta.last is None else delta.last.finish_reason
-                text = "".join(delta.text)
-                yield Piece(delta.index, text, tuple(delta.token_ids), reason)
+                yield Piece(
+                    delta.index,
+                    "".join(delta.text),
+                    tuple(delta.token_ids),
+                    reason,
+                    tuple(delta.logprobs),
+                    tuple(delta.prompt_logprobs),
+                )
         finally:
             self._end(stream)
 
@@ -248,4 +256,5 @@ def _one_each(
 def _empty(prompt: Prompt, request: Request) -> RequestOutput:
     outputs = [CompletionOutput(index) for index in range(request.sampling.n)]
     text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(request.id, text, request.prompt, outputs)
+    asked = request.sampling.prompt_logprobs is not None
+    return RequestOutput(request.id, text, request.prompt, outputs, [None] if asked else None)

@@ -37,19 +37,31 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """A prompt and its continuations by index. prompt: as it was given; a chat's is the template's
-    text."""
+    text. prompt_logprobs: one entry a token, of which the first is None, as nothing comes before
+    it; None where they were not asked for."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def add(self, delta: Delta) -> None:
+        """What the engine says next of one of them. Each says the same of the prompt."""
+        self.outputs[delta.index].add(delta)
+        if self.prompt_logprobs is not None and delta.index == 0:
+            self.prompt_logprobs += delta.prompt_logprobs
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one continuation of a stream. finish_reason: in the last one of an index."""
+    """What is new of one continuation of a stream. finish_reason: in the last one of an index.
+    logprobs: one entry a token; prompt_logprobs: of the next tokens of the prompt, from the second
+    on; if asked for."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

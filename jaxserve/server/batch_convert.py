@@ -89,5 +89,6 @@ def _completion(found: Completion) -> pb.Completion:
         text=found.text,
         token_ids=found.token_ids,
         logprobs=[convert.logprobs(entry) for entry in found.logprobs],
+        prompt_logprobs=[convert.logprobs(entry) for entry in found.prompt_logprobs],
         finish=convert.finish(found.finish_reason, found.usage, found.timings),
     )

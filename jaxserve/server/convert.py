@@ -129,6 +129,7 @@ def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
         token_ids=delta.token_ids,
         text="".join(delta.text),
         logprobs=[logprobs(entry) for entry in delta.logprobs],
+        prompt_logprobs=[logprobs(entry) for entry in delta.prompt_logprobs],
     )
     last = delta.last
     if last is not None and last.finish_reason is not None:

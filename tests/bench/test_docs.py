@@ -119,6 +119,7 @@ def test_the_batches_page_names_every_call_field_and_option() -> None:
     ("field", "limit"),
     [
         ("logprobs", f"0 to {MAX_LOGPROBS}"),
+        ("prompt_logprobs", f"0 to {MAX_LOGPROBS}, and see below"),
         ("stop_token_ids", f"{MAX_STOP_TOKEN_IDS}"),
         ("stop", f"{MAX_STOP_STRINGS} strings"),
         ("n", f"1 to {MAX_N}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_stream_says_what_generate_says(llm: LLM) -> None:
     tokens = [token for piece in pieces for token in piece.token_ids]
     assert tokens == whole.outputs[0].token_ids
     assert pieces[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_log_probabilities_of_prompts(llm: LLM) -> None:
+    """One a token, the first without: nothing comes before it."""
+    sampling = SamplingParams(max_tokens=3, n=2, prompt_logprobs=2, logprobs=0, ignore_eos=True)
+    (asked,) = llm.generate([[8, 9, 10]], sampling, progress=False)
+    assert asked.prompt_logprobs is not None
+    first, *rest = asked.prompt_logprobs
+    assert first is None
+    assert [(entry.token_id, len(entry.top)) for entry in rest if entry] == [(9, 2), (10, 2)]
+    pieces = list(llm.stream([8, 9, 10], dataclasses.replace(sampling, n=1)))
+    assert [entry for piece in pieces for entry in piece.prompt_logprobs] == rest
+    assert sum(len(piece.logprobs) for piece in pieces) == 3
+    (other,) = llm.generate([[8, 9, 10]], TEN, progress=False)
+    assert other.prompt_logprobs is None
 
 
 def test_who_stops_asking_cancels(llm: LLM, engine: Engine) -> None:

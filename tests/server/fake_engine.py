@@ -284,6 +284,8 @@ class FakeEngine:
         if sampling.logprobs is not None:
             top = tuple((token + i, -0.5 - i) for i in range(sampling.logprobs))
             logprobs = (TokenLogprobs(token, -0.5, top),)
+        if sampling.prompt_logprobs is not None and not done:
+            self._prompt(running, index, sampling.prompt_logprobs)
         output = Output(running.request.id, index, (token,), self.text(done), logprobs)
         running.produced[index] = done + 1
         if done + 1 < sampling.max_tokens:
@@ -291,6 +293,15 @@ class FakeEngine:
         else:
             self._finish(running, index, FinishReason.LENGTH, output)
             del running.produced[index]
+
+    def _prompt(self, running: Running, index: int, k: int) -> None:
+        """Of token t: -t / 8, and as much for t + 1 and those after it; in two pieces."""
+        entries = tuple(
+            TokenLogprobs(t, -t / 8, tuple((t + 1 + i, -(t + 1 + i) / 8) for i in range(k)))
+            for t in running.request.prompt[1:]
+        )
+        for piece in (entries[:1], entries[1:]):
+            running.on_output(Output(running.request.id, index, prompt_logprobs=piece))
 
     def _finish(
         self, running: Running, index: int, reason: FinishReason, last: Output | None = None

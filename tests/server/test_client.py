@@ -77,6 +77,7 @@ def test_every_flag_reaches_the_engine(
         "presence_penalty": 0.5,
         "frequency_penalty": 0.25,
         "logprobs": 1,
+        "prompt_logprobs": 1,
         "n": 2,
     }
     flags = [f"--{name}={number}" for name, number in sampling.items()]
@@ -84,7 +85,8 @@ def test_every_flag_reaches_the_engine(
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
     assert main([f"--address={server.address}", "hi", *flags]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 * (4 + 1), "log-probabilities, one a token, and a verdict"
+    assert len(told) == 2 * (1 + 4 + 1), "log-probabilities, one a token, and a verdict"
+    assert told[0] == "105:-13.1250  106:-13.2500", "of the prompt's second token"
     (request,) = engine.requests
     for name, number in sampling.items():
         assert getattr(request.sampling, name) == number
@@ -104,6 +106,7 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("\n\n".join(prompts))
     flags = [f"--file={source}", f"--out={target}", "--max_tokens=2", "--logprobs=1"]
+    flags += ["--prompt_logprobs=0"]
     assert main([f"--address={server.address}", *flags]) == 0
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert [record["prompt"] for record in records] == prompts
@@ -114,6 +117,7 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     assert completion["usage"] == {"prompt_tokens": 8, "output_tokens": 2, "preemptions": 1}
     assert completion["timings"]["ttft_ms"] == 200
     assert completion["logprobs"][0] == {"token_id": 100, "logprob": -0.5, "top": [[100, -0.5]]}
+    assert [entry["token_id"] for entry in completion["prompt_logprobs"]] == [*map(ord, "rompt 7")]
     assert "40/40" in capsys.readouterr().err
 
 

@@ -94,6 +94,19 @@ def test_logprobs_of_the_chosen_token_and_of_the_most_likely(
     assert top == [(FIRST + 1, -0.5), (FIRST + 2, -1.5)]
 
 
+def test_logprobs_of_the_prompt(client: Client, engine: FakeEngine) -> None:
+    """Of every token but the first, in as many messages as it takes."""
+    engine.run()
+    (completion,) = client.complete([70, 71, 72], max_tokens=1, prompt_logprobs=2)
+    found = [(entry.token_id, entry.logprob) for entry in completion.prompt_logprobs]
+    assert found == [(71, -71 / 8), (72, -72 / 8)]
+    top = [(entry.token_id, entry.logprob) for entry in completion.prompt_logprobs[1].top]
+    assert top == [(73, -73 / 8), (74, -74 / 8)]
+    assert not completion.logprobs
+    messages = list(client.generate([5] * 2000, max_tokens=1, prompt_logprobs=20))
+    assert sum(len(message.prompt_logprobs) for message in messages) == 1999
+
+
 def test_request_id_slo_and_tier_arrive(client: Client, engine: FakeEngine) -> None:
     engine.run()
     slo = {"ttft_ms": 500.0, "tbt_ms": 50.0, "jct_ms": 9000.0}
@@ -149,6 +162,7 @@ _sampling = st.fixed_dictionaries(
         "frequency_penalty": _penalty,
         "logit_bias": st.dictionaries(_token, _penalty, max_size=5),
         "logprobs": st.integers(0, 20),
+        "prompt_logprobs": st.integers(0, 20),
         "stop_token_ids": st.lists(_token, max_size=5),
         "stop": st.lists(st.text(min_size=1), max_size=5),
         "ignore_eos": st.booleans(),

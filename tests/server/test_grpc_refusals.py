@@ -54,6 +54,11 @@ def with_unknown(request: pb.GenerateRequest, where: Callable) -> pb.GenerateReq
         (make_request("hi", presence_penalty=101.0), ["presence_penalty", "100"]),
         (make_request("hi", frequency_penalty=-101.0), ["frequency_penalty", "-100"]),
         (make_request("hi", logprobs=21), ["logprobs", "at most 20"]),
+        (make_request("hi", prompt_logprobs=21), ["prompt_logprobs", "at most 20"]),
+        (
+            make_request([5] * 2100, prompt_logprobs=20),
+            ["prompt_logprobs", "2100", "525 KiB", "at most 512", "server.stream_buffer_kib"],
+        ),
         (make_request("hi", n=17), ["n:", "at most 16"]),
         (make_request("hi", logit_bias={100_000: 1.0}), ["logit_bias", "100000"]),
         (make_request("hi", logit_bias={1: 101.0}), ["logit_bias", "100"]),

@@ -28,9 +28,10 @@ def test_nothing_is_lost_or_reordered_however_late_the_reader_comes(
 ) -> None:
     """news: (continuation, tokens at once, whether the reader takes one message after it)."""
 
-    async def play() -> tuple[dict[int, list[int]], dict[int, list], list[Delta]]:
+    async def play() -> tuple[dict[int, list[int]], dict[int, list], dict[int, list], list[Delta]]:
         stream, sent, got = Stream("r", 3), {0: [], 1: [], 2: []}, []
         logged: dict[int, list[TokenLogprobs]] = {0: [], 1: [], 2: []}
+        told: dict[int, list[TokenLogprobs]] = {0: [], 1: [], 2: []}
         for count, (index, tokens, reads) in enumerate(news):
             ids = tuple(range(100 * count, 100 * count + tokens))
             top = [tuple((token + i, -0.1 * i) for i in range(tokens)) for token in ids]
@@ -40,6 +41,8 @@ def test_nothing_is_lost_or_reordered_however_late_the_reader_comes(
             logged[index].extend(logprobs)
             text = "".join(f"<{token}>" for token in ids)
             stream.push(Output("r", index, ids, text, logprobs))
+            stream.push(Output("r", index, prompt_logprobs=logprobs[:2]))
+            told[index].extend(logprobs[:2])
             sent[index].extend(ids)
             if reads:
                 got.append(await stream.next())
@@ -48,14 +51,15 @@ def test_nothing_is_lost_or_reordered_however_late_the_reader_comes(
         while (delta := await stream.next()) is not None:
             got.append(delta)
         assert stream.finished
-        return sent, logged, got
+        return sent, logged, told, got
 
-    sent, logged, got = asyncio.run(play())
+    sent, logged, told, got = asyncio.run(play())
     for index, ids in sent.items():
         mine = [delta for delta in got if delta.index == index]
         assert [token for delta in mine for token in delta.token_ids] == ids
         assert "".join(t for d in mine for t in d.text) == "".join(f"<{i}>" for i in ids)
         assert [entry for delta in mine for entry in delta.logprobs] == logged[index]
+        assert [entry for delta in mine for entry in delta.prompt_logprobs] == told[index]
         assert [delta.last is not None for delta in mine] == [False] * (len(mine) - 1) + [True]
 
 

@@ -88,6 +88,7 @@ class Completion:
     usage: Usage
     timings: Timings
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,11 @@ def _completion(found: dict[str, Any]) -> Completion:
     found["usage"] = Usage(**found["usage"])
     found["timings"] = Timings(**_deep(found["timings"]))
     found["token_ids"] = tuple(found["token_ids"])
-    found["logprobs"] = tuple(
-        TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
-        for each in found["logprobs"]
-    )
+    for name in ("logprobs", "prompt_logprobs"):
+        found[name] = tuple(
+            TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
+            for each in found.get(name, ())  # an older journal has none of prompts
+        )
     return Completion(**found)
 
 

@@ -239,6 +239,7 @@ async def _completions(stream: Stream) -> tuple[Completion, ...] | None:
                 usage=last.usage,
                 timings=dataclasses.replace(last.timings, preempted=()),  # of any number
                 logprobs=tuple(each.logprobs),
+                prompt_logprobs=tuple(each.prompt_logprobs),
             )
         )
     return tuple(found)

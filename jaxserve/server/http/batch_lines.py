@@ -127,7 +127,7 @@ def _choice(front: Front, chat: bool, found: Completion) -> dict[str, Any]:
         if chat:
             choice["logprobs"] = chat_logprobs(front.engine, found.logprobs)
         else:
-            choice["logprobs"] = CompletionLogprobs(front.engine, 0).of(found.logprobs)
+            choice["logprobs"] = CompletionLogprobs(front.engine).of(found.logprobs)
     if chat:
         choice["message"] = {"role": "assistant", "content": found.text, "refusal": None}
     else:

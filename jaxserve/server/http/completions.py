@@ -9,6 +9,7 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
+from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.http import options
 from jaxserve.server.http.answer import UsageCount, ending, head
@@ -20,7 +21,8 @@ from jaxserve.server.http.schema import MAX_PROMPTS, CompletionRequest
 from jaxserve.server.http.sse import EventStream
 from jaxserve.server.requests.streams import Delta
 
-MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Values of one answer: some 10 MB of it."""
 
 
 async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> Response:
@@ -58,7 +60,20 @@ async def _wanted(
     front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> list[Request]:
     options.check_stream_options(body)
-    return await front.build(body, prompts, options.completion_sampling(body))
+    try:
+        wanted = await front.build(body, prompts, options.completion_sampling(body))
+    except InvalidRequest as error:
+        if error.field_name != "prompt_logprobs":
+            raise
+        raise InvalidRequest("logprobs", error.problem) from None
+    asked, n = wanted[0].sampling.prompt_logprobs, wanted[0].sampling.n
+    if asked is not None:
+        tokens = sum(len(request.prompt) for request in wanted)
+        if tokens * n * (1 + asked) > MAX_PROMPT_LOGPROBS:
+            few = f"at most {MAX_PROMPT_LOGPROBS:,} values are told in a call"
+            problem = f"{asked} and its own of each of {tokens} prompt tokens, n={n} times; {few}"
+            raise InvalidRequest("logprobs", problem)
+    return wanted
 
 
 class _Answer:
@@ -80,10 +95,13 @@ class _Answer:
         self._echo = [""] * len(prompts)
         if body.echo:
             self._echo = [p if isinstance(p, str) else front.engine.decode(p) for p in prompts]
+        self._only_prompt = options.only_prompt(body)
         self._logprobs = None
         if body.logprobs is not None:
             self._logprobs = [
-                CompletionLogprobs(front.engine, 0) for _ in range(self._n * len(wanted))
+                CompletionLogprobs(front.engine, request.prompt[0] if body.echo else None)
+                for request in wanted
+                for _ in range(self._n)
             ]
 
     async def whole(self) -> dict[str, Any]:
@@ -91,29 +109,27 @@ class _Answer:
         choices: list[dict[str, Any]] = []
         for number in range(self._n * len(self._generating.wanted)):
             choices.append({"index": number, "text": self._prefix(number), "logprobs": None})
-        pieces: list[list[Any]] = [[] for _ in choices]
         async for number, delta in self._generating.deltas():
-            choice = choices[number]
-            choice["text"] += "".join(delta.text)
-            pieces[number].extend(delta.logprobs)
-            self._usage.add(len(delta.token_ids))
-            if delta.last is not None:
-                choice.update(ending(delta.last))
-        for number, choice in enumerate(choices):
-            if self._logprobs is not None:
-                choice["logprobs"] = self._logprobs[number].of(pieces[number])
+            told, choice = self._choice(number, delta), choices[number]
+            choice["text"] += told.pop("text")
+            logprobs = told.pop("logprobs")
+            if choice["logprobs"] is None:
+                choice["logprobs"] = logprobs
+            else:
+                for name, values in logprobs.items():
+                    choice["logprobs"][name] += values
+            choice.update(told)
         return {**self._head, "choices": choices, "usage": self._usage.as_dict()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """One for each piece of news."""
         told: set[int] = set()
         async for number, delta in self._generating.deltas():
-            self._usage.add(len(delta.token_ids))
-            text = "".join(delta.text)
+            choice = self._choice(number, delta)
             if number not in told:
                 told.add(number)
-                text = self._prefix(number) + text
-            chunk = {**self._head, "choices": [self._choice(number, text, delta)]}
+                choice["text"] = self._prefix(number) + choice["text"]
+            chunk = {**self._head, "choices": [choice]}
             if self._stream is not None and self._stream.continuous_usage_stats:
                 chunk["usage"] = self._usage.as_dict()
             elif self._stream is not None and self._stream.include_usage:
@@ -125,8 +141,18 @@ class _Answer:
     def _prefix(self, number: int) -> str:
         return self._echo[number // self._n]
 
-    def _choice(self, number: int, text: str, delta: Delta) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
-        if self._logprobs is not None:
-            choice["logprobs"] = self._logprobs[number].of(delta.logprobs)
-        return {**choice, **({"finish_reason": None} if delta.last is None else ending(delta.last))}
+    def _choice(self, number: int, delta: Delta) -> dict[str, Any]:
+        """What is new of a continuation."""
+        text, entries = "".join(delta.text), delta.prompt_logprobs
+        ended: dict[str, Any] = {"finish_reason": None}
+        if delta.last is not None:
+            ended = ending(delta.last)
+        if self._only_prompt:  # without the token that was drawn behind it, however that ended
+            text = ""
+            if delta.last is not None:
+                ended["finish_reason"] = str(FinishReason.LENGTH)
+        else:
+            entries += delta.logprobs
+            self._usage.add(len(delta.token_ids))
+        logprobs = None if self._logprobs is None else self._logprobs[number].of(entries)
+        return {"index": number, "text": text, "logprobs": logprobs, **ended}

@@ -8,30 +8,34 @@ from typing import Any
 from jaxserve.engine.output import TokenLogprobs
 from jaxserve.server.requests.contract import ServedEngine
 
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
 
 class CompletionLogprobs:
     """Of one continuation of a completion: lists by token, with each token's place in the text."""
 
-    def __init__(self, engine: ServedEngine, offset: int) -> None:
-        """offset: characters of the text before the first token."""
+    def __init__(self, engine: ServedEngine, first: int | None = None) -> None:
+        """first: token of the prompt, if that is echoed: nothing says how likely it is."""
         self._engine = engine
-        self._offset = offset
+        self._first = first
+        self._offset = 0
 
-    def of(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def of(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The object for what comes next."""
-        tokens, offsets, tops = [], [], []
+        found: dict[str, list[Any]] = {name: [] for name in LISTS}
+        if self._first is not None:
+            self._add(found, self._first, None, None)
+            self._first = None
         for entry in entries:
-            text = token_text(self._engine, entry.token_id)
-            tokens.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            tops.append({token_text(self._engine, token): value for token, value in entry.top})
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            top = {token_text(self._engine, token): value for token, value in entry.top}
+            self._add(found, entry.token_id, entry.logprob, top)
+        return found
+
+    def _add(self, found: dict[str, list[Any]], token: int, *known: Any) -> None:
+        text = token_text(self._engine, token)
+        for name, value in zip(LISTS, (text, *known, self._offset), strict=True):
+            found[name].append(value)
+        self._offset += len(text)
 
 
 def chat_logprobs(engine: ServedEngine, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

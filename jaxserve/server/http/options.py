@@ -54,13 +54,22 @@ def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
     fields = sampling_fields(body)
     if body.max_tokens is not None:
         fields["max_tokens"] = body.max_tokens
+    if only_prompt(body):
+        if body.min_tokens:
+            raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
+        fields["max_tokens"] = 1  # which the answer leaves out
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo", "log-probabilities of prompts are not computed here")
+        if body.echo:
+            fields["prompt_logprobs"] = body.logprobs
     if body.best_of not in (None, 1, body.n):
         raise InvalidRequest("best_of", "only as many as n are generated")
     return fields
+
+
+def only_prompt(body: CompletionRequest) -> bool:
+    """Whether the answer is to be the prompt itself, and nothing new."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def targets(body: Generation) -> tuple[SLO, str]:

@@ -24,6 +24,7 @@ from jaxserve.sched.request import (
 )
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import CallRecord
+from jaxserve.server.requests.logprob_arrays import size as logprobs_size
 from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
 
@@ -46,10 +47,11 @@ class EngineRequests:
     def __init__(
         self,
         engine: ServedEngine,
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_bytes: float = BUFFER_BYTES,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
     ) -> None:
         self._engine = engine
+        self._buffer_bytes = buffer_bytes
         self.slo_classes = slo_classes or {}
         self._router = OutputRouter(
             asyncio.get_running_loop(), buffer_bytes=buffer_bytes, cancel=engine.cancel
@@ -144,6 +146,7 @@ class EngineRequests:
         if not isinstance(prompt, str) and len(prompt) >= limit:  # before they are copied
             raise too_many_tokens(len(prompt), limit - 1)
         tokens = tuple(self._engine.encode(prompt) if isinstance(prompt, str) else prompt)
+        self._check_prompt_logprobs(params, len(tokens))
         if "max_tokens" not in sampling:
             room = self.room(len(tokens))
             fits = max(params.min_tokens, min(params.max_tokens, room))
@@ -156,6 +159,18 @@ class EngineRequests:
             tier=level.tier,
             slo_class=level.slo_class,
         )
+
+    def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
+        """They come faster than tokens do, and however fast somebody reads, he has to be given the
+        time to: InvalidRequest for more than half of what may wait for him."""
+        asked = params.prompt_logprobs
+        if asked is None:
+            return
+        size = params.n * logprobs_size(tokens, tokens * (1 + asked))
+        if size > self._buffer_bytes / 2:
+            each = f"{asked} of each of {tokens} tokens take {size >> 10} KiB"
+            most = f"{int(self._buffer_bytes) >> 11}, half of server.stream_buffer_kib"
+            raise InvalidRequest("prompt_logprobs", f"{each}, n={params.n} times; at most {most}")
 
     def check(self, request: Request) -> None:
         """Whether the engine can serve it, by its size, token ids and grammar, before it is

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
 from jaxserve.server.requests.endings import CallRecord
+from jaxserve.server.requests.logprob_arrays import LogprobArrays
 
 FAILED = "the engine failed"
 BUFFER_BYTES = 1 << 20
@@ -52,11 +52,8 @@ class Delta:
     text: list[str] = field(default_factory=list)
     last: Output | None = None
     size: int = 0
-    # Log-probabilities, a tenth of the size of the objects: ids and values of all tokens in one
-    # array each, the chosen one's before its top ones; and how many there are of each token.
-    _ids: array[int] = field(default_factory=lambda: array("i"))
-    _values: array[float] = field(default_factory=lambda: array("d"))
-    _counts: array[int] = field(default_factory=lambda: array("i"))
+    _logprobs: LogprobArrays = field(default_factory=LogprobArrays)
+    _prompt_logprobs: LogprobArrays = field(default_factory=LogprobArrays)
 
     def add(self, output: Output) -> None:
         """Appends what the engine says next of this continuation."""
@@ -65,12 +62,8 @@ class Delta:
         if output.text:
             self.text.append(output.text)
             self.size += sys.getsizeof(output.text)
-        for entry in output.logprobs:
-            pairs = ((entry.token_id, entry.logprob), *entry.top)
-            self._counts.append(len(pairs))
-            self._ids.extend([token for token, _ in pairs])
-            self._values.extend([value for _, value in pairs])
-            self.size += 12 * len(pairs) + 4
+        self.size += self._logprobs.add(output.logprobs)
+        self.size += self._prompt_logprobs.add(output.prompt_logprobs)
         if output.finish_reason is not None:
             self.last = output
 
@@ -78,22 +71,20 @@ class Delta:
         """Appends what came after it of the same continuation."""
         self.token_ids += later.token_ids
         self.text += later.text
-        self._counts += later._counts
-        self._ids += later._ids
-        self._values += later._values
+        self._logprobs.extend(later._logprobs)
+        self._prompt_logprobs.extend(later._prompt_logprobs)
         self.size += later.size
         self.last = later.last
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """One entry a token, if asked for."""
-        found, begin = [], 0
-        for count in self._counts:
-            end = begin + count
-            top = tuple(zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True))
-            found.append(TokenLogprobs(self._ids[begin], self._values[begin], top))
-            begin = end
-        return found
+        return self._logprobs.entries()
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """One entry for each of the next tokens of the prompt, from the second on, likewise."""
+        return self._prompt_logprobs.entries()
 
 
 class Stream:
@@ -209,7 +200,7 @@ class OutputRouter:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_bytes: float = BUFFER_BYTES,
         cancel: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._loop = loop

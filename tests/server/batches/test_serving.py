@@ -35,7 +35,7 @@ def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: 
     engine.run()
     first = line("one", max_tokens=2, logprobs=1, stop=["x", "y"], logit_bias={7: 1.5}, seed=3)
     first.id = "first"
-    second = line(max_tokens=1, n=2)
+    second = line(max_tokens=1, n=2, prompt_logprobs=1)
     second.token_ids.ids.extend([5, 6])
     assert door.submit("b", [first, second]).batch_id == "b"
     one, two = door.results("b")
@@ -49,7 +49,11 @@ def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: 
     ]
     assert completion.finish.usage.prompt_tokens == 3
     assert completion.finish.timings.ttft_ms == 200
+    assert not completion.prompt_logprobs
     assert [each.index for each in two.completions] == [0, 1]
+    for each in two.completions:
+        (entry,) = each.prompt_logprobs
+        assert (entry.token_id, entry.logprob, entry.top[0].token_id) == (6, -6 / 8, 7)
     request, other = engine.requests
     assert request.tier is other.tier is Tier.BEST_EFFORT
     sampling = request.sampling

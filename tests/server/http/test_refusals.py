@@ -36,7 +36,6 @@ COMPLETION = {"prompt": "a"}
         ("completions", {"max_tokens": 9999}, "max_tokens", "at most 4096"),
         ("completions", {"n": 17}, "n", "at most 16"),
         ("completions", {"best_of": 3}, "best_of", "as many as n"),
-        ("completions", {"echo": True, "logprobs": 1}, "echo", "not computed"),
         ("completions", {"logprobs": 21}, "logprobs", "at most 20"),
         ("completions", {"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
         ("completions", {"stream_options": {"x": 1}}, "stream_options.x", "no such field"),
