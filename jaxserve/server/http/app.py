@@ -81,7 +81,8 @@ def _add_models(app: FastAPI, front: Front) -> None:
         info = front.requests.info()
         limit = min(info.max_model_len, info.pool_tokens)
         fields = {"id": info.model, "object": "model", "created": started, "owned_by": "jaxserve"}
-        return {**fields, "max_model_len": limit}
+        # vLLM has these, too, and its `bench serve` reads them.
+        return {**fields, "root": info.model, "parent": None, "max_model_len": limit}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

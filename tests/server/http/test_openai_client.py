@@ -23,6 +23,8 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == INFO.model
     assert client.models.retrieve(INFO.model).id == INFO.model
+    vllms = {"root": INFO.model, "parent": None, "max_model_len": INFO.max_model_len}
+    assert model.model_extra == vllms
 
 
 def test_a_completion_is_what_grpc_says(
