@@ -29,6 +29,7 @@ from jaxserve.server.requests.endings import (
 )
 from jaxserve.server.requests.streams import SlowReader
 from jaxserve.server.requests.trace_context import trace_context
+from jaxserve.server.requests.writing import WriteLimit
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 _READ_S = 30.0  # what a request may take from its first byte to its last
@@ -41,20 +42,15 @@ class Call:
     """One running call, for its method. record: what the log is to say of it."""
 
     def __init__(
-        self, context: grpc.aio.ServicerContext, record: CallRecord, write_timeout_s: float
+        self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteLimit
     ) -> None:
         self.record = record
         self._context = context
-        self._write_timeout_s = write_timeout_s
+        self._writes = writes
 
     async def write(self, message: Message) -> None:
         """Sends a message; returns once the transport has taken it. Raises SlowReader."""
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._context.write(message)
-        except TimeoutError:
-            limit = f"server.write_timeout_s is {self._write_timeout_s:g}"
-            raise SlowReader(f"the call is read too slowly: {limit}") from None
+        await self._writes.keep(self._context.write(message))
 
     async def abort(
         self,
@@ -80,13 +76,13 @@ class Call:
 
 
 class Calls:
-    """Runs the calls of one server. write_timeout_s: what a client may take to read a message.
-    keys: of those who may call."""
+    """Runs the calls of one server. writes: what a client may take to read a message. keys: of
+    those who may call."""
 
-    def __init__(self, endings: Endings, write_timeout_s: float, keys: Keys) -> None:
+    def __init__(self, endings: Endings, writes: WriteLimit, keys: Keys) -> None:
         self._endings = endings
         self._keys = keys
-        self._write_timeout_s = write_timeout_s
+        self._writes = writes
         self._log = RateLimitedLog(quiet=endings.logged)
 
     def handler(
@@ -111,7 +107,7 @@ class Calls:
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             carrier = trace_context(context.invocation_metadata() or ())
             record = self._endings.begin(Door.GRPC, descriptor.name, context.peer(), carrier)
-            call = Call(context, record, self._write_timeout_s)
+            call = Call(context, record, self._writes)
             try:
                 with await self._caller(context, call):
                     await self._admitted(context, call, request_type, method, admission)

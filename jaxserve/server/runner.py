@@ -32,6 +32,7 @@ from jaxserve.server.requests.request_log import RequestLog
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.requests.writing import WriteLimit
 from jaxserve.server.service import GenerationService
 from jaxserve.server.transport import (
     METHODS,
@@ -231,15 +232,16 @@ class Server:
             self._batches = Batches(self._requests, self._batch_settings, self._endings)
         self._health = health.aio.HealthServicer()
         body_bytes = longest_message(self._engine, batches=self._batches is not None)
+        writes = WriteLimit(options.write_timeout_s)
         keeper = Doorkeeper(
             self.access.keys,
             self._admission,
             self._endings,
             body_bytes=body_bytes,
-            write_timeout_s=options.write_timeout_s,
+            writes=writes,
         )
         server = make_server(
-            Calls(self._endings, options.write_timeout_s, self.access.keys),
+            Calls(self._endings, writes, self.access.keys),
             GenerationService(self._requests),
             BatchesService(self._batches),
             self._health,

@@ -81,7 +81,7 @@ class HttpDoor:
             store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
         app = build_app(front, batches, store, self._metrics, self._feed)
         guarded = with_cors(keeper.around(app), self._cors_origins)
-        self._server.start(guarded, keeper.write_timeout_s)
+        self._server.start(guarded, keeper.writes.limit_s)
 
     def close(self) -> None:
         """Frees the port of a door that was never started."""

@@ -25,6 +25,7 @@ from jaxserve.server.requests.endings import (
 )
 from jaxserve.server.requests.streams import SlowReader
 from jaxserve.server.requests.trace_context import trace_context
+from jaxserve.server.requests.writing import WriteLimit
 
 _FILES = "/v1/files"
 _COUNTED = ("/v1/completions", "/v1/chat/completions")
@@ -45,7 +46,7 @@ class Doorkeeper:
 
     keys: of those who may call. admission: of calls that generate, whichever door they come
     through. body_bytes: the longest
-    body but for uploads. write_timeout_s: what a client may take to read a piece.
+    body but for uploads. writes: what a client may take to read a piece.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class Doorkeeper:
         endings: Endings,
         *,
         body_bytes: int,
-        write_timeout_s: float,
+        writes: WriteLimit,
     ) -> None:
         self._keys = keys
         self._admission = admission
         self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
         self._endings = endings
         self._body_bytes = body_bytes
-        self.write_timeout_s = write_timeout_s
+        self.writes = writes
         self._log = RateLimitedLog(quiet=endings.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
 
@@ -200,12 +201,7 @@ class _Visit:
         return limited
 
     async def _sent(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._keeper.write_timeout_s):
-                await self._send(message)
-        except TimeoutError:
-            limit = f"server.write_timeout_s is {self._keeper.write_timeout_s:g}"
-            raise SlowReader(f"the call is read too slowly: {limit}") from None
+        await self._keeper.writes.keep(self._send(message))
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._done = True
 
