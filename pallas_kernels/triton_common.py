@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 
+ZERO_ROWS = 64  # of an output, that one program fills with zeros
 Ref = Any  # pallas has no public type for the refs that kernels get
 
 
@@ -150,6 +151,25 @@ def store_rows(ref: Ref, rows: jax.Array, values: jax.Array, inside: jax.Array) 
     mask = inside[:, None] if padded == width else inside[:, None] & (column < width)
     mask = jnp.broadcast_to(mask, values.shape)
     plgpu.store(ref.at[rows[:, None], column], values.astype(ref.dtype), mask=mask)
+
+
+def zero_programs(tokens: int, num_heads: int, across: int) -> int:
+    """How many programs, times the `across` of another axis, `store_zeros` needs for an output
+    [tokens * num_heads, D]."""
+    return cdiv(tokens * num_heads, across * ZERO_ROWS)
+
+
+def store_zeros(batch: BatchRefs, ref: Ref, program: jax.Array, kind: int, num_heads: int) -> None:
+    """Program `program` of those that write zeros into ref [T * num_heads, D] for tokens that are
+    of no row of this kind: those of rows of the other kind, and padding."""
+    at = program * ZERO_ROWS + jnp.arange(ZERO_ROWS, dtype=jnp.int32)
+    token = lax.div(at, jnp.int32(num_heads))
+    inside = token < batch.token_row.shape[0]
+    row = plgpu.load(batch.token_row.at[token], mask=inside, other=0)
+    real = inside & (row < batch.num_rows[0])
+    nobodys = inside & (plgpu.load(batch.kind.at[row], mask=real, other=-1) != kind)
+    padded = max(16, power_of_two(ref.shape[1]))
+    store_rows(ref, at, jnp.zeros((ZERO_ROWS, padded), ref.dtype), nobodys)
 
 
 def split_bounds(

@@ -33,6 +33,8 @@ from jaxserve.pallas_kernels.triton_common import (
     power_of_two,
     split_bounds,
     store_rows,
+    store_zeros,
+    zero_programs,
 )
 from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_part
 
@@ -64,13 +66,14 @@ def _attend(
     refs: BatchRefs,
     q_ref: Ref,  # [T * H, D]
     pool_ref: Ref,  # [rows, D]
-    split: jax.Array,
+    at: tuple[jax.Array, jax.Array, jax.Array],
     options: Options,
 ) -> tuple[Softmax, jax.Array, jax.Array, jax.Array]:
-    """One program's share: (softmax of the group's heads, their rows in q and the output [G], which
-    of these are heads [G], whether the row is attended at all [])."""
+    """The share of the program at (split, kv head, row): (softmax of the group's heads, their rows
+    in q and the output [G], which of these are heads [G], whether the row is attended at all
+    [])."""
     geometry, tile = options.geometry, options.tile
-    head, row = pl.program_id(1), pl.program_id(2)
+    split, head, row = at
     length, token = decode_row(refs, row, KV, decode_only=options.decode_only)
     lower = jnp.int32(0)
     if options.sliding_window is not None:
@@ -99,24 +102,34 @@ def _attend(
 
 
 def _whole_kernel(*refs: Ref, options: Options) -> None:
-    """refs: the batch, q [T * H, D], the pool's rows, (zeros aliased to the output,) the output
-    [T * H, D]."""
+    """refs: the batch, q [T * H, D], the pool's rows, the output [T * H, D]. Programs behind those
+    of the rows write zeros."""
     fields = len(BatchRefs._fields)
-    q_ref, pool_ref = refs[fields : fields + 2]
-    state, rows, is_head, active = _attend(
-        BatchRefs(*refs[:fields]), q_ref, pool_ref, pl.program_id(0), options
-    )
-    # With decode_only the rows are all there is to write; otherwise others write theirs.
-    used = is_head & (active | options.decode_only)
-    store_rows(refs[-1], rows, online_softmax.finish(state), used)
+    batch, (q_ref, pool_ref, out_ref) = BatchRefs(*refs[:fields]), refs[fields:]
+    place = _, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    max_rows = batch.context_lens.shape[0]
+
+    @pl.when(row < max_rows)
+    def _attend_row() -> None:
+        state, rows, is_head, active = _attend(batch, q_ref, pool_ref, place, options)
+        # With decode_only the rows are all there is to write; otherwise others write theirs.
+        used = is_head & (active | options.decode_only)
+        store_rows(out_ref, rows, online_softmax.finish(state), used)
+
+    if not options.decode_only:
+
+        @pl.when(row >= max_rows)
+        def _zeros() -> None:
+            program = (row - max_rows) * options.geometry.kv_heads + head
+            store_zeros(batch, out_ref, program, KV, options.num_heads)
 
 
 def _split_kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, q, the pool's rows; then one part's `triton_merge.Parts`."""
     fields = len(BatchRefs._fields)
     q_ref, pool_ref, *part_refs = refs[fields:]
-    split, head, row = (pl.program_id(axis) for axis in range(3))
-    state, _, is_head, _ = _attend(BatchRefs(*refs[:fields]), q_ref, pool_ref, split, options)
+    place = split, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    state, _, is_head, _ = _attend(BatchRefs(*refs[:fields]), q_ref, pool_ref, place, options)
     member = jnp.arange(options.padded_group, dtype=jnp.int32)
     at = (row * options.splits + split) * options.num_heads + head * options.group + member
     store_part(Parts(*part_refs), at, state, is_head)
@@ -135,7 +148,8 @@ def paged_decode(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the KV decodes among q [T, H, D] -> the same shape; zeros for other tokens.
+    """Attention of the KV decodes among q [T, H, D] -> the same shape; zeros for padding and the
+    tokens of hidden rows. Those of chunks are left to `paged_prefill`: they may hold anything.
 
     splits: parts of the context, a power of two; None: as many as fill the GPU.
     """
@@ -152,26 +166,24 @@ def paged_decode(
     arguments = (*fields, q.reshape(-1, head_dim), as_rows(pool))
     params = plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
     out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    grid = (splits, geometry.kv_heads, rows)
     if splits > 1:
         parts = pl.pallas_call(
             functools.partial(_split_kernel, options=options),
             out_shape=part_shapes(rows * splits * num_heads, geometry.padded_dim),
-            grid=grid,
+            grid=(splits, geometry.kv_heads, rows),
             compiler_params=params,
             interpret=interpret,
             name="paged_decode_split",
         )(*arguments)
         done = merge_parts(Parts(*parts), fields, out, KV, num_heads, decode_only, interpret)
         return done.reshape(q.shape)
-    zeros = () if decode_only else (jnp.zeros(out.shape, out.dtype),)
+    zeros = 0 if decode_only else zero_programs(tokens, num_heads, geometry.kv_heads)
     done = pl.pallas_call(
         functools.partial(_whole_kernel, options=options),
         out_shape=out,
-        grid=grid,
-        input_output_aliases={} if decode_only else {len(arguments): 0},
+        grid=(1, geometry.kv_heads, rows + zeros),
         compiler_params=params,
         interpret=interpret,
         name="paged_decode",
-    )(*arguments, *zeros)
+    )(*arguments)
     return done.reshape(q.shape)

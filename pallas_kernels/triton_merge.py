@@ -18,6 +18,8 @@ from jaxserve.pallas_kernels.triton_common import (
     decode_row,
     load_rows,
     store_rows,
+    store_zeros,
+    zero_programs,
 )
 
 
@@ -46,12 +48,36 @@ def store_part(parts: Parts, at: jax.Array, state: Softmax, used: jax.Array) -> 
 def _kernel(
     *refs: Ref, kind: int, num_heads: int, splits: int, head_dim: int, decode_only: bool
 ) -> None:
-    """One head of one row. refs: the batch, its `Parts`, (zeros aliased to the output,) the output
-    [T * H, D]."""
+    """One head of one row. refs: the batch, its `Parts`, the output [T * H, D]. Programs behind
+    those of the rows write zeros."""
     fields = len(BatchRefs._fields)
     batch, out_ref = BatchRefs(*refs[:fields]), refs[-1]
     parts = Parts(*refs[fields : fields + 3])
     head, row = pl.program_id(0), pl.program_id(1)
+    max_rows = batch.context_lens.shape[0]
+    merge = functools.partial(
+        _merge, batch, parts, out_ref, head, row, kind, num_heads, splits, head_dim, decode_only
+    )
+    pl.when(row < max_rows)(merge)
+    if not decode_only:
+
+        @pl.when(row >= max_rows)
+        def _zeros() -> None:
+            store_zeros(batch, out_ref, (row - max_rows) * num_heads + head, kind, num_heads)
+
+
+def _merge(
+    batch: BatchRefs,
+    parts: Parts,
+    out_ref: Ref,
+    head: jax.Array,
+    row: jax.Array,
+    kind: int,
+    num_heads: int,
+    splits: int,
+    head_dim: int,
+    decode_only: bool,
+) -> None:
     length, token = decode_row(batch, row, kind, decode_only=decode_only)
     at = (row * splits + jnp.arange(splits, dtype=jnp.int32)) * num_heads + head
     # Rows that are not attended may have no parts stored.
@@ -78,11 +104,13 @@ def merge_parts(
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
-    """The outputs [T * H, D] of the decodes of a kind; zeros for other tokens. fields: what
-    `batch_arguments` gives."""
-    rows = BatchRefs(*fields).context_lens.shape[0]
+    """The outputs [T * H, D] of the decodes of a kind; zeros for padding and the tokens of rows of
+    the other kind, anything for those of chunks of this one. fields: what `batch_arguments`
+    gives."""
+    batch = BatchRefs(*fields)
+    rows, tokens = batch.context_lens.shape[0], batch.token_row.shape[0]
     splits = parts.total.shape[0] // (rows * num_heads)
-    zeros = () if decode_only else (jnp.zeros(out.shape, out.dtype),)
+    zeros = 0 if decode_only else zero_programs(tokens, num_heads, num_heads)
     kernel = functools.partial(
         _kernel,
         kind=kind,
@@ -94,10 +122,9 @@ def merge_parts(
     done: jax.Array = pl.pallas_call(
         kernel,
         out_shape=out,
-        grid=(num_heads, rows),
-        input_output_aliases={} if decode_only else {len(fields) + 3: 0},
+        grid=(num_heads, rows + zeros),
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="merge_parts",
-    )(*fields, *parts, *zeros)
+    )(*fields, *parts)
     return done

@@ -32,6 +32,8 @@ from jaxserve.pallas_kernels.triton_common import (
     power_of_two,
     split_bounds,
     store_rows,
+    store_zeros,
+    zero_programs,
 )
 from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_part
 from jaxserve.pallas_kernels.triton_prefill import QueryTiles, Tile, query_tiles, seen_by, tile_of
@@ -212,8 +214,8 @@ def _attend(
 
 def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
     """refs: the batch, the tiles' row and first [N], q [T * N, D], the pool's rows, the weights
-    that are `given`; then the output [T * N, D], before it the same aliased, or one split's
-    `Parts`."""
+    that are `given`; then the output [T * N, D], or one split's `Parts`. Programs behind those of
+    the tiles write zeros."""
     fields = len(BatchRefs._fields)
     batch = BatchRefs(*refs[:fields])
     row_ref, first_ref, q_ref, pool_ref = refs[fields : fields + 4]
@@ -222,8 +224,15 @@ def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
     weights = Weights(*(arrays.get(name) for name in Weights._fields))
     outputs = rest[len(given) :]
     split, head = pl.program_id(0), pl.program_id(1)
-    index = pl.num_programs(2) - 1 - pl.program_id(2)
-    row, rows = row_ref[index], batch.context_lens.shape[0]
+    tiles, rows = row_ref.shape[0], batch.context_lens.shape[0]
+    index = tiles - 1 - pl.program_id(2)
+    row = plgpu.load(row_ref.at[index], mask=index >= 0, other=rows)
+    if options.splits == 1:
+
+        @pl.when(index < 0)
+        def _zeros() -> None:
+            program = (-1 - index) * options.num_heads + head
+            store_zeros(batch, outputs[0], program, HIDDEN, options.num_heads)
 
     @pl.when(row < rows)
     def _attend_tile() -> None:
@@ -240,7 +249,7 @@ def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
         bounds = split_bounds(tile.upper, tile.lower, split, options.splits, options.tile)
         state = _attend(batch, tile, bounds, head, weights, q_ref, pool_ref, options)
         if options.splits == 1:
-            store_rows(outputs[-1], tile.rows, online_softmax.finish(state), tile.used)
+            store_rows(outputs[0], tile.rows, online_softmax.finish(state), tile.used)
         else:
             member = jnp.arange(options.queries, dtype=jnp.int32)
             first = (row * options.splits + split) * options.num_heads + head
@@ -289,10 +298,11 @@ def projected(
     out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
     fields = batch_arguments(layer, batch)
     arguments = (*fields, *queries, q.reshape(out.shape), as_rows(pool), *arrays.values())
+    zeros = zero_programs(tokens, num_heads, num_heads) if splits == 1 else 0
     call = functools.partial(
         pl.pallas_call,
         functools.partial(_kernel, options=options, given=tuple(arrays)),
-        grid=(splits, num_heads, queries.row.shape[0]),
+        grid=(splits, num_heads, queries.row.shape[0] + zeros),
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="projected",
@@ -302,8 +312,7 @@ def projected(
         parts = Parts(*call(out_shape=shapes)(*arguments))
         done = merge_parts(parts, fields, out, HIDDEN, num_heads, decode_only, interpret)
     else:
-        zeros = jnp.zeros(out.shape, out.dtype)
-        done = call(out_shape=out, input_output_aliases={len(arguments): 0})(*arguments, zeros)
+        done = call(out_shape=out)(*arguments)
     return done.reshape(q.shape)
 
 

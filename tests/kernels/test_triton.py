@@ -45,14 +45,20 @@ def test_contexts_in_one_part_and_in_more_than_there_are_tiles(
         attention.check_run(run, CASE, edge(CASE.shape, attention.kind), 1)
 
 
-def test_undivided_decodes_beside_chunks() -> None:
-    """A batch's other tokens are left to the kernel for chunks: zeros here."""
+@pytest.mark.parametrize("splits", [1, 8])
+def test_decodes_beside_chunks(splits: int) -> None:
+    """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
+    of them; for those of nobody there are zeros."""
     case = Case("whole", Shape(6, 2, rows=4, width=12, tokens=30))
-    options = {"decode_only": False, "splits": 1, "interpret": True}
+    options = {"decode_only": False, "splits": splits, "interpret": True}
     run = jax.jit(functools.partial(paged_decode, **PAGED.options(case), **options))
     batch = edges.chunks_between_others(case.shape, KV)
     queries, pool, layer, _ = given = PAGED.arguments(case, batch, 1)
     want = PAGED.reference(queries, pool, int(layer), batch, **PAGED.options(case))
     decodes = tokens_of(batch, KV, decodes=True)
+    chunks = tokens_of(batch, KV) & ~decodes
+    assert decodes.any() and chunks.any() and not tokens_of(batch, KV).all()
+    got = run(*given)
+    assert np.isnan(np.asarray(got)[chunks]).all()
     want[~decodes] = 0
-    close(run(*given), want, decodes, case)
+    close(jnp.where(chunks[:, None, None], 0, got), want, decodes, case)
