@@ -28,7 +28,7 @@ from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, row_major
 from jaxserve.sched.block_sizes import blocks_for
-from jaxserve.weights import load_params
+from jaxserve.weights import fuse_loaded, load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -79,12 +79,14 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     if heads.offers_hidden and not heads.rotary:
         cases.append(("hidden, absorbed", HIDDEN, vector))
     found = []
-    for name, kind, cached in cases:
+    for name, kind, cached in reversed(cases):
+        if kind == KV:  # as an engine without hidden caches has them
+            params = fuse_loaded(params, family, config)
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
         about = (size.model, name, size.rows, size.context)
         found.append(StepTime(*about, seconds, floor, floor / copy_rate))
-    return found
+    return found[::-1]
 
 
 def _step_seconds(
@@ -150,7 +152,7 @@ def _engine_step(
     placed = jnp.asarray(layout.pack(rows).buffer)
     read = ABSORBED if hidden else None
     unroll = unrolls(jax.default_backend())
-    step = make_model_step(StepModel(family, config, backend, None, 1, unroll, read), pool_format)
+    step = make_model_step(StepModel(family, config, backend, None, unroll, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         pool, logits, *_ = step(params, pool, tokens, placed, layout=layout)

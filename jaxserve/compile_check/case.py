@@ -18,6 +18,7 @@ from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.sizing import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
+from jaxserve.models.fused import fused_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes
@@ -131,7 +132,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     dtype = jnp.dtype(sizes.dtype)
     weights = sum(
         math.prod(param_sharding(mesh, spec).shard_shape(sharding.padded_shape(mesh, spec)))
-        for spec in jax.tree.leaves(family.param_specs(config))
+        for spec in jax.tree.leaves(fused_specs(family, config, shards))
     )
     demand = Demand(
         num_blocks=0,

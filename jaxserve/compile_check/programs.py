@@ -18,6 +18,7 @@ from jaxserve.engine.prompt_step import make_prompt_step
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models import sharding
+from jaxserve.models.fused import fused_specs
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
@@ -57,7 +58,10 @@ def _pool(case: Case) -> Any:
     return jax.ShapeDtypeStruct(shape, case.dtype, sharding=row_major(pool.sharding))
 
 
-def _params(case: Case) -> Any:
+def _params(case: Case, model: StepModel) -> Any:
+    specs = case.family.param_specs(case.config)
+    if model.fused:
+        specs = fused_specs(case.family, case.config, case.shards)
     mesh = case.mesh if case.shards > 1 else None
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(
@@ -65,27 +69,26 @@ def _params(case: Case) -> Any:
             case.dtype,
             sharding=param_sharding(case.mesh, spec),
         ),
-        case.family.param_specs(case.config),
+        specs,
     )
 
 
 def _model(case: Case, *, hidden: bool) -> StepModel:
     """hidden: with caches of both kinds, read as the engine's auto has it."""
-    repeat = case.pool_heads // case.config.num_kv_heads
     mesh = case.mesh if case.shards > 1 else None
     read = (ABSORBED if case.config.rope is None else PROJECTED) if hidden else None
     length = case.config.max_position
     unroll = unrolls(case.target.platform)
-    return StepModel(case.family, case.config, case.backend, mesh, repeat, unroll, read, length)
+    return StepModel(case.family, case.config, case.backend, mesh, unroll, read, length)
 
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
-    pool = _pool(case)
-    step = make_model_step(_model(case, hidden=layout.hidden), pool.format)
+    pool, model = _pool(case), _model(case, hidden=layout.hidden)
+    step = make_model_step(model, pool.format)
     last_token = _array(case, (layout.slots,), jnp.int32)
     packed = _array(case, (layout.size,), jnp.int32)
     lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
-        _params(case), pool, last_token, packed, layout=layout
+        _params(case, model), pool, last_token, packed, layout=layout
     )
     return lowered
 
@@ -110,8 +113,9 @@ def _prompt_step(case: Case) -> jax.stages.Lowered:
 def _widen(case: Case) -> jax.stages.Lowered:
     pool, layout = _pool(case), case.buckets.widening()
     packed = _array(case, (layout.size,), jnp.int32)
-    widen = make_widen(_model(case, hidden=True), pool.format)
-    lowered: jax.stages.Lowered = widen.lower(_params(case), pool, packed, layout=layout)
+    model = _model(case, hidden=True)
+    widen = make_widen(model, pool.format)
+    lowered: jax.stages.Lowered = widen.lower(_params(case, model), pool, packed, layout=layout)
     return lowered
 
 

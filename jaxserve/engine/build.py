@@ -31,7 +31,7 @@ from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording import Header
-from jaxserve.weights import CheckpointError, load_params
+from jaxserve.weights import CheckpointError, fuse_loaded, load_params
 
 OUT_OF_MEMORY = (
     "out of memory: lower cache.memory_gib, cache.memory_fraction or cache.num_blocks, or "
@@ -90,6 +90,8 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         seed=config.model.seed,
         progress=progress,
     )
+    if chosen.model.fused:
+        params = fuse_loaded(params, chosen.model.family, model, mesh)
     pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
     pool = make_pool(
         model.num_layers,

@@ -106,9 +106,8 @@ def choose(config: ConfigDict) -> Choices:
         other_work=_hidden_work(model, dtype, buckets, demand, tensor) + moving,
     )
     allocated = array_blocks(demand, room)
-    repeat = pool_heads // model.num_kv_heads
     unroll = unrolls(jax.default_backend())
-    step_model = StepModel(family, model, backend, mesh, repeat, unroll, read, max_model_len)
+    step_model = StepModel(family, model, backend, mesh, unroll, read, max_model_len)
     return Choices(
         step_model,
         dtype,

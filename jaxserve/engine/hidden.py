@@ -49,6 +49,7 @@ def attend_hidden(
     into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
     its context once is less work than folding each of them.
     """
+    assert inputs.weights is not None, "the model's q, k and v are fused"
     projection = _projection(inputs.weights, how)
     options: dict[str, Any] = {
         "scale": model.config.attn_scale,

@@ -25,8 +25,6 @@ class StepModel:
     Attributes:
         backend: name of the kernels, see `pallas_kernels.backends`.
         mesh: devices that share each layer's heads; None for one device.
-        kv_repeat: copies of each KV head in the pool, more than 1 when the mesh has more shards
-            than the model has KV heads.
         unroll: how the layers run, see `jaxserve.models.forward.over_layers` and `unrolls`.
         hidden_read: how hidden caches are read, `hidden.ABSORBED` or `hidden.PROJECTED`; None
             without such caches.
@@ -37,10 +35,14 @@ class StepModel:
     config: ModelConfig
     backend: str
     mesh: Mesh | None
-    kv_repeat: int
     unroll: bool
     hidden_read: str | None = None
     max_len: int = 0
+
+    @property
+    def fused(self) -> bool:
+        """Whether the parameters have q, k and v as one, see `jaxserve.models.fused`."""
+        return self.hidden_read is None
 
 
 def unrolls(platform: str) -> bool:

@@ -60,11 +60,8 @@ def _model_step(
     def attend(
         pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
     ) -> tuple[jax.Array, jax.Array]:
-        k, v = inputs.k, inputs.v
-        if model.kv_repeat > 1:
-            k, v = (jnp.repeat(a, model.kv_repeat, axis=1) for a in (k, v))
-        x = None if how is None else inputs.x.reshape(k.shape)
-        pool = write(pool, layer, k, v, batch, x=x, backend=model.backend, mesh=mesh)
+        x = None if how is None else inputs.x.reshape(inputs.k.shape)
+        pool = write(pool, layer, inputs.k, inputs.v, batch, x=x, backend=model.backend, mesh=mesh)
         out = paged_attention(
             inputs.q,
             pool,

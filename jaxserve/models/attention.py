@@ -11,14 +11,15 @@ from jax.sharding import Mesh
 from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, ModelConfig, Params
 from jaxserve.models.layers import Linear, Norm, linear, linear_leaves, norm_leaves, rms_norm
 from jaxserve.models.rope import angle_table, rotate
-from jaxserve.models.sharding import constrain
+from jaxserve.models.sharding import TENSOR, constrain, heads_a_shard, pool_kv_heads
 
 Rotation = tuple[jax.Array, jax.Array]
 
 
 @flax.struct.dataclass
 class AttentionParams:
-    """One layer's attention.
+    """One layer's attention, as checkpoints have it; steps that read K's and V's weights by
+    themselves (those with hidden caches) want it so.
 
     Attributes:
         q: [d_model, num_heads * head_dim].
@@ -30,6 +31,21 @@ class AttentionParams:
     q: Linear
     k: Linear
     v: Linear
+    o: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+@flax.struct.dataclass
+class FusedAttention:
+    """One layer's attention with q, k and v as one projection, as all other steps take it.
+
+    Attributes:
+        qkv: [d_model, columns], in the order that `jaxserve.models.fused` says.
+        o, q_norm, k_norm: as in `AttentionParams`.
+    """
+
+    qkv: Linear
     o: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -76,31 +92,64 @@ def attention_leaves(
 
 
 def attention_input(
-    weights: AttentionParams,
+    weights: AttentionParams | FusedAttention,
     config: ModelConfig,
     x: jax.Array,
     rotation: Rotation | None,
     mesh: Mesh | None,
 ) -> AttentionInput:
     """Queries, keys and values of x [T, d_model]. rotation: see `rope.angles`; None for none."""
-
-    def heads(part: Linear, count: int, axis: str) -> jax.Array:
-        y = linear(x, part).reshape(x.shape[0], count, config.head_dim)
-        return constrain(y, mesh, None, axis, None)
-
-    q = heads(weights.q, config.num_heads, "heads")
-    k = heads(weights.k, config.num_kv_heads, "kv_heads")
-    v = heads(weights.v, config.num_kv_heads, "kv_heads")
+    if isinstance(weights, FusedAttention):
+        apart = None
+        q, k, v = _project_fused(weights, config, x, mesh)
+    else:
+        apart = kv_weights(weights)
+        q, k, v = _project_apart(weights, config, x, mesh)
     if weights.q_norm is not None:
         q = rms_norm(q, weights.q_norm.scale, config.norm_eps)
     if weights.k_norm is not None:
         k = rms_norm(k, weights.k_norm.scale, config.norm_eps)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return AttentionInput(q, k, v, x, kv_weights(weights))
+    return AttentionInput(q, k, v, x, apart)
 
 
-def attention_output(weights: AttentionParams, mixed: jax.Array) -> jax.Array:
+def _project_fused(
+    weights: FusedAttention, config: ModelConfig, x: jax.Array, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v [T, heads, head_dim], k and v with the pool's heads."""
+    shards = 1 if mesh is None else mesh.shape[TENSOR]
+    queries, kv = heads_a_shard(config, shards)
+    y = linear(x, weights.qkv).reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
+
+    def heads(first: int, count: int, axis: str) -> jax.Array:
+        part = y[:, :, first : first + count]
+        part = part.reshape(x.shape[0], shards * count, config.head_dim)
+        return constrain(part, mesh, None, axis, None)
+
+    k, v = heads(queries, kv, "kv_heads"), heads(queries + kv, kv, "kv_heads")
+    return heads(0, queries, "heads"), k, v
+
+
+def _project_apart(
+    weights: AttentionParams, config: ModelConfig, x: jax.Array, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same by three matmuls."""
+    shards = 1 if mesh is None else mesh.shape[TENSOR]
+
+    def heads(part: Linear, count: int, axis: str) -> jax.Array:
+        y = linear(x, part).reshape(x.shape[0], count, config.head_dim)
+        return constrain(y, mesh, None, axis, None)
+
+    def repeated(part: Linear) -> jax.Array:
+        y = heads(part, config.num_kv_heads, "kv_heads")
+        return jnp.repeat(y, pool_kv_heads(config, shards) // config.num_kv_heads, axis=1)
+
+    q = heads(weights.q, config.num_heads, "heads")
+    return q, repeated(weights.k), repeated(weights.v)
+
+
+def attention_output(weights: AttentionParams | FusedAttention, mixed: jax.Array) -> jax.Array:
     """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in the dtype of
     the weights."""
     flat = mixed.astype(weights.o.kernel.dtype).reshape(mixed.shape[0], -1)
@@ -114,8 +163,8 @@ def kv_weights(weights: AttentionParams) -> KVWeights:
 
 
 def kv_projection(params: Params, config: ModelConfig, max_len: int) -> KVProjection:
-    """How the layers of `params` make K and V, for positions below max_len; the weights are the
-    arrays of `params`."""
+    """How the layers of `params`, not fused, make K and V, for positions below max_len; the weights
+    are the arrays of `params`."""
     rotation = None
     if config.rope is not None:
         rotation = jnp.asarray(angle_table(config.rope, config.head_dim, max_len))

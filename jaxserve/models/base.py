@@ -140,17 +140,17 @@ class AttentionInput(NamedTuple):
 
     Attributes:
         q: [T, num_heads, head_dim], rotated where the model rotates.
-        k: [T, num_kv_heads, head_dim], likewise.
-        v: [T, num_kv_heads, head_dim].
+        k: [T, kv_heads, head_dim], likewise; as many heads as the pool has.
+        v: [T, kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
-        weights: how k and v were made of x.
+        weights: how k and v were made of x; None where the layer has q, k and v fused.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     x: jax.Array
-    weights: KVWeights
+    weights: KVWeights | None
 
 
 class KVProjection(NamedTuple):
@@ -221,7 +221,8 @@ class Family:
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
         leaves: config -> tree of `Leaf`, structured as the parameters: `embed_tokens` and, unless
             tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees with an
-            `AttentionParams` called `attn` each; whatever else the functions below want.
+            `AttentionParams` called `attn` each; whatever else the functions below want. They are
+            as checkpoints have them; see `jaxserve.models.fused` for how steps may.
     """
 
     name: str
@@ -234,7 +235,8 @@ class Family:
     finish: Finish
 
     def param_specs(self, config: ModelConfig) -> Params:
-        """The parameters' shapes and axes: a tree of `ParamSpec`, structured as they are."""
+        """The shapes and axes of a checkpoint's parameters: a tree of `ParamSpec`, structured as
+        they are."""
         return jax.tree.map(lambda leaf: leaf.spec, self.leaves(config))
 
     def hf_layout(self, config: ModelConfig) -> Params:

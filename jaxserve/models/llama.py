@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.models import hf as fields
-from jaxserve.models.attention import AttentionParams, attention_leaves
+from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
 from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
 from jaxserve.models.layers import (
     Linear,
@@ -53,7 +53,7 @@ class LlamaLayer:
     d_model]."""
 
     attn_norm: Norm
-    attn: AttentionParams
+    attn: AttentionParams | FusedAttention
     mlp_norm: Norm
     gate: Linear
     up: Linear

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.models import hf as fields
-from jaxserve.models.attention import AttentionParams, attention_leaves
+from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
 from jaxserve.models.base import Attention, Carry, Family, ModelConfig, Params, StepInputs
 from jaxserve.models.layers import (
     Linear,
@@ -56,7 +56,7 @@ class OPTLayer:
     """One layer's parameters: norms over d_model, up [d_model, d_ff], down [d_ff, d_model]."""
 
     attn_norm: Norm
-    attn: AttentionParams
+    attn: AttentionParams | FusedAttention
     mlp_norm: Norm
     up: Linear
     down: Linear

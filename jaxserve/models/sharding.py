@@ -95,10 +95,8 @@ def param_sharding(mesh: Mesh | None, param: ParamSpec) -> jax.sharding.Sharding
 
 
 def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
-    """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them.
-
-    The K and V projections stay whole when they do not divide; their outputs are repeated with
-    `jnp.repeat(k, pool_kv_heads // num_kv_heads, axis=1)` before they are written.
+    """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them. So the
+    projections make them (`jaxserve.models.fused`).
 
     Raises:
         ValueError: the query heads cannot be shared out among the repeated KV heads.
@@ -111,6 +109,11 @@ def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
             f"to {heads} do not divide its {config.num_heads} attention heads"
         )
     return heads
+
+
+def heads_a_shard(config: ModelConfig, shards: int) -> tuple[int, int]:
+    """Query heads and KV heads that each shard computes, the repeated ones counted."""
+    return config.num_heads // shards, pool_kv_heads(config, shards) // shards
 
 
 def check_tensor(config: ModelConfig, tensor: int) -> None:

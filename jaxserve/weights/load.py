@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig, Params
+from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import check_tensor, padded_shape, param_sharding
 from jaxserve.weights.errors import CheckpointError
@@ -32,7 +33,7 @@ def load_params(
     seed: int = 0,
     progress: bool = False,
 ) -> Params:
-    """The family's parameter tree on the target devices.
+    """The family's parameter tree on the target devices, as a checkpoint has it.
 
     Args:
         path: checkpoint directory; not needed (may be None or "") with load_format "random".
@@ -87,8 +88,11 @@ def _is_finite(leaf: jax.Array) -> jax.Array:
 
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
-    """Bytes of parameters on each device (without a mesh: on the one device)."""
-    specs = jax.tree.leaves(get_family(config.family).param_specs(config))
+    """Bytes of parameters on each device (without a mesh: on the one device), q, k and v fused.
+    Apart they are as many but where KV heads are repeated, and those models have no hidden
+    caches."""
+    shards = 1 if mesh is None else mesh.size
+    specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
     elements = sum(
         math.prod(param_sharding(mesh, spec).shard_shape(padded_shape(mesh, spec)))
         for spec in specs

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
+from jaxserve.models.fused import fuse
 from jaxserve.models.registry import family_for
 from jaxserve.weights import load_params
 
@@ -24,10 +25,12 @@ NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 
 
 class Reference(NamedTuple):
-    """A small model with what transformers computes: tokens int32 [S, T], logits [S, T, V]."""
+    """A small model with what transformers computes: tokens int32 [S, T], logits [S, T, V]. stored:
+    the parameters as a checkpoint has them; params: with q, k and v fused."""
 
     family: Family
     config: ModelConfig
+    stored: Params
     params: Params
     tokens: np.ndarray
     logits: np.ndarray
@@ -51,10 +54,11 @@ def load_reference(name: str) -> Reference:
     config = family.config_from_hf(hf)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), hf)
-        params = load_params(folder, family, config, dtype="float32")
-        jax.block_until_ready(params)
-    stored = np.load(REFERENCE / f"{name}.npz")
-    return Reference(family, config, params, stored["tokens"], stored["logits"])
+        stored = load_params(folder, family, config, dtype="float32")
+        jax.block_until_ready(stored)
+    found = np.load(REFERENCE / f"{name}.npz")
+    params = fuse(stored, config)
+    return Reference(family, config, stored, params, found["tokens"], found["logits"])
 
 
 def hf_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -115,9 +115,7 @@ class PagedRun:
         def attend(
             pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
         ) -> tuple[jax.Array, jax.Array]:
-            repeats = pool.shape[2] // config.num_kv_heads
-            k, v = (jnp.repeat(x, repeats, axis=1) for x in (inputs.k, inputs.v))
-            pool = write(pool, layer, k, v, batch, mesh=mesh)
+            pool = write(pool, layer, inputs.k, inputs.v, batch, mesh=mesh)
             mixed = paged_attention(
                 inputs.q,
                 pool,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.convert import convert
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.sharding import make_mesh
-from jaxserve.weights import load_config, load_params, param_bytes
+from jaxserve.weights import fuse_loaded, load_config, load_params, param_bytes
 from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 from tests.models.paged import PagedRun
 
@@ -26,6 +26,7 @@ def dense_error(name: str, folder: Path, tensor: int) -> float:
     """Largest difference from the reference logits."""
     case, mesh = load_reference(name), make_mesh(tensor)
     params = load_params(folder, case.family, case.config, dtype="float32", mesh=mesh)
+    params = fuse_loaded(params, case.family, case.config, mesh)
     run = jax.jit(lambda p, t: sequence_logits(case.family, p, case.config, t, mesh=mesh))
     return float(np.abs(np.asarray(run(params, case.tokens[0])) - case.logits[0]).max())
 
@@ -34,6 +35,7 @@ def paged_error(name: str, folder: Path, tensor: int) -> float:
     """The same through the pool: one prefill of 16 tokens, 8 decodes."""
     case, mesh = load_reference(name), make_mesh(tensor)
     params = load_params(folder, case.family, case.config, dtype="float32", mesh=mesh)
+    params = fuse_loaded(params, case.family, case.config, mesh)
     tokens = case.tokens[0]
     run = PagedRun(case.family, case.config, params, [24], 4, mesh)
     out = run.step([(0, tokens[:16])], 1, 16)
@@ -54,15 +56,16 @@ def layout(name: str, folder: Path, tensor: int) -> dict[str, Any]:
         load_params(None, case.family, case.config, dtype="float32", load_format="random", mesh=m)
         for m in (None, mesh)
     )
+    same = _same(params, restored)
+    params = fuse_loaded(params, case.family, case.config, mesh)
     shard = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, params)
     return {
-        "q": shard.layers[2].attn.q.kernel.shape,
-        "k": shard.layers[2].attn.k.kernel.shape,
+        "qkv": shard.layers[2].attn.qkv.kernel.shape,
         "o": shard.layers[2].attn.o.kernel.shape,
         "down": shard.layers[2].down.kernel.shape,
         "embed": shard.embed_tokens.shape,
         "padding": float(np.abs(np.asarray(params.embed_tokens)[61:]).sum()),
-        "orbax_same": _same(params, restored),
+        "orbax_same": same,
         "random_same": _same(
             whole, jax.tree.map(lambda a, b: np.asarray(a)[: b.shape[0]], drawn, whole)
         ),

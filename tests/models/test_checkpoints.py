@@ -67,7 +67,7 @@ def test_sharded_safetensors(tmp_path):
         weight_map.update(dict.fromkeys(chosen, file))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert_same(load(tmp_path), load_reference("llama3").params)
+    assert_same(load(tmp_path), load_reference("llama3").stored)
 
     (tmp_path / file).unlink()
     with pytest.raises(CheckpointError, match=f"names {file}, which is not in"):
@@ -81,7 +81,7 @@ def test_stored_dtypes(tmp_path, stored, dtype):
     write_checkpoint(tmp_path, hf_config("opt"), tensors)
     want = jax.tree.map(
         lambda leaf: jnp.asarray(np.asarray(leaf).astype(stored).astype(jnp.dtype(dtype))),
-        load_reference("opt").params,
+        load_reference("opt").stored,
     )
     assert_same(load(tmp_path, dtype), want)
 
@@ -91,14 +91,14 @@ def test_names_without_the_prefix(tmp_path, name):
     tensors = {n.removeprefix("model."): t for n, t in hf_tensors(hf_config(name)).items()}
     assert any(n.startswith(("decoder.", "layers.")) for n in tensors)
     write_checkpoint(tmp_path, hf_config(name), tensors)
-    assert_same(load(tmp_path), load_reference(name).params)
+    assert_same(load(tmp_path), load_reference(name).stored)
 
 
 def test_tensors_the_model_does_not_use_are_left(tmp_path):
     tensors = hf_tensors(hf_config("opt"))
     tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"]
     write_checkpoint(tmp_path, hf_config("opt"), tensors)
-    assert_same(load(tmp_path), load_reference("opt").params)
+    assert_same(load(tmp_path), load_reference("opt").stored)
 
 
 def test_missing_tensor(tmp_path):
@@ -206,8 +206,8 @@ def test_convert_and_restore(tmp_path, name, capsys):
     family, config, hf = load_config(target)
     assert hf["dtype"] == "float32"
     assert config == load_config(source)[1]
-    assert_same(load(target), load_reference(name).params)
-    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), load_reference(name).params)
+    assert_same(load(target), load_reference(name).stored)
+    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), load_reference(name).stored)
     assert_same(load(target, "bfloat16", load_format="orbax"), half)
 
     # A second run does not overwrite, and another model's config is refused.

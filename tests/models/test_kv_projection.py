@@ -48,8 +48,8 @@ def test_projection_gives_the_layers_k_and_v(name: str) -> None:
 
     with jax.disable_jit():  # layers run one by one, so that every layer's inputs can be kept
         inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
-        forward(family, case.params, config, inputs, attend, None, unroll=True)
-    how = kv_projection(case.params, config, LONGEST)
+        forward(family, case.stored, config, inputs, attend, None, unroll=True)
+    how = kv_projection(case.stored, config, LONGEST)
     assert len(seen) == config.num_layers
     for layer, inputs in enumerate(seen):
         jax.tree.map(np.testing.assert_array_equal, inputs.weights, how.weights[layer])

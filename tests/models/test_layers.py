@@ -29,7 +29,7 @@ def test_a_layers_arrays_are_its_own(name):
     case = load_reference(name)
     drawn = load_params(None, case.family, case.config, dtype="float32", load_format="random")
     stored = hf_tensors(hf)
-    for params in (case.params, drawn, case.family.param_specs(case.config)):
+    for params in (case.stored, drawn, case.family.param_specs(case.config)):
         assert isinstance(params.layers, tuple)
         assert len(params.layers) == case.config.num_layers
         for index, layer in enumerate(params.layers):

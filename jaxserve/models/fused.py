@@ -1,0 +1,71 @@
+"""A layer's q, k and v as one projection, so that a step multiplies x once and not three times.
+
+Checkpoints have the three apart (`AttentionParams`); so do steps with hidden caches, which read K's
+and V's weights by themselves: cut out of the fused ones they would be copied. All other steps take
+them fused (`FusedAttention`). The columns lie by shard, so that each device of a mesh holds what
+its own heads take: the shard's query heads, then its heads of K, then those of V, head_dim
+columns each. A KV head that several shards read is there once for each of them (see
+`sharding.pool_kv_heads`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.attention import AttentionParams, FusedAttention
+from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.models.sharding import heads_a_shard
+
+
+def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -> jax.Array:
+    """The columns of q, k and v, parts [..., heads * head_dim], as one array [..., columns]."""
+    queries, kv = heads_a_shard(config, shards)
+    stored = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    lead = parts[0].shape[:-1]
+
+    def by_shard(part: jax.Array, heads: int, wanted: int) -> jax.Array:
+        apart = part.reshape(*lead, heads, config.head_dim)
+        apart = jnp.repeat(apart, shards * wanted // heads, axis=-2)
+        return apart.reshape(*lead, shards, wanted * config.head_dim)
+
+    wanted = (queries, kv, kv)
+    fused = jnp.concatenate(
+        [by_shard(*part) for part in zip(parts, stored, wanted, strict=True)], axis=-1
+    )
+    return fused.reshape(*lead, -1)
+
+
+def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
+    """A checkpoint's parameters as steps take them; the arrays of q, k and v are copied, all others
+    are those of `params`."""
+    return _with_layers(
+        params, lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards))
+    )
+
+
+def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
+    """The specs of such parameters: a tree of `ParamSpec`, structured as they are."""
+    queries, kv = heads_a_shard(config, shards)
+    columns = (queries + 2 * kv) * config.head_dim
+
+    def spec(parts: Sequence[ParamSpec]) -> ParamSpec:
+        shape = (*parts[0].shape[:-1], shards * columns)
+        return dataclasses.replace(parts[0], shape=shape, granule=columns)
+
+    return _with_layers(family.param_specs(config), lambda attn: _fused(attn, spec))
+
+
+def _with_layers(params: Params, change: Any) -> Params:
+    layers = tuple(layer.replace(attn=change(layer.attn)) for layer in params.layers)
+    return params.replace(layers=layers)
+
+
+def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
+    """join: makes one leaf of those of q, k and v."""
+    qkv = jax.tree.map(lambda *parts: join(parts), attn.q, attn.k, attn.v)
+    return FusedAttention(qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm)
