@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 
 from jaxserve.engine.layout import Layout, attention_batch, positions
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, LayerIndex, Params
 from jaxserve.models.forward import over_layers
@@ -135,6 +135,7 @@ def make_widen(model: StepModel, pool_format: Format) -> Any:
         donate_argnames=("pool",),
         static_argnames=("layout",),
         out_shardings=pool_format,
+        compiler_options=compiler_options(pool_format),
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
 from jaxserve.models.base import Family, ModelConfig
@@ -16,6 +18,7 @@ from jaxserve.models.base import Family, ModelConfig
 # each step. The price of unrolling is compile time, on TPUs: OPT-13B's decode step takes 13 s
 # instead of 10 for v5e and 26 instead of 6 for v4, for an A100 no longer. So none scans.
 SCANNED: frozenset[str] = frozenset()
+GPUS = frozenset({"cuda", "gpu"})
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,15 @@ def unrolls(platform: str) -> bool:
     """Whether the layers run unrolled on a platform, "cpu", "gpu", "cuda" or "tpu": the engine's
     choice, see `SCANNED`."""
     return platform not in SCANNED
+
+
+def compiler_options(pool_format: Format) -> dict[str, str]:
+    """XLA's, for a step over a pool that lies so.
+
+    For GPUs it counts the pool twice, as an argument and as an output, although the one is the
+    other. Where the pool takes half of the memory it thinks that nothing is left, and to save what
+    the step needs beside it computes matmuls a second and a third time.
+    """
+    placed: Any = pool_format.sharding
+    platforms = {device.platform for device in placed.device_set}
+    return {"xla_disable_hlo_passes": "rematerialization"} if platforms & GPUS else {}

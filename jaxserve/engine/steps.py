@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.hidden import attend_hidden
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
@@ -40,6 +40,7 @@ def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
         donate_argnames=("pool",),
         static_argnames=("layout",),
         out_shardings=(pool_format, None, None, None, whole),
+        compiler_options=compiler_options(pool_format),
     )
 
 

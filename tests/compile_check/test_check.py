@@ -58,10 +58,14 @@ def test_every_claimed_target_is_there() -> None:
 
 
 def test_a_gpu_is_described_in_full() -> None:
-    text = load_target("a100").gpu_config
+    target = load_target("a100")
+    text = target.gpu_config
     assert "cuda_compute_capability { major: 8 minor: 0 }" in text
-    assert "core_count: 108" in text and "device_memory_size: 85100068864" in text
+    assert "core_count: 108" in text
     assert text.count("{") == text.count("}")
+    said = re.findall(r"device_memory_size: (\d+)", text)
+    # XLA takes 80% of it.
+    assert [int(size) * 4 // 5 for size in said] == [target.memory_bytes]
 
 
 def test_an_unknown_target_is_named() -> None:
