@@ -105,8 +105,11 @@ def _prompt_step(case: Case) -> jax.stages.Lowered:
     layout = _mixed_layout(case)
     hidden = _array(case, (layout.tokens, case.config.d_model), case.dtype, None, None)
     targets = _array(case, (layout.tokens,), jnp.int32)
-    step: Any = make_prompt_step(_model(case, hidden=False))
-    lowered: jax.stages.Lowered = step.lower(_params(case), hidden, targets, rows=layout.rows)
+    model = _model(case, hidden=False)
+    step: Any = make_prompt_step(model)
+    lowered: jax.stages.Lowered = step.lower(
+        _params(case, model), hidden, targets, rows=layout.rows
+    )
     return lowered
 
 
