@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxserve.engine.executor import JaxExecutor
 from tests.engine.harness import SHAPES, engine
 
-TOKENS, ROWS = 64, 8
+TOKENS, ROWS, VOCABULARY = 64, 8, 101
 
 
 def shapes_in(program: Jaxpr) -> set[tuple[int, ...]]:
@@ -25,22 +27,28 @@ def shapes_in(program: Jaxpr) -> set[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.fixture(scope="module", params=SHAPES)
+def executor(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[JaxExecutor]:
+    """Its vocabulary is of a size that nothing else in the step has."""
+    path = tmp_path_factory.mktemp(request.param)
+    shape = SHAPES[request.param] | {"vocab_size": VOCABULARY}
+    (path / "config.json").write_text(json.dumps(shape))
+    with engine(path) as running:
+        yield running.executor
+
+
 @pytest.mark.parametrize("decode_only", [True, False])
-def test_a_step_has_logits_of_one_token_a_row(
-    shapes: dict[str, Path], family: str, decode_only: bool
-) -> None:
+def test_a_step_has_logits_of_one_token_a_row(executor: JaxExecutor, decode_only: bool) -> None:
     """Of chunks, too, that are not the last of their prompt; there are none of other tokens."""
-    vocabulary = SHAPES[family]["vocab_size"]
-    with engine(shapes[family]) as running:
-        executor = running.executor
-        buckets = executor.buckets
-        layout = buckets.decode(ROWS) if decode_only else buckets.mixed(TOKENS)
-        assert layout.tokens > layout.rows or decode_only
-        packed = jnp.zeros(layout.size, jnp.int32)
-        last = jnp.zeros(layout.slots, jnp.int32)
-        traced = jax.make_jaxpr(lambda *given: executor._step(*given, layout=layout))(
-            executor.params, executor.pool, last, packed
-        )
-    logits = {shape for shape in shapes_in(traced.jaxpr) if shape[-1:] == (vocabulary,)}
-    assert logits == {(layout.rows, vocabulary)}
+    buckets = executor.buckets
+    layout = buckets.decode(ROWS) if decode_only else buckets.mixed(TOKENS)
+    assert layout.tokens > layout.rows or decode_only
+    packed = jnp.zeros(layout.size, jnp.int32)
+    last = jnp.zeros(layout.slots, jnp.int32)
+    traced = jax.make_jaxpr(lambda *given: executor._step(*given, layout=layout))(
+        executor.params, executor.pool, last, packed
+    )
+    logits = {shape for shape in shapes_in(traced.jaxpr) if shape[-1:] == (VOCABULARY,)}
+    assert logits == {(layout.rows, VOCABULARY)}
