@@ -23,8 +23,8 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-soak: $(READY) ## thousands of requests of both tiers through a small pool, for minutes
-	$(BIN)/python -m pytest -n 0 -m soak $(ARGS)
+soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
+	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

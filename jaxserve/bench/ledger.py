@@ -35,10 +35,12 @@ SEEN_AS: Mapping[str, frozenset[Ending]] = {
 
 
 class Ledger:
-    """Each call once, from any thread. by_kind: (kind, how it ended) -> calls."""
+    """Each call once, from any thread. by_kind: (kind, how it ended) -> calls. longest_s: that
+    anybody waited for the next piece of an answer, by whom."""
 
     def __init__(self) -> None:
         self.by_kind: Counter[tuple[str, str]] = Counter()
+        self.longest_s: dict[str, float] = {}
         self.problems: Counter[str] = Counter()
         self._seen: Counter[tuple[str, frozenset[Ending]]] = Counter()
         self._maybe: Counter[str] = Counter()
@@ -57,6 +59,11 @@ class Ledger:
                 self._seen[method, endings] += 1
             else:
                 self._maybe[method] += 1
+
+    def waited(self, who: str, seconds: float) -> None:
+        """Somebody did, for the next piece of an answer."""
+        with self._lock:
+            self.longest_s[who] = max(seconds, self.longest_s.get(who, 0.0))
 
     def problem(self, text: str) -> None:
         """Something that did not hold."""

@@ -6,38 +6,37 @@
 A server process of its own listens on this machine only, with a pool so small that requests are
 preempted. Clients call it through both doors at once: both tiers, any lengths, targets and classes,
 streams that are read, read slowly, not read, cancelled, cut off or past their deadline, calls that
-are none, and batches. At the end the pool must be empty, no thread or open file left that was not
-there before, nothing compiled, and each call must have ended once, the same way to the server as to
-its client. Memory: the median of the last third against that of the middle third; the first is for
-warming up. The exit code is 1 if something did not hold. Flags of serve.py work too.
+are none, and batches. How long calls wait meanwhile is up to the policy; but once no more are made,
+all must end. Then the pool must be empty, no thread or open file left that was not there before,
+nothing compiled, and each call must have ended once, the same way to the server as to its client.
+Memory: the median of the last third against that of the middle third; the first is for warming up.
+The last line says whether all of that held, and the exit code is 1 if something did not. Flags of
+serve.py work too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
-import random
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.ledger import Ledger
-from jaxserve.bench.soak_caller import Caller
-from jaxserve.bench.soak_calls import KINDS
-from jaxserve.bench.soak_doors import GrpcDoor, HttpDoor
+from jaxserve.bench.soak_clients import Clients, ServerLost
+from jaxserve.bench.soak_page import AT_REST, SAMPLE_S, Page, settled
 from jaxserve.bench.victim import Victim, victim
 from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
@@ -57,39 +56,33 @@ _FLAGS = (
     "--config.scheduler.max_queue=24",
     "--config.server.max_calls=24",
 )
-_AT_REST = ("num_requests_running", "num_requests_waiting", "num_host_slots_used")
-_SETTLE_S = 60.0
-_SAMPLE_S = 0.5
-_EXIT_S = 60.0
+_EXIT_S = 120.0
 
 
 @dataclass
 class Outcome:
-    """What came of it. by_kind: (kind, how it ended) -> calls. endings: the server's, by (method,
-    ending). memory_mib: samples. threads: before and after. problems: what did not hold."""
+    """What came of it. by_kind: (kind, how it ended) -> calls. longest_s: that anybody waited, by
+    whom. last_s: from the time when no more calls were made to the end of the last. endings: the
+    server's, by (method, ending). memory_mib: samples. threads: before and after. problems: what
+    did not hold."""
 
-    seconds: float
-    by_kind: Counter[tuple[str, str]]
-    endings: dict[tuple[str, str], int]
-    memory_mib: list[float]
+    seconds: float = 0.0
+    by_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
+    longest_s: dict[str, float] = field(default_factory=dict)
+    last_s: float = 0.0
+    endings: dict[tuple[str, str], int] = field(default_factory=dict)
+    memory_mib: list[float] = field(default_factory=list)
     preemptions: int = 0
     threads: tuple[int, int] = (0, 0)
     problems: list[str] = field(default_factory=list)
 
     def thirds(self) -> list[float]:
-        """Median MiB of each third."""
+        """Median MiB of each third; nothing without samples."""
+        if not self.memory_mib:
+            return []
         each = math.ceil(len(self.memory_mib) / 3)
         parts = [self.memory_mib[i * each : (i + 1) * each] for i in range(3)]
         return [statistics.median(part or self.memory_mib) for part in parts]
-
-
-@dataclass
-class Page:
-    """values: of metrics without labels, by name without jaxserve:. endings: calls by (method,
-    ending)."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    endings: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -137,35 +130,47 @@ def run(
 ) -> Outcome:
     """flags: for the server. Raises BenchError if it does not start."""
     with victim(*flags, batches=True) as server:
-        ledger, memory = Ledger(), list[float]()
-        callers = _callers(server, ledger, seed, clients)
-        _each_kind(callers)  # so that what is made once is there
+        outcome = Outcome()
+        try:
+            _soaked(server, outcome, seconds, seed, clients)
+        except ServerLost as lost:
+            outcome.problems.insert(0, str(lost))
+            return outcome
+        except OSError as error:
+            outcome.problems.insert(0, f"the server does not answer: {error}")
+            return outcome
+        outcome.problems += [*grown(outcome, max_growth_mib), *stopped(server)]
+    return outcome
+
+
+def _soaked(server: Victim, outcome: Outcome, seconds: float, seed: int, count: int) -> None:
+    """Fills in the outcome. Raises ServerLost."""
+    ledger = Ledger()
+    outcome.by_kind, outcome.longest_s = ledger.by_kind, ledger.longest_s
+    try:
+        clients = Clients(server, ledger, seed, count)
+        clients.each_kind()  # so that what is made once is there
         settled(server, lambda: True)
         threads, handles = server.threads(), Counter(server.handles())
-        began, over = time.monotonic(), threading.Event()
-        sampler = threading.Thread(target=_sample, args=(server, seconds, memory, over))
+        over = threading.Event()
+        sampler = threading.Thread(target=_sample, args=(server, seconds, outcome.memory_mib, over))
         sampler.start()
+        began = time.monotonic()
         try:
-            _at_once(callers, lambda caller: _call_until(caller, began + seconds))
+            outcome.last_s = clients.call_for(seconds)
         finally:
             over.set()
             sampler.join()
-        took = time.monotonic() - began
-        for caller in callers:
-            caller.grpc.close()
+            outcome.seconds = time.monotonic() - began
+        clients.close()
         page = settled(server, lambda: not _new_handles(server, handles))
-        outcome = Outcome(took, ledger.by_kind, page.endings, memory)
+        outcome.endings = page.endings
         outcome.preemptions = int(page.values["num_preemptions_total"])
         outcome.threads = (threads, server.threads())
-        outcome.problems = [f"{what} ({count} times)" for what, count in ledger.problems.items()]
-        outcome.problems += ledger.disagreements(outcome.endings)
-        outcome.problems += _left_over(server, page, handles, outcome)
-        growth = outcome.thirds()[2] - outcome.thirds()[1]
-        if growth > max_growth_mib:
-            limit = f"more than {max_growth_mib:g}"
-            outcome.problems.append(f"memory grew by {growth:.1f} MiB, {limit}")
-        outcome.problems += _stopped(server)
-    return outcome
+    finally:
+        outcome.problems += [f"{what} ({n} times)" for what, n in ledger.problems.items()]
+    outcome.problems += ledger.disagreements(outcome.endings)
+    outcome.problems += left_over(page, _new_handles(server, handles), outcome)
 
 
 def text(outcome: Outcome) -> str:
@@ -181,13 +186,17 @@ def text(outcome: Outcome) -> str:
     told = ", ".join(f"{count:,} {ending}" for ending, count in sorted(total.items()) if count)
     lines.append(("to the server", f"{total.total():,}", told))
     thirds = ", ".join(f"{each:,.1f}" for each in outcome.thirds())
+    waits = ", ".join(f"{who} {each:,.1f} s" for who, each in sorted(outcome.longest_s.items()))
     before, after = outcome.threads
+    count = len(outcome.problems)
     return "\n".join(
         [
             aligned(lines),
             f"{outcome.seconds:,.0f} s; {outcome.preemptions:,} preemptions; {thirds} MiB "
             f"(median of each third); {before} threads before, {after} after",
-            *(outcome.problems or ["everything held"]),
+            f"longest waits: {waits}; the last call ended {outcome.last_s:,.1f} s after the end",
+            *(f"- {problem}" for problem in outcome.problems),
+            f"soak: {count} did not hold" if count else "soak: everything held",
         ]
     )
 
@@ -198,6 +207,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "clients": [[*key, count] for key, count in sorted(outcome.by_kind.items())],
         "server": [[*key, count] for key, count in sorted(outcome.endings.items()) if count],
+        "longest_wait_s": outcome.longest_s,
+        "last_call_s": outcome.last_s,
         "memory_mib": outcome.thirds(),
         "preemptions": outcome.preemptions,
         "threads": list(outcome.threads),
@@ -205,104 +216,26 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def metrics(server: Victim) -> Page:
-    """As they are now."""
-    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=60) as page:
-        return read_page(page.read().decode())
-
-
-def read_page(text: str) -> Page:
-    """What Prometheus would read."""
-    page = Page()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name, labels = sample.name.removeprefix("jaxserve:"), sample.labels
-            if name == "calls_total":
-                page.endings[labels["method"], labels["ending"]] = int(sample.value)
-            elif set(labels) <= {"model_name"}:
-                page.values[name] = sample.value
-    return page
-
-
-def settled(server: Victim, also: Callable[[], bool]) -> Page:
-    """The metrics once nothing runs or waits, and nobody's news are on their way; as they are if
-    that does not come to be."""
-    until = time.monotonic() + _SETTLE_S
-    while True:
-        page = metrics(server)
-        idle = not any(page.values[name] for name in _AT_REST)
-        if (idle and also()) or time.monotonic() > until:
-            return page
-        time.sleep(_SAMPLE_S)
-
-
-def _callers(server: Victim, ledger: Ledger, seed: int, clients: int) -> list[Caller]:
-    """One a thread; the texts that they know are asked for first."""
-    first = Caller(
-        random.Random(seed), GrpcDoor(server.address), HttpDoor(server.http_address), ledger
-    )
-    first.learn()
-    callers = []
-    for number in range(clients):
-        doors = GrpcDoor(server.address), HttpDoor(server.http_address)
-        rng = random.Random(f"{seed}, {number}")
-        callers.append(Caller(rng, *doors, ledger, first.vocab_size, first.known))
-    first.grpc.close()
-    return callers
-
-
-def _each_kind(callers: Sequence[Caller]) -> None:
-    """All kinds of calls, all clients at once."""
-    kinds = list(KINDS)
-    rounds = range(max(len(kinds), len(callers)))
-
-    def call(caller: Caller) -> None:
-        for number in rounds[callers.index(caller) :: len(callers)]:
-            kinds[number % len(kinds)](caller)
-
-    _at_once(callers, call)
-
-
-def _call_until(caller: Caller, end: float) -> None:
-    kinds, weights = list(KINDS), list(KINDS.values())
-    while time.monotonic() < end:
-        caller.rng.choices(kinds, weights)[0](caller)
-
-
-def _at_once(callers: Sequence[Caller], work: Callable[[Caller], None]) -> None:
-    """Each on a thread of its own; what one of them did not expect is a problem."""
-
-    def guarded(caller: Caller) -> None:
-        try:
-            work(caller)
-        except Exception as error:
-            caller.ledger.problem(f"a client failed: {error!r}")
-
-    threads = [threading.Thread(target=guarded, args=(caller,)) for caller in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def _sample(server: Victim, seconds: float, memory: list[float], over: threading.Event) -> None:
     bar = tqdm(total=round(seconds), desc="soak", unit="s", disable=not sys.stderr.isatty())
     with bar:
-        while not over.wait(_SAMPLE_S):
-            if server.process.poll() is not None:
-                return  # whoever calls it finds out
-            memory.append(server.memory_mib())
-            bar.update(min(_SAMPLE_S, bar.total - bar.n))
+        while server.process.poll() is None:  # if it has ended, whoever calls it finds out
+            with contextlib.suppress(OSError):
+                memory.append(server.memory_mib())
+            if over.wait(SAMPLE_S):
+                return
+            bar.update(min(SAMPLE_S, bar.total - bar.n))
 
 
 def _new_handles(server: Victim, before: Counter[str]) -> Counter[str]:
     return Counter(server.handles()) - before
 
 
-def _left_over(server: Victim, page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
-    """What is still there, or has happened, that is not to be."""
+def left_over(page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
+    """What is still there, or has happened, that is not to be. handles: that were not open before
+    it began."""
     found, values = [], page.values
-    for name in (*_AT_REST, "compiles_after_warmup_total"):
+    for name in (*AT_REST, "compiles_after_warmup_total"):
         if values[name]:
             found.append(f"{name} is {values[name]:.0f} at the end")
     if values["num_blocks_free"] != values["num_blocks"]:
@@ -312,11 +245,18 @@ def _left_over(server: Victim, page: Page, handles: Counter[str], outcome: Outco
     before, after = outcome.threads
     if after > before + MAX_NEW_THREADS:
         found.append(f"{after} threads, {before} before")
-    found += [f"{n} more open: {name}" for name, n in _new_handles(server, handles).items()]
+    found += [f"{n} more open: {name}" for name, n in handles.items()]
     return found
 
 
-def _stopped(server: Victim) -> list[str]:
+def grown(outcome: Outcome, most_mib: float) -> list[str]:
+    """Whether memory is flat."""
+    _, middle, last = outcome.thirds()
+    grew = f"memory grew by {last - middle:.1f} MiB, more than {most_mib:g}"
+    return [grew] if last - middle > most_mib else []
+
+
+def stopped(server: Victim) -> list[str]:
     """It ends when it is told to."""
     server.process.send_signal(signal.SIGTERM)
     try:

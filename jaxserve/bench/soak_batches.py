@@ -7,7 +7,7 @@ import time
 import uuid
 
 from jaxserve.bench.soak_caller import Caller, whole_http
-from jaxserve.bench.soak_doors import COMPLETIONS, PATIENCE_S, completion
+from jaxserve.bench.soak_doors import COMPLETIONS, completion
 from jaxserve.client import ServerError
 from jaxserve.client.messages import make_line
 
@@ -22,10 +22,12 @@ def grpc_batch(caller: Caller) -> None:
         make_line(asked.prompt, max_tokens=asked.max_tokens, **asked.sampling)
         for asked in (caller.asked(longest=24) for _ in range(count))
     ]
+    began = time.monotonic()
     try:
         client.submit_batch(name, lines)
         caller.ledger.note("batches", "SubmitBatch", "ok")
-        got = sum(len(page.results) for page in client.get_batch(name, timeout=PATIENCE_S))
+        got = sum(len(page.results) for page in client.get_batch(name))
+        caller.ledger.waited("a batch", time.monotonic() - began)
         caller.ledger.note("batches", "GetBatch", "ok")
         if got != count:
             caller.ledger.problem(f"batches: {got} results of {count} lines")
@@ -58,10 +60,11 @@ def http_batch(caller: Caller) -> None:
     file = whole_http(caller, "batches", "POST", "/v1/files", form.encode(), kind)["id"]
     asks = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
     batch = whole_http(caller, "batches", "POST", "/v1/batches", json.dumps(asks).encode())
-    until = time.monotonic() + PATIENCE_S
-    while batch["status"] == "in_progress" and time.monotonic() < until:
+    began = time.monotonic()
+    while batch["status"] == "in_progress":
         time.sleep(_POLL_S)
         batch = whole_http(caller, "batches", "GET", f"/v1/batches/{batch['id']}")
+    caller.ledger.waited("a batch", time.monotonic() - began)
     if batch["request_counts"] != {"total": count, "completed": count, "failed": 0}:
         caller.ledger.problem(f"batches: {batch['request_counts']} of {count} lines")
     whole_http(caller, "batches", "DELETE", f"/v1/files/{file}")

@@ -5,29 +5,32 @@ from __future__ import annotations
 import http
 import json
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.bench.ledger import Ledger
 from jaxserve.bench.soak_doors import (
-    PATIENCE_S,
     Asked,
     Door,
     GrpcDoor,
     HttpDoor,
     Refused,
+    Stream,
     error_code,
 )
 
 MAX_PROMPT, MAX_OUTPUT = 240, 160
 KNOWN_OUTPUT = 96
 _KNOWN = 6
+_LEARN_S = 120.0  # for each call, which has the server to itself
 
 
 @dataclass
 class Caller:
     """One thread's. vocab_size: of the model. known: greedy texts of KNOWN_OUTPUT tokens by prompt,
-    from a server that had nothing else to do."""
+    from a server that had nothing else to do. doing: the kind of call that it makes."""
 
     rng: random.Random
     grpc: GrpcDoor
@@ -35,19 +38,33 @@ class Caller:
     ledger: Ledger
     vocab_size: int = 0
     known: dict[tuple[int, ...], str] = field(default_factory=dict)
+    doing: str = ""
 
     def learn(self) -> None:
-        """Asks for what it is to know. Raises Refused."""
-        self.vocab_size = self.grpc.client.info(timeout=PATIENCE_S).vocab_size
+        """Asks for what it is to know. Raises Refused, ServerError."""
+        self.vocab_size = self.grpc.client.info(timeout=_LEARN_S).vocab_size
         self.ledger.note("questions", "GetServerInfo", "ok")
         for _ in range(_KNOWN):
             asked = self.asked()
             asked.max_tokens, asked.sampling = KNOWN_OUTPUT, {"ignore_eos": True}
             asked.slo, asked.slo_class, asked.tier = {}, "", None
-            stream = self.grpc.stream(asked)
+            stream = self.grpc.stream(asked, timeout_s=_LEARN_S)
             self.known[tuple(asked.prompt)] = "".join(stream.texts())
             stream.leave(vanish=False)
             self.ledger.note("whole", self.grpc.method, "ok")
+
+    def texts(self, stream: Stream, asked: Asked) -> Iterator[str]:
+        """What comes, and how long it takes to come, noted. Raises Refused."""
+        pieces = stream.texts()
+        while True:
+            began = time.monotonic()
+            try:
+                piece = next(pieces, None)
+            finally:
+                self.ledger.waited(asked.tier_served, time.monotonic() - began)
+            if piece is None:
+                return
+            yield piece
 
     def door(self) -> Door:
         """Either."""

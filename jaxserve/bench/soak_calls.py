@@ -15,7 +15,6 @@ from jaxserve.bench.soak_batches import grpc_batch, http_batch
 from jaxserve.bench.soak_caller import KNOWN_OUTPUT, MAX_OUTPUT, Caller, whole_http
 from jaxserve.bench.soak_doors import (
     COMPLETIONS,
-    PATIENCE_S,
     Asked,
     Door,
     Refused,
@@ -48,10 +47,11 @@ def cancelled(caller: Caller) -> None:
     """It is cancelled after a while, politely or not."""
     vanish = caller.rng.random() < 0.5
     kind, door = "disconnected" if vanish else "cancelled", caller.door()
-    stream = door.stream(caller.asked(shortest=20))
+    asked = caller.asked(shortest=20)
+    stream = door.stream(asked)
     some, ended = caller.rng.randint(1, 10), "ok"
     try:
-        for number, _ in enumerate(stream.texts()):
+        for number, _ in enumerate(caller.texts(stream, asked)):
             if number == some:
                 ended = "left"
                 break
@@ -68,7 +68,7 @@ def late(caller: Caller) -> None:
     stream = caller.grpc.stream(asked, timeout_s=caller.rng.uniform(0.2, 2.0))
     heard, ended = False, "ok"
     try:
-        for _ in stream.texts():
+        for _ in caller.texts(stream, asked):
             heard = True
     except Refused as error:
         ended = error.status
@@ -139,7 +139,7 @@ def twice(caller: Caller) -> None:
     first.request_id = name
     stream, ended = door.stream(first), "ok"
     try:
-        for number, _ in enumerate(stream.texts()):
+        for number, _ in enumerate(caller.texts(stream, first)):
             if number == 0:
                 other = caller.door()
                 again = _ended(other, Asked([5, 6], 1, request_id=name))
@@ -153,7 +153,7 @@ def twice(caller: Caller) -> None:
 
 def asked_about(caller: Caller) -> None:
     """What is served, and tokens."""
-    caller.grpc.client.info(timeout=PATIENCE_S)
+    caller.grpc.client.info()
     caller.ledger.note("questions", "GetServerInfo", "ok")
     for method, path, body in (
         ("GET", "/v1/models", None),
@@ -189,7 +189,7 @@ def _read(
 ) -> None:
     stream, pieces, ended = door.stream(asked), [], "ok"
     try:
-        for piece in stream.texts():
+        for piece in caller.texts(stream, asked):
             pieces.append(piece)
             time.sleep(pauses_s)
     except Refused as error:

@@ -16,7 +16,6 @@ from jaxserve.client import Client
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import generation_pb2_grpc
 
-PATIENCE_S = 600.0  # best-effort calls may wait for as long as real-time ones keep coming
 COMPLETIONS = "/v1/completions"
 
 
@@ -41,6 +40,11 @@ class Asked:
     tier: str | None = None
     request_id: str = ""
 
+    @property
+    def tier_served(self) -> str:
+        """As the server takes it: its own, that of its class, or real-time."""
+        return self.tier or ("best_effort" if self.slo_class == "offline" else "realtime")
+
 
 class Door(Protocol):
     """method: what the server's metrics call a call that generates. name: gRPC or HTTP."""
@@ -48,8 +52,8 @@ class Door(Protocol):
     name: str
     method: str
 
-    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> Stream:
-        """Sends it."""
+    def stream(self, asked: Asked, timeout_s: float | None = None) -> Stream:
+        """Sends it. timeout_s: after which the client gives up; None: it does not."""
         ...
 
     def close(self) -> None:
@@ -77,7 +81,7 @@ class GrpcDoor:
     def __init__(self, address: str) -> None:
         self.client = Client(address)
 
-    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> GrpcStream:
+    def stream(self, asked: Asked, timeout_s: float | None = None) -> GrpcStream:
         """See `Door`; a deadline that the server knows of."""
         return GrpcStream(self.client.address, asked, timeout_s)
 
@@ -89,7 +93,7 @@ class GrpcDoor:
 class GrpcStream:
     """See `Stream`. It has a channel of its own, so that it can be closed under it."""
 
-    def __init__(self, address: str, asked: Asked, timeout_s: float) -> None:
+    def __init__(self, address: str, asked: Asked, timeout_s: float | None) -> None:
         self._channel = grpc.insecure_channel(
             address, options=(("grpc.use_local_subchannel_pool", 1),)
         )
@@ -128,7 +132,7 @@ class HttpDoor:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def stream(self, asked: Asked, timeout_s: float = PATIENCE_S) -> HttpStream:
+    def stream(self, asked: Asked, timeout_s: float | None = None) -> HttpStream:
         """See `Door`; HTTP has no deadlines, so after timeout_s without a byte the client gives
         up."""
         return HttpStream(self.address, completion(asked, stream=True), timeout_s)
@@ -143,9 +147,9 @@ class HttpDoor:
             answer = connection.getresponse()
             return answer.status, answer.read()
 
-    def connect(self, timeout_s: float = PATIENCE_S) -> http.client.HTTPConnection:
+    def connect(self) -> http.client.HTTPConnection:
         """A connection, to be closed."""
-        return http.client.HTTPConnection(self.address, timeout=timeout_s)
+        return http.client.HTTPConnection(self.address)
 
     def close(self) -> None:
         """See `Door`; each call has a connection of its own."""
@@ -154,7 +158,7 @@ class HttpDoor:
 class HttpStream:
     """See `Stream`."""
 
-    def __init__(self, address: str, body: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, address: str, body: dict[str, Any], timeout_s: float | None) -> None:
         self._connection = http.client.HTTPConnection(address, timeout=timeout_s)
         headers = {"Content-Type": "application/json"}
         self._connection.request("POST", COMPLETIONS, json.dumps(body), headers)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections import Counter
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from jaxserve.bench import cli, soak
 from jaxserve.bench.ledger import Ledger
-from jaxserve.bench.soak import Outcome, Page, read_page
+from jaxserve.bench.soak import Outcome
 from jaxserve.bench.soak_doors import Asked, Refused, completion, error_code
+from jaxserve.bench.soak_page import AT_REST, Page, read_page
+from jaxserve.bench.victim import Victim
 
 # It is ml_collections that loads config files so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -19,6 +25,7 @@ def test_everything_at_once_leaves_nothing_behind() -> None:
     # So short a run is its own warming up: what memory does says nothing yet.
     outcome = soak.run(soak.parse([]).flags, seconds=20, seed=0, max_growth_mib=256, clients=8)
     assert outcome.problems == []
+    assert set(outcome.longest_s) == {"realtime", "best_effort", "a batch"}
     kinds = {kind for kind, _ in outcome.by_kind}
     assert {"whole", "cancelled", "disconnected", "deadline", "batches", "wrong"} <= kinds
     assert {method for (method, _), n in outcome.endings.items() if n} >= {
@@ -27,6 +34,72 @@ def test_everything_at_once_leaves_nothing_behind() -> None:
         "http /v1/completions",
         "http /v1/batches",
     }
+
+
+def at_rest(**values: float) -> Page:
+    """What a server says that has nothing left, but for `values`."""
+    found = {**dict.fromkeys(AT_REST, 0.0), "compiles_after_warmup_total": 0.0}
+    return Page({**found, "num_blocks": 128.0, "num_blocks_free": 128.0, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_blocks_free": 125.0}, "3 blocks are used"),
+        ({"num_requests_running": 1.0}, "num_requests_running is 1 at the end"),
+        ({"num_requests_waiting": 2.0}, "num_requests_waiting is 2 at the end"),
+        ({"num_host_slots_used": 3.0}, "num_host_slots_used is 3 at the end"),
+        ({"compiles_after_warmup_total": 1.0}, "compiles_after_warmup_total is 1 at the end"),
+    ],
+)
+def test_what_the_server_has_left_is_noticed(values: dict[str, float], problem: str) -> None:
+    outcome = Outcome(preemptions=1)
+    assert soak.left_over(at_rest(), Counter(), outcome) == []
+    assert soak.left_over(at_rest(**values), Counter(), outcome) == [problem]
+
+
+def test_files_and_threads_that_are_left_are_noticed() -> None:
+    most = soak.MAX_NEW_THREADS
+    outcome = Outcome(preemptions=1, threads=(30, 30 + most))
+    assert soak.left_over(at_rest(), Counter({"socket": 2}), outcome) == ["2 more open: socket"]
+    outcome.threads = (30, 31 + most)
+    assert soak.left_over(at_rest(), Counter(), outcome) == [f"{31 + most} threads, 30 before"]
+
+
+def test_a_pool_that_is_large_enough_says_little() -> None:
+    (problem,) = soak.left_over(at_rest(), Counter(), Outcome())
+    assert problem.startswith("no request was preempted")
+
+
+def test_memory_that_grows_after_its_first_third_is_noticed() -> None:
+    samples = [100.0, 400.0, 600.0, 605.0, 610.0, 620.0]
+    assert soak.grown(Outcome(memory_mib=samples), 20.0) == []
+    (problem,) = soak.grown(Outcome(memory_mib=samples), 10.0)
+    assert problem == "memory grew by 12.5 MiB, more than 10"
+
+
+class Process:
+    """Of a server, which ends with this code when it is told to; None: not at all."""
+
+    def __init__(self, code: int | None) -> None:
+        self._code = code
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGTERM
+
+    def wait(self, timeout: float) -> int:
+        if self._code is None:
+            raise subprocess.TimeoutExpired("server", timeout)
+        return self._code
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"), [(0, ""), (1, "it ended with 1"), (None, "it did not end within")]
+)
+def test_a_server_that_does_not_end_well_is_noticed(code: int | None, problem: str) -> None:
+    server = Victim(cast(Any, Process(code)), "localhost:1", "localhost:2", Path("log"))
+    found = soak.stopped(server)
+    assert [each.startswith(problem) for each in found] == [True] * bool(problem)
 
 
 def test_calls_that_ended_alike_on_both_sides_agree() -> None:
@@ -113,12 +186,15 @@ def test_its_table_and_exit_code_say_what_did_not_hold(
 ) -> None:
     kinds = Counter({("whole", "ok"): 2, ("cancelled", "left"): 1})
     for problems, code in (([], 0), (["3 blocks are used"], 1)):
-        outcome = Outcome(60.0, kinds, {("Generate", "ok"): 3}, [1.0, 2.0, 3.0], 4, (9, 9))
-        outcome.problems = problems
+        outcome = Outcome(60.0, kinds, {"realtime": 1.5}, 2.0, {("Generate", "ok"): 3})
+        outcome.memory_mib, outcome.problems = [1.0, 2.0, 3.0], problems
         monkeypatch.setattr(soak, "run", lambda *_, outcome=outcome: outcome)
         assert cli.main(["soak", "--json"]) == code
         told = capsys.readouterr()
-        assert told.err.splitlines()[-1] == (problems or ["everything held"])[0]
+        last = "soak: 1 did not hold" if problems else "soak: everything held"
+        assert told.err.splitlines()[-1] == last
+        assert all(f"- {problem}" in told.err for problem in problems)
+        assert "realtime 1.5 s" in told.err
         assert '["whole", "ok", 2]' in told.out and "1.0, 2.0, 3.0 MiB" in told.err
 
 
