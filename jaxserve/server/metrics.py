@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import NO_CLASS, Tier
 from jaxserve.sched.terms import TARGETS
 from jaxserve.server.access.options import Access
 from jaxserve.server.metrics_http import MetricsHttp
@@ -151,6 +151,7 @@ class EngineMetrics(Collector, Observer):
         used = (stats.blocks_total - stats.blocks_free) / max(stats.blocks_total, 1)
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._live()
         yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
@@ -177,6 +178,18 @@ class EngineMetrics(Collector, Observer):
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
 
+    def _live(self) -> Metric:
+        """Requests without a class are there for each tier, even if there are none."""
+        name, text = "num_requests", "Continuations in the engine, by whether they hold cache."
+        labels = ("model_name", "slo_class", "tier", "state")
+        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+        counts = {(NO_CLASS, tier.name.lower(), held): 0 for tier in Tier for held in (True, False)}
+        counts.update(self._engine.live_counts())
+        for (slo_class, tier, held), count in sorted(counts.items()):
+            state = "running" if held else "waiting"
+            family.add_metric((self._model, slo_class, tier, state), count)
+        return family
+
     def _counters(self) -> Iterator[Metric]:
         text = "Prompt tokens computed, each counted once."
         yield self._counter("prompt_tokens", text, self._prefill_tokens)
@@ -201,6 +214,11 @@ class EngineMetrics(Collector, Observer):
         for (method, ending), count in self._endings.counts.items():
             calls.add_metric((self._model, method, ending), count)
         yield calls
+        text = "Lines of batches that the engine has served, by how they ended."
+        lines = CounterMetricFamily(PREFIX + "batch_lines", text, labels=("model_name", "ending"))
+        for ending, count in self._endings.lines.items():
+            lines.add_metric((self._model, ending), count)
+        yield lines
 
     def _slo(self) -> Iterator[Metric]:
         """Of those that had targets, whatever ended them; for each of them both counters, so that

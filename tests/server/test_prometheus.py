@@ -142,6 +142,13 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
         engine.wait(lambda: not engine.live)
     assert value(samples, "num_requests_running") == 1
     assert value(samples, "num_requests_waiting") == 0
+    for (tier, state), count in {
+        ("realtime", "running"): 1,
+        ("realtime", "waiting"): 0,
+        ("best_effort", "running"): 0,
+    }.items():
+        about = {"slo_class": "default", "tier": tier, "state": state}
+        assert value(samples, "num_requests", **about) == count
     assert value(samples, "kv_cache_usage_perc") == 1 / 1024
     assert value(samples, "num_blocks") == 1024
     assert value(samples, "num_blocks_free") == 1023

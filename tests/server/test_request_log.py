@@ -202,6 +202,8 @@ def test_lines_of_batches_have_theirs(engine: FakeEngine, tmp_path: Path, lines:
     assert (found[0]["prompt_tokens"], found[0]["output_tokens"]) == (3, 2)
     assert (found[1]["ending"], found[1]["finish_reason"]) == ("cancelled", "cancelled")
     assert len([line for line in lines() if line["method"] == "SubmitBatch"]) == 1
+    counted = server._endings.lines
+    assert (counted[Ending.OK], counted[Ending.CANCELLED], sum(counted.values())) == (1, 1, 2)
 
 
 WORD = re.compile(r' (\w+)=("(?:[^"\\]|\\.)*"|[^" ]+)')
