@@ -25,6 +25,8 @@ class CompletionLogprobs:
         found: dict[str, list[Any]] = {name: [] for name in LISTS}
         if self._first is not None:
             self._add(found, self._first, None, None)
+            if not self._engine.decode([self._first]):  # a special token, which the text is without
+                self._offset = 0
             self._first = None
         for entry in entries:
             top = {token_text(self._engine, token): value for token, value in entry.top}
