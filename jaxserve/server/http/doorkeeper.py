@@ -39,6 +39,9 @@ _QUIET = ("/metrics", "/console/info", "/console/events")  # asked every few sec
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _FORM_BYTES = 1 << 20  # what a form has besides its file
+BODY_S = 30.0
+"""Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
+_BODY_BYTES_PER_S = 64 << 10
 
 
 class Doorkeeper:
@@ -186,14 +189,23 @@ class _Visit:
     def _limited(self, receive: Receive) -> Receive:
         limit = self._keeper.body_limit(self._scope)
         length = _content_length(self._scope)
-        got = 0
+        begun, got, whole = asyncio.get_running_loop().time(), 0, False
 
         async def limited() -> Message:
-            nonlocal got
+            nonlocal got, whole
             if length > limit:
                 raise _too_long(limit)
-            message = await receive()
+            if whole:  # it waits for the client to hang up
+                return await receive()
+            seconds = BODY_S + got / _BODY_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(begun + seconds):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body: only {got:,} bytes of it have come within {seconds:.1f} s"
+                raise HTTPException(408, text) from None
             got += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if got > limit:
                 raise _too_long(limit)
             return message

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.tls import Tls
+from jaxserve.server.http.protocol import HEAD_BYTES, Connection
 from jaxserve.server.requests.addresses import bind
 
 _BACKLOG = 2048
@@ -44,6 +45,8 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
+            http=Connection,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             lifespan="off",
             log_config=None,
             log_level="critical",  # what goes wrong is logged by whoever knows what it is

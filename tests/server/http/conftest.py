@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ class Plain:
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=PATIENCE)
+
+    def socket(self) -> socket.socket:
+        """A connection for bytes of one's own."""
+        host, port = self.address.rsplit(":", 1)
+        return socket.create_connection((host, int(port)), PATIENCE)
 
     def call(
         self, method: str, path: str, body: Any = None

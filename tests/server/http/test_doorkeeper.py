@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import socket
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from jaxserve.server.http import doorkeeper, protocol
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
-from tests.server.fake_engine import PATIENCE, FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.http.test_endings import begin
 
@@ -84,13 +85,73 @@ def test_nor_one_that_does_not_say_how_long_it_is(plain: Plain) -> None:
     assert connection.getresponse().status == 413
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(
+    plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorkeeper, "BODY_S", 0.1)
+    for _ in range(3):  # more than may be open at once
+        connection = plain.connect()
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "15")
+        connection.endheaders(b'{"prompt"')
+        response = connection.getresponse()
+        assert response.status == 408
+        problem = "the body: only 9 bytes of it have come within 0.1 s"
+        assert json.loads(response.read())["error"]["message"] == problem
+        connection.close()
+    engine.run()
+    assert plain.call("POST", "/v1/completions", {"prompt": "a"})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_head_that_is_too_long_is_not_kept(plain: Plain, path: str) -> None:
+    with plain.socket() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nX-Long: ".encode())
+        with contextlib.suppress(ConnectionError):  # it may hang up before this is read
+            connection.sendall(b"x" * (protocol.HEAD_BYTES + 1))
+            assert connection.recv(64).startswith(b"HTTP/1.1 400 ")
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(("before", "sent"), [(b"", b""), (b"", HEALTH[:9]), (HEALTH, HEALTH[:9])])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    plain: Plain, before: bytes, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.05)
+    with plain.socket() as connection:
+        connection.sendall(before)
+        if before:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(sent)
+        while connection.recv(4096):  # until the server hangs up
+            pass
+
+
+def test_a_call_may_take_longer_than_its_head_and_body(
+    plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.05)
+    monkeypatch.setattr(doorkeeper, "BODY_S", 0.05)
+    calls = [begin(plain), begin(plain, stream=True)]
+    engine.wait(lambda: len(engine.live) == 2)
+    with plain.socket() as silent:  # it is given up later than they would be
+        assert not silent.recv(1)
+    engine.step(50)
+    for connection in calls:
+        response = connection.getresponse()
+        assert response.status == 200 and b" w0" in response.read()
+        connection.close()
+
+
 def test_a_reader_that_does_not_read_is_given_up(
     plain: Plain, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.text = lambda k: "x" * 4096
-    host, port = plain.address.split(":")
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
-    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+    with plain.socket() as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         head += "Content-Type: application/json\r\n\r\n"
         connection.sendall(head.encode() + body)
