@@ -15,6 +15,7 @@ from jaxserve.client.batch_results import ResultsError, ResultsFile, state_path
 from jaxserve.client.batch_run import PATIENCE_S, BatchCancelled, BatchRun
 from jaxserve.client.client import DEFAULT_ADDRESS, Client
 from jaxserve.client.errors import ServerError
+from jaxserve.client.grammar_flags import add_grammar_flags, read_grammar
 from jaxserve.client.many import ManyPrompts, ServerAway
 from jaxserve.client.messages import TIERS
 from jaxserve.client.prompt_lines import read_lines
@@ -228,7 +229,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name, _, _ in _NUMBERS}
     options |= {"ignore_eos": args.ignore_eos or None, "stop": args.stop}
     options |= {"stop_token_ids": args.stop_token_id, "logit_bias": dict(args.logit_bias) or None}
-    return options
+    return {**options, "grammar": read_grammar(args)}
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -284,6 +285,7 @@ def _parser() -> Parser:
     sampling.add_argument(
         "--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS"
     )
+    add_grammar_flags(parser)
     service = parser.add_argument_group("service level")
     service.add_argument(
         "--slo_class", default="", help="one of the server's (--info), for what is not given here"

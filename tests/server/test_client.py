@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.client import Client, Unreachable, make_request
 from jaxserve.client.cli import main
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Grammar, Tier
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine
 
@@ -96,6 +96,47 @@ def test_every_flag_reaches_the_engine(
     assert request.sampling.logit_bias == ((9, -1.5),)
     assert request.tier is Tier.BEST_EFFORT
     assert (request.slo.ttft, request.slo.tbt, request.slo.jct) == (0.1, 0.01, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "grammar"),
+    [
+        (['--json_schema={"type": "integer"}'], Grammar.json_schema('{"type": "integer"}')),
+        (["--json_schema=@FILE"], Grammar.json_schema('{"type": "boolean"}')),
+        (["--json_object"], Grammar.json_object()),
+        (["--regex=a+"], Grammar.regex("a+")),
+        (["--choice=yes", "--choice=no"], Grammar.choice(["yes", "no"])),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_flags_hold_the_text_to_a_grammar(
+    server: Server, engine: FakeEngine, tmp_path: Path, flags: list[str], grammar: Grammar
+) -> None:
+    engine.run()
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "boolean"}')
+    flags = [flag.replace("FILE", str(schema)) for flag in flags]
+    assert main([f"--address={server.address}", "hi", "--max_tokens=1", *flags]) == 0
+    assert engine.requests[-1].sampling.grammar == grammar
+
+
+def test_a_grammar_that_cannot_be_is_one_clear_line(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent, binary = tmp_path / "absent.json", tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    to = f"--address={server.address}"
+    assert main([to, "hi", f"--json_schema=@{absent}"]) == 1
+    assert capsys.readouterr().err == f"jaxserve.client: {absent}: No such file or directory\n"
+    assert main([to, "hi", "--regex=bad"]) == 1
+    assert "grammar.regex: is bad" in capsys.readouterr().err
+    for wrong, problem in (
+        ([f"--json_schema=@{binary}"], f"--json_schema: {binary} is not UTF-8"),
+        (["--regex=a", "--json_object"], "--json_object: not allowed with argument --regex"),
+    ):
+        with pytest.raises(SystemExit):
+            main([to, "hi", *wrong])
+        assert problem in capsys.readouterr().err
 
 
 def test_a_file_of_prompts_gives_json_lines_in_its_order(
