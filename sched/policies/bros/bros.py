@@ -124,18 +124,19 @@ class Bros(Policy):
         running, r_best = _tiers(view, table.in_state(RUNNING))
         queue = Targets(self.ttft, self.tbt).poll(view, waiting, running, clock)
         others = np.concatenate([r_best, w_best])
-        others = others[np.lexsort((table.seq[others], view.host.tokens[others]))]
+        others = others[np.argsort(table.seq[others])]
+        if not self.in_order:
+            others = others[np.argsort(view.host.tokens[others], kind="stable")]
         batch = Batch(view, self._memory.size)
         room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
-        turns = others[np.argsort(table.seq[others])] if self.in_order else others
-        first = self._first(view, turns, now, clock)
+        first = self._first(view, others, now, clock)
         if len(first):
             fill_first(batch, room, first, queue.rows)
         forced = len(batch)
         spare = self._memory.mean if self.replace else np.inf
         early, limit = pack(batch, room, queue, others, late_last=self.late_last, spare=spare)
         if not early:
-            fill(batch, room, room.offers(turns), limit)
+            fill(batch, room, room.offers(others), limit)
             if not len(batch):  # nobody could take a place
                 pack(batch, room, queue, others, late_last=self.late_last, spare=np.inf)
         done = batch.work()

@@ -19,8 +19,9 @@ def pack(
     at least is served. Whether it would, and the seconds until the most urgent deadline that a
     batch of one's own could meet: best-effort requests wait for that.
 
-    others: best-effort rows, those with least on the host first; in a full batch they get the
-    places of real-time ones that have more there, and more than `spare` seconds after the batch.
+    others: best-effort rows in the order in which they are served; in a full batch they get the
+    places of real-time ones that have more on the host, and more than `spare` seconds after the
+    batch.
     late_last: whether prompts whose deadline cannot be met are considered last."""
     view = batch.view
     here = ~room.is_out(queue.rows)
