@@ -157,7 +157,7 @@ class Calls:
         except SlowReader as error:
             admission.give_up()
             leave = admission.unstick
-            self._log.warning("slow", "gave up on %s: %s", call.record.request_id, error)
+            self._log.warning("slow", "gave up on %r: %s", call.record.request_id, error)
             # The client hears of it once it has read what is on its way.
             await call.abort(_NO_PLACE, str(error), Ending.SLOW_READER)
         finally:

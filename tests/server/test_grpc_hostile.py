@@ -173,7 +173,7 @@ def test_who_reads_nothing_for_long_is_given_up_though_little_waits(
         engine.wait(lambda: engine.cancelled == ["unread"])
         assert "server.write_timeout_s is 0.3" in ended(unread).details()
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [
-        "gave up on unread: the call is read too slowly: server.write_timeout_s is 0.3"
+        "gave up on 'unread': the call is read too slowly: server.write_timeout_s is 0.3"
     ]
 
 

@@ -16,6 +16,7 @@ from datetime import datetime
 
 import pytest
 
+from jaxserve.server import console
 from jaxserve.server.logs import BackgroundHandler, log_to_stderr
 from jaxserve.server.requests.request_log import Fields
 from tests.server.fake_engine import PATIENCE
@@ -150,3 +151,18 @@ def test_all_that_a_server_says_is_json() -> None:
     messages = [json.loads(line)["message"] for line in stderr.splitlines()]
     assert messages[0].startswith("server.host is 0.0.0.0: whoever reaches this machine")
     assert messages[-1] == "stopping: nothing runs"
+
+
+def test_where_the_log_is_json_nothing_is_said_beside_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jaxserve")
+    console.announce("ready\nat localhost:1", "json")
+    console.complain("serve.py: cannot", "json")
+    assert capsys.readouterr() == ("", "")
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("INFO", "ready\nat localhost:1"),
+        ("CRITICAL", "serve.py: cannot"),
+    ]
+    console.complain("serve.py: cannot", "text")
+    assert capsys.readouterr() == ("", "serve.py: cannot\n")

@@ -206,6 +206,23 @@ def test_lines_of_batches_have_theirs(engine: FakeEngine, tmp_path: Path, lines:
     assert (counted[Ending.OK], counted[Ending.CANCELLED], sum(counted.values())) == (1, 1, 2)
 
 
+def test_lines_that_wait_for_the_next_server_say_so(
+    engine: FakeEngine, tmp_path: Path, lines: Lines
+) -> None:
+    with opened(tmp_path) as journal:
+        settings = BatchSettings(journal, 4, 1e9)
+        with (
+            Server(engine, grace_s=0.0, options=LOGGED, batches=settings) as server,
+            Client(server.address) as client,
+        ):
+            client.submit_batch("mine", [make_line("abc"), make_line("de")])
+            engine.wait(lambda: len(engine.live) == 2)
+            engine.step()
+    served = [line for line in lines() if line["door"] == "batch"]
+    assert [line["ending"] for line in served] == ["shutting_down"] * 2
+    assert [line["output_tokens"] for line in served] == [1, 1]
+
+
 WORD = re.compile(r' (\w+)=("(?:[^"\\]|\\.)*"|[^" ]+)')
 
 

@@ -148,7 +148,7 @@ class _Visit:
             if not self._done and record.ending is Ending.OK:
                 record.ending = Ending.CANCELLED
             if record.ending is Ending.SLOW_READER:
-                text = "gave up on %s, whose client reads too slowly"
+                text = "gave up on %r, whose client reads too slowly"
                 self._keeper.warning("slow", text, record.request_id)
             self._keeper.ended(record)
 
