@@ -124,6 +124,16 @@ def test_json_is_valid_by_its_schema(
         jsonschema.validate(json.loads(stream.text(index)), schema)
 
 
+def test_beside_log_probabilities_of_the_prompt(on: Engine) -> None:
+    """They come of the first half of a step whose tokens are drawn later."""
+    asked, plain = (
+        [e for o in ask(on, one, prompt_logprobs=2).wait().outputs for e in o.prompt_logprobs]
+        for one in (Grammar.choice(["red", "green"]), None)
+    )
+    assert [e.token_id for e in asked] == on.encode("Once upon a time")[1:]
+    assert [[t for t, _ in e.top] for e in asked] == [[t for t, _ in e.top] for e in plain]
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("pattern", ["[A-Z][a-z]+ likes (tea|[0-9]{2,4})\\.", "a{2,5}", "é+\n?"])
 def test_regex(on: Engine, pattern: str, ignore_eos: bool) -> None:

@@ -41,6 +41,18 @@ def test_a_prompt_of_one_token(client: openai.OpenAI, running: FakeEngine, promp
     assert logprobs_of(choice)["token_logprobs"] == [None, -0.5]
 
 
+def test_a_special_token_takes_no_place_in_the_text(
+    client: openai.OpenAI, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the one that begins it: the text has none."""
+    decode = running.decode
+    monkeypatch.setattr(running, "decode", lambda ids: decode([t for t in ids if t != 72]))
+    (choice,) = client.completions.create(**ECHOED, max_tokens=0).choices
+    assert choice.text == "ey"
+    assert logprobs_of(choice)["tokens"] == ["H", "e", "y"]
+    assert logprobs_of(choice)["text_offset"] == [0, 0, 1]
+
+
 def test_max_tokens_0_is_the_prompt_alone(client: openai.OpenAI, running: FakeEngine) -> None:
     answer = client.completions.create(**ECHOED, max_tokens=0, stop=[" w0"])
     (choice,) = answer.choices
