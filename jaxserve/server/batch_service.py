@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 
 import grpc
 
-from jaxserve.engine.errors import EngineStopped
-from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import batch_convert as convert
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.batches.records import (
@@ -27,18 +25,12 @@ from jaxserve.server.requests.endings import Ending
 
 NO_BATCHES = "this server takes no batches: server.batch_dir names no folder for them"
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
-_ENDINGS = {
-    grpc.StatusCode.INVALID_ARGUMENT: Ending.INVALID,
-    grpc.StatusCode.UNAVAILABLE: Ending.SHUTTING_DOWN,
-}
 _CODES = (
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownBatch, grpc.StatusCode.NOT_FOUND),
     (MissingLines, grpc.StatusCode.OUT_OF_RANGE),
     (OtherLines, grpc.StatusCode.ALREADY_EXISTS),
     (BatchConflict, _PRECONDITION),
     (JournalFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (EngineStopped, grpc.StatusCode.UNAVAILABLE),
 )
 
 
@@ -107,14 +99,14 @@ class BatchesService:
 
     @contextlib.asynccontextmanager
     async def _open(self, call: Call) -> AsyncIterator[Batches]:
-        """The batches; what they raise becomes a status."""
+        """The batches; what they alone raise becomes a status."""
         if self._batches is None:
             await call.abort(_PRECONDITION, NO_BATCHES, Ending.REFUSED)
         try:
             yield self._batches
         except tuple(kind for kind, _ in _CODES) as error:
             code = next(code for kind, code in _CODES if isinstance(error, kind))
-            await call.abort(code, str(error), _ENDINGS.get(code, Ending.REFUSED))
+            await call.abort(code, str(error), Ending.REFUSED)
         except sqlite3.Error as error:
             details = f"the batches' disk: {error}"
             await call.abort(grpc.StatusCode.UNAVAILABLE, details, Ending.REFUSED)

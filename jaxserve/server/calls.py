@@ -30,6 +30,7 @@ from jaxserve.server.requests.endings import (
 from jaxserve.server.requests.streams import SlowReader
 from jaxserve.server.requests.trace_context import trace_context
 from jaxserve.server.requests.writing import WriteLimit
+from jaxserve.server.statuses import status_of
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 _READ_S = 30.0  # what a request may take from its first byte to its last
@@ -184,6 +185,9 @@ class Calls:
         except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
             raise
         except Exception as error:
+            known = status_of(error)
+            if known is not None:
+                await call.abort(known.code, str(error), known.ending, known.retry_s)
             logging.exception("%s failed", call.record.method)
             details = f"the server failed: {error!r}"
             await call.abort(grpc.StatusCode.INTERNAL, details, Ending.FAILED)

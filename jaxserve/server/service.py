@@ -6,18 +6,14 @@ from collections.abc import Mapping
 
 import grpc
 
-from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.output import FinishReason
-from jaxserve.sched.request import InvalidRequest
 from jaxserve.server import convert
 from jaxserve.server.calls import Call, Method
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
 from jaxserve.server.requests.requests import MAX_REQUEST_ID, SHUTTING_DOWN, EngineRequests
-from jaxserve.server.requests.streams import DuplicateRequest, Stream, StreamFailed
-
-Code = grpc.StatusCode
+from jaxserve.server.requests.streams import Stream
 
 
 class GenerationService:
@@ -41,38 +37,10 @@ class GenerationService:
         return convert.server_info(self._requests.info(), self._requests.slo_classes)
 
     async def generate(self, message: pb.GenerateRequest, call: Call) -> None:
-        """The RPC: streams what each continuation generates, in messages of its own.
-
-        Ends with INVALID_ARGUMENT, ALREADY_EXISTS (the request_id is running), RESOURCE_EXHAUSTED
-        (the queue is full), UNAVAILABLE (shutting down, stalled, or failed before), INTERNAL
-        (failed while it ran) or CANCELLED.
-        """
+        """The RPC: streams what each continuation generates, in messages of its own. Ends with
+        CANCELLED, or with a status for what it raises."""
         call.record.request_id = message.request_id[:MAX_REQUEST_ID]
-        await self._refuse_if_closed(call)
-        try:
-            stream = await self._submit(message, call)
-        except InvalidRequest as error:
-            await call.abort(Code.INVALID_ARGUMENT, str(error), Ending.INVALID)
-        except DuplicateRequest as error:
-            await call.abort(Code.ALREADY_EXISTS, str(error), Ending.DUPLICATE)
-        except QueueFull as error:
-            await call.abort(Code.RESOURCE_EXHAUSTED, str(error), Ending.QUEUE_FULL, retry_s())
-        except EngineStopped as error:
-            await self._refuse_if_closed(call)
-            await call.abort(Code.UNAVAILABLE, str(error), Ending.ENGINE_FAILED)
-        try:
-            await self._send(stream, call)
-        finally:
-            self._requests.end(stream)
-
-    async def _refuse_if_closed(self, call: Call) -> None:
-        closed = self._requests.closed
-        if closed is not None:
-            stopping = closed == SHUTTING_DOWN
-            ending = Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
-            await call.abort(Code.UNAVAILABLE, closed, ending)
-
-    async def _submit(self, message: pb.GenerateRequest, call: Call) -> Stream:
+        self._requests.check_open()
         convert.check_message(message)
         request = await self._requests.make(
             convert.prompt(message),
@@ -83,21 +51,22 @@ class GenerationService:
             slo_class=message.slo_class,
         )
         call.record.asks((request,))
-        return self._requests.open(request, record=call.record)
+        stream = self._requests.open(request, record=call.record)
+        try:
+            await self._send(stream, call)
+        finally:
+            self._requests.end(stream)
 
     async def _send(self, stream: Stream, call: Call) -> None:
         cancelled = False
-        try:
-            # write() returns once the transport has taken the message, so a client that does not
-            # read stops us here, and its news pile up merged in the stream.
-            while (delta := await stream.next()) is not None:
-                await call.write(convert.response(stream.request_id, delta))
-                if delta.last is not None:
-                    cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
-        except StreamFailed as error:
-            self._requests.cancel(stream)  # if only one continuation failed
-            await call.abort(Code.INTERNAL, str(error), Ending.ENGINE_FAILED)
+        # write() returns once the transport has taken the message, so a client that does not read
+        # stops us here, and its news pile up merged in the stream.
+        while (delta := await stream.next()) is not None:
+            await call.write(convert.response(stream.request_id, delta))
+            if delta.last is not None:
+                cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         if cancelled and self._requests.draining:
-            await call.abort(Code.UNAVAILABLE, SHUTTING_DOWN, Ending.SHUTTING_DOWN)
+            raise EngineStopped(SHUTTING_DOWN)
         if cancelled:
-            await call.abort(Code.CANCELLED, "the request was cancelled", Ending.CANCELLED)
+            code = grpc.StatusCode.CANCELLED
+            await call.abort(code, "the request was cancelled", Ending.CANCELLED)

@@ -37,8 +37,10 @@ class Front:
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
     ) -> list[Request]:
-        """One request a prompt. Raises InvalidRequest and ApiError, before any is submitted."""
+        """One request a prompt. Raises InvalidRequest, EngineStopped and ApiError, before any is
+        submitted."""
         self.check_model(body.model)
+        self.requests.check_open()
         (slo, slo_class), tier = options.targets(body), options.tier(body)
         name = body.request_id or ""
         wanted = []

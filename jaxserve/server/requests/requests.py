@@ -72,6 +72,11 @@ class EngineRequests:
         """Requests on which the engine has not said its last word."""
         return len(self._router.unfinished())
 
+    def check_open(self) -> None:
+        """Raises EngineStopped where no requests are taken."""
+        if self.closed is not None:
+            raise EngineStopped(self.closed)
+
     def info(self) -> EngineInfo:
         """What is served, the same from start to stop."""
         return self._engine.info()
@@ -194,8 +199,7 @@ class EngineRequests:
         Raises EngineStopped where none are taken, DuplicateRequest, InvalidRequest, QueueFull.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
-        if self.closed is not None:
-            raise EngineStopped(self.closed)
+        self.check_open()
         stream = self._router.open(request.id, request.sampling.n, bounded=bounded, record=record)
         try:
             self._engine.submit(request, self._router.on_output)

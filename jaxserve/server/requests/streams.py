@@ -129,6 +129,8 @@ class Stream:
         if self._abandoned:
             return
         if output.finish_reason is FinishReason.ERROR:
+            if not self.finished:  # the others of the n go with it
+                self._cancel()
             self.fail(output.error or FAILED)
             return
         delta = self._growing.get(output.index)

@@ -8,6 +8,8 @@ from http.client import HTTPConnection
 
 import pytest
 
+from jaxserve.client import Client, ServerError
+from jaxserve.engine.output import FinishReason, Output
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
@@ -87,6 +89,31 @@ def test_calls_beyond_the_grace_are_told(engine: FakeEngine, plain: Plain, serve
     stream.close()
     stopping.join(PATIENCE)
     assert not stopping.is_alive()
+
+
+@pytest.mark.parametrize("door", ["gRPC", "HTTP"])
+def test_a_continuation_that_fails_takes_the_others_with_it(
+    plain: Plain, engine: FakeEngine, server: Server, door: str
+) -> None:
+    with Client(server.address) as client:
+        if door == "gRPC":
+            generation = client.generate("a", n=2)
+        else:
+            connection = begin(plain, n=2)
+        engine.wait(lambda: engine.live)
+        (running,) = engine.live.values()
+        name = running.request.id
+        del running.produced[0]
+        failed = FinishReason.ERROR
+        running.on_output(Output(name, 0, finish_reason=failed, error="the grammar is too complex"))
+        engine.wait(lambda: name in engine.cancelled and not engine.live)
+        if door == "gRPC":
+            with pytest.raises(ServerError, match="too complex"):
+                list(generation)
+        else:
+            response = connection.getresponse()
+            assert response.status == 500 and b"too complex" in response.read()
+            connection.close()
 
 
 def test_a_reader_that_stalls_loses_nothing(plain: Plain, engine: FakeEngine) -> None:
