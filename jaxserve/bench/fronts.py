@@ -4,10 +4,11 @@
     python -m jaxserve.bench fronts --config=configs/opt_125m_cpu.py --repeats=3 --json
 
 One engine serves all three in turns, so that what drifts on the machine falls on all of them:
-throughput of --streams requests submitted at once, and the time to the first token of requests one
-at a time, with nothing else to do. The clients of a door are a process of their own, on the same
-cores. What a door costs is the median over turns of its figure against that of the engine alone in
-the same turn. Flags of serve.py work too.
+throughput of --streams requests submitted at once, the CPU time that the server's process takes
+for each of their tokens, and the time to the first token of requests one at a time, with nothing
+else to do. The clients of a door are a process of their own, on the same cores. What a door costs
+is the median over turns of its figure against that of the engine alone in the same turn. Flags of
+serve.py work too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +69,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """By name, each turn's tokens_per_s and ttft_ms."""
+    """By name, each turn's tokens_per_s, cpu_us (a token) and ttft_ms."""
     from jaxserve.engine.build import build_engine  # late: jax takes seconds
     from jaxserve.server.http.door import http_settings
     from jaxserve.server.runner import Server
@@ -102,11 +104,14 @@ def _turns(
     for turn, name in in_turns(list(measures), 1 + args.repeats):
         seed = {"seed": args.seed + turn}
         offline = {"count": args.streams, "repeats": 1, **shape, **seed}
+        spent = time.process_time()
         rate = measures[name]("throughput", offline)["output_tokens_per_s"]["median"]
+        spent = time.process_time() - spent
         one_by_one = {"count": args.latencies, **shape, **seed}
         ttft = measures[name]("latency", one_by_one)["ttft_ms"]["median"]
         if turn:
-            found[name].append({"tokens_per_s": rate, "ttft_ms": ttft})
+            cpu_us = 1e6 * spent / (args.streams * args.output_len)
+            found[name].append({"tokens_per_s": rate, "cpu_us": cpu_us, "ttft_ms": ttft})
     return found
 
 
@@ -134,28 +139,34 @@ def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Meas
 
 
 def costs(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """By door: throughput, the share that is lost, and ttft_ms, what is added; medians over
+    """By door: throughput, the share that is lost, cpu_us and ttft_ms, what is added; medians over
     turns."""
     found = {}
     for door in DOORS:
         pairs = list(zip(turns[ALONE], turns[door], strict=True))
         lost = [1 - through["tokens_per_s"] / own["tokens_per_s"] for own, through in pairs]
-        more = [through["ttft_ms"] - own["ttft_ms"] for own, through in pairs]
-        found[door] = {"throughput": statistics.median(lost), "ttft_ms": statistics.median(more)}
+        found[door] = {"throughput": statistics.median(lost)}
+        for name in ("cpu_us", "ttft_ms"):
+            more = (through[name] - own[name] for own, through in pairs)
+            found[door][name] = statistics.median(more)
     return found
 
 
 def text(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """The table."""
-    lines = [("", "output tokens/s", "lost", "TTFT at idle", "more")]
+    lines = [("", "output tokens/s", "lost", "CPU a token", "more", "TTFT at idle", "more")]
     found = costs(turns)
     for name, each in turns.items():
-        rate, ttft = (
-            statistics.median(turn[key] for turn in each) for key in ("tokens_per_s", "ttft_ms")
+        rate, cpu, ttft = (
+            statistics.median(turn[key] for turn in each)
+            for key in ("tokens_per_s", "cpu_us", "ttft_ms")
         )
         cost = found.get(name)
-        lost, more = ("", "")
+        lost, longer, later = ("", "", "")
         if cost is not None:
-            lost, more = f"{cost['throughput']:.1%}", f"{cost['ttft_ms']:+.1f} ms"
-        lines.append((name, f"{rate:,.0f}", lost, f"{ttft:.1f} ms", more))
+            lost, longer = f"{cost['throughput']:.1%}", f"{cost['cpu_us']:+.0f} us"
+            later = f"{cost['ttft_ms']:+.1f} ms"
+        lines.append(
+            (name, f"{rate:,.0f}", lost, f"{cpu:,.0f} us", longer, f"{ttft:.1f} ms", later)
+        )
     return aligned(lines)

@@ -17,9 +17,11 @@ from tests.server.http.conftest import SETTINGS
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 TURNS = {
-    "engine alone": [{"tokens_per_s": 100.0, "ttft_ms": 10.0}] * 3,
-    "gRPC": [{"tokens_per_s": 98.0, "ttft_ms": 11.0}] * 3,
-    "HTTP": [{"tokens_per_s": rate, "ttft_ms": 12.5} for rate in (50.0, 96.0, 97.0)],
+    "engine alone": [{"tokens_per_s": 100.0, "cpu_us": 1000.0, "ttft_ms": 10.0}] * 3,
+    "gRPC": [{"tokens_per_s": 98.0, "cpu_us": 1030.0, "ttft_ms": 11.0}] * 3,
+    "HTTP": [
+        {"tokens_per_s": rate, "cpu_us": 1042.0, "ttft_ms": 12.5} for rate in (50.0, 96.0, 97.0)
+    ],
 }
 
 
@@ -45,16 +47,16 @@ def test_what_http_refuses_ends_the_measurement(target: HttpTarget) -> None:
 
 def test_costs_are_medians_over_turns() -> None:
     found = fronts.costs(TURNS)
-    assert found["gRPC"] == pytest.approx({"throughput": 0.02, "ttft_ms": 1.0})
-    assert found["HTTP"] == pytest.approx({"throughput": 0.04, "ttft_ms": 2.5})
+    assert found["gRPC"] == pytest.approx({"throughput": 0.02, "cpu_us": 30, "ttft_ms": 1.0})
+    assert found["HTTP"] == pytest.approx({"throughput": 0.04, "cpu_us": 42, "ttft_ms": 2.5})
 
 
 def test_the_table_has_a_line_a_door() -> None:
     lines = [" ".join(line.split()) for line in fronts.text(TURNS).splitlines()]
     assert lines[1:] == [
-        "engine alone 100 10.0 ms",
-        "gRPC 98 2.0% 11.0 ms +1.0 ms",
-        "HTTP 96 4.0% 12.5 ms +2.5 ms",
+        "engine alone 100 1,000 us 10.0 ms",
+        "gRPC 98 2.0% 1,030 us +30 us 11.0 ms +1.0 ms",
+        "HTTP 96 4.0% 1,042 us +42 us 12.5 ms +2.5 ms",
     ]
 
 
