@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code, see above."""
     given = list(sys.argv[1:] if argv is None else argv)
     args, wish = parse(given)
-    toolchain.quiet_start()
+    toolchain.quiet_start(loops=args.loops)
     out = sys.stderr if args.json else sys.stdout
 
     def tell(result: Result) -> None:
@@ -122,6 +122,9 @@ def _parser() -> Parser:
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")
     parser.add_argument("--dtype", choices=POOL_DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument(
+        "--loops", action="store_true", help="count the cycles of TPU kernels' loops, too"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--write_doc", metavar="FILE", help="write the result as a Markdown page")
     return parser

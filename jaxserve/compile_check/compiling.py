@@ -14,9 +14,8 @@ import jax
 
 from jaxserve.compile_check import toolchain
 from jaxserve.compile_check.case import Case
-from jaxserve.compile_check.host_memory import host_copies
+from jaxserve.compile_check.findings import Findings, look
 from jaxserve.compile_check.programs import Program
-from jaxserve.compile_check.ptx import KernelUse, kernel_uses
 from jaxserve.pallas_kernels import tuned
 
 COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
@@ -35,8 +34,8 @@ _KINDS = {
 class Result:
     """One program on one target. seconds: tracing, lowering and compiling. memory: bytes on each
     device by kind. needed: at one time, at most. fits: needed against what the device has; None
-    for a kernel alone, which is not all that the device must hold. kernels: GPU only. reason: of
-    what did not compile."""
+    for a kernel alone, which is not all that the device must hold. reason: of what did not
+    compile."""
 
     target: str
     model: str
@@ -47,31 +46,32 @@ class Result:
     memory: dict[str, int] = field(default_factory=dict)
     needed: int = 0
     fits: bool | None = None
-    kernels: list[KernelUse] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
     reason: str = ""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it failed to compile or does not fit; what was not checked is not bad."""
-        return self.status in (FAILED, NO_ROOM) or self.fits is False
+        """Whether it failed to compile, does not fit or is not to be served; what was not checked
+        is not bad."""
+        failed = self.status in (FAILED, NO_ROOM)
+        return failed or self.fits is False or bool(self.findings.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """All fields by name, kernels as dicts likewise."""
-        return asdict(self)
+        """All fields by name, the findings' among them, kernels and loops as dicts likewise."""
+        fields = asdict(self)
+        return fields | fields.pop("findings")
 
 
 def compile_program(case: Case, program: Program) -> Result:
     """Never raises for what the compiler or the program's tracing says: that is the result."""
     about = (case.target.name, case.model, case.shards, program.name)
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name, _target(case):
-        folder = Path(name)
+    with _folder(case) as folder, _target(case):
         try:
-            compiled = program.lower(case).compile(compiler_options=_dump_to(case, folder))
+            lowered = program.lower(case)
+            compiled = lowered.compile(compiler_options=_dumping(case, folder))
             seconds = time.perf_counter() - begin
-            kernels = _kernels(case, folder)
-            if program.host:
-                _check_host_copies(compiled.as_text() or "")
+            findings = look(case, program, lowered, compiled.as_text() or "", folder)
         except Exception as error:  # compilers raise what they like
             reason = _first_line(error)
             status = NO_ROOM if "RESOURCE_EXHAUSTED" in reason and _is_hbm(reason) else FAILED
@@ -79,7 +79,7 @@ def compile_program(case: Case, program: Program) -> Result:
             return Result(*about, status, time.perf_counter() - begin, fits=fits, reason=reason)
     memory, needed = _memory(compiled)
     fits = needed <= case.target.memory_bytes if program.whole else None
-    return Result(*about, COMPILED, seconds, memory, needed, fits, kernels)
+    return Result(*about, COMPILED, seconds, memory, needed, fits, findings)
 
 
 @contextlib.contextmanager
@@ -92,29 +92,25 @@ def _target(case: Case) -> Iterator[None]:
         yield
 
 
-def _dump_to(case: Case, folder: Path) -> dict[str, Any] | None:
-    """XLA for GPUs leaves the kernels' PTX in a dump; nothing else of it is wanted."""
+def _dumping(case: Case, folder: Path) -> dict[str, Any] | None:
+    """XLA for GPUs leaves the kernels' PTX and its list of launches in a dump; nothing else of it
+    is wanted. That for TPUs is told once, when it starts (see `toolchain.tpu_dump`)."""
     if case.target.platform != "cuda":
         return None
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": False}
 
 
-def _kernels(case: Case, folder: Path) -> list[KernelUse]:
-    assembler = toolchain.ptxas()
-    if case.target.platform != "cuda" or assembler is None:
-        return []
-    uses = kernel_uses(folder, assembler)
-    limit = case.target.gpu["shared_memory_per_block_optin"]
-    for use in uses:
-        if use.shared > limit:  # only a launch would say so
-            raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
-    return uses
-
-
-def _check_host_copies(text: str) -> None:
-    to_host, back = host_copies(text)
-    if not (to_host and back):
-        raise RuntimeError(f"asynchronous copies: {to_host} to host memory, {back} from there")
+@contextlib.contextmanager
+def _folder(case: Case) -> Iterator[Path]:
+    """An empty one for what the compiler dumps."""
+    if case.target.platform == "tpu":
+        folder = toolchain.tpu_dump()
+        for path in folder.iterdir():
+            path.unlink()
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            yield Path(name)
 
 
 def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:

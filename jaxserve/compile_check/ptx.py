@@ -7,10 +7,11 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxserve.compile_check.launches import shared_memory
+
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
-_LAUNCH = re.compile(r" (\S+) grid: \[[^\]]*\] threads: \[[^\]]*\] +shared_memory: (\d+) bytes")
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 
 
@@ -34,9 +35,7 @@ def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
     """Every kernel in `folder`, the dump of one compilation, as the assembler `ptxas` sees it.
     AssemblerError says what it says."""
     found: dict[str, KernelUse] = {}
-    shared: dict[str, int] = {}
-    for path in folder.glob("*thunk_sequence.txt"):
-        shared |= launches(path.read_text(encoding="utf-8"))
+    shared = shared_memory(folder)
     for path in sorted(folder.glob("*.ptx")):
         source = path.read_text(encoding="utf-8")
         machine = _TARGET.search(source)
@@ -66,8 +65,3 @@ def parse(log: str) -> list[KernelUse]:
             uses.append(KernelUse(name, int(used[1]), *spills))
             name, spills = "", (0, 0)
     return uses
-
-
-def launches(thunks: str) -> dict[str, int]:
-    """Bytes of shared memory by kernel, of XLA's list of what it will launch."""
-    return {name: int(shared) for name, shared in _LAUNCH.findall(thunks)}

@@ -10,10 +10,12 @@ from typing import Any
 
 from jaxserve.compile_check.check import Checked, Wish
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
+from jaxserve.compile_check.ptx import KernelUse
 
 GIB = 1 << 30
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code")
+_OF_STEPS = ("bytes / floor", "kernels a layer")
 
 
 def versions() -> dict[str, str]:
@@ -41,17 +43,25 @@ def line(result: Result) -> str:
     memory = "".join(f"{result.memory[name] / GIB:>10.3f}" for name in _COLUMNS)
     verdict = {True: "  fits", False: "  DOES NOT FIT", None: ""}[result.fits]
     text = f"{start}{result.seconds:>6.1f}{memory}{result.needed / GIB:>9.3f}{verdict}"
-    return f"{text}  {registers(result)}" if result.kernels else text
+    text = f"{text}  {on_chip(result)}" if on_chip(result) != "-" else text
+    return "".join([text, *(f"  BAD: {problem}" for problem in result.findings.problems)])
 
 
-def registers(result: Result) -> str:
-    """The most registers and shared memory of any of the program's GPU kernels, and all spills."""
-    if not result.kernels:
-        return "-"
-    most = max(use.registers for use in result.kernels)
-    spilled = [use for use in result.kernels if use.spill_stores or use.spill_loads]
+def on_chip(result: Result) -> str:
+    """Of a program's GPU kernels the most registers and shared memory, and all spills; of TPU
+    kernels the cycles of their loops."""
+    if result.findings.kernels:
+        return registers(result.findings.kernels)
+    loops = [one for one in result.findings.loops if one.cycles]
+    return "; ".join(f"{one.name} {'+'.join(map(str, one.cycles))} cycles" for one in loops) or "-"
+
+
+def registers(kernels: Sequence[KernelUse]) -> str:
+    """The most registers and shared memory of any of the kernels, and all spills."""
+    most = max(use.registers for use in kernels)
+    spilled = [use for use in kernels if use.spill_stores or use.spill_loads]
     names = ", ".join(f"{u.name} {u.spill_stores}/{u.spill_loads} B" for u in spilled)
-    shared = max(use.shared for use in result.kernels) / 1024
+    shared = max(use.shared for use in kernels) / 1024
     return (
         f"{most} registers, {shared:.0f} KiB shared, {f'spills {names}' if names else 'no spills'}"
     )
@@ -164,15 +174,18 @@ def _too_small(ones: Sequence[Checked]) -> str:
 
 
 def _steps(ones: Sequence[Checked]) -> str:
-    head = ("target", "program", "seconds", *_COLUMNS, "needed", "fits", "on chip")
+    head = ("target", "program", "seconds", *_COLUMNS, "needed", "fits", *_OF_STEPS, "on chip")
     rows = []
-    for result in (result for one in ones for result in one.results):
+    for one, result in ((checked, result) for checked in ones for result in checked.results):
         if result.fits is None or result.status != COMPILED:
             continue
         memory = [_gib(result.memory[name]) for name in _COLUMNS]
         fits = "yes" if result.fits else "**no**"
         about = [_label(result), result.program, f"{result.seconds:.1f}"]
-        rows.append([*about, *memory, _gib(result.needed), fits, registers(result)])
+        moved = result.findings.traffic
+        layers = one.case.config.num_layers if one.case else 1
+        ratios = [f"{moved.times_floor:.2f}", f"{moved.kernels / layers:.1f}"]
+        rows.append([*about, *memory, _gib(result.needed), fits, *ratios, on_chip(result)])
     return _table(head, rows)
 
 
@@ -186,7 +199,7 @@ def _kernels(ones: Sequence[Checked]) -> str:
             )
         elif result.fits is None:
             about = [_label(result), result.program, f"{result.seconds:.1f}"]
-            rows.append([*about, _gib(result.memory["temporaries"]), registers(result)])
+            rows.append([*about, _gib(result.memory["temporaries"]), on_chip(result)])
     return _table(head, rows)
 
 
@@ -221,10 +234,19 @@ machine that has none of them. Written by
 - **needed**: arguments + outputs - what is both (the pool is updated in place) + temporaries +
   code; **fits**: that is no more than the device's memory: for a TPU what its compiler grants a
   program, for a GPU the 95% that the presets give to jax.
+- **bytes / floor**: what the step's operations read from memory and write to it, over what they
+  must: each weight and other argument once, and the results. Neither counts the pool, of which
+  attention reads what contexts say.
+- **kernels a layer**: all operations that the step runs, over its layers.
 - **on chip**: for GPUs, whose assembler says it: the most registers that a kernel of the program
   takes a thread, the most shared memory that one asks for, and the bytes that kernels spill and
-  load back.
+  load back. For TPUs, with --loops: of each kernel the cycles of its loops in the order of its
+  code, loops within a loop left out; a bundle of instructions is a cycle, if it waits for nothing.
 - **seconds**: on whatever machine ran this; they say that compiling is quick, no more.
+
+A step counts as failed where an operation moves more than 4 MiB of weights instead of computing
+with them, where one is computed twice to save memory, where a GPU's kernels are not all within
+command buffers (on one device), and where a kernel indexes a pool of more than 4 GiB with 32 bits.
 
 Compiled is not measured: nothing here says how fast anything runs.
 """

@@ -6,10 +6,12 @@ but refuses to start without cuDNN; so its library is registered here directly.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jaxserve.compile_check.bundles import FLAGS
 from jaxserve.compile_check.targets import Target
 from jaxserve.models.sharding import TENSOR
 
@@ -34,14 +37,27 @@ _TPU_ENVIRONMENT = {
 CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 
 
-def quiet_start() -> None:
+def quiet_start(*, loops: bool = False) -> None:
     """To be called before jax makes its first client: everything but compiling stays on the CPU,
-    and nothing comes from a cache (the seconds are to be real)."""
+    and nothing comes from a cache (the seconds are to be real). loops: have libtpu dump what it
+    makes of kernels, which takes it twice as long for whole steps; it cannot be told later."""
     os.environ.update(_TPU_ENVIRONMENT)
+    if loops:
+        flags = f"{FLAGS} --xla_jf_dump_to={tpu_dump()}"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     # The CUDA plugin's own start fails without a GPU, and jax logs the traceback.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
+
+
+@functools.cache
+def tpu_dump() -> Path:
+    """Where libtpu dumps what it makes of kernels: the same folder for all compilations of this
+    process, which removes it when it ends."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxserve-tpu-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def why_not(target: Target) -> str | None:

@@ -26,8 +26,9 @@ from jaxserve.compile_check.compiling import (
     compile_program,
 )
 from jaxserve.compile_check.host_memory import host_copies
+from jaxserve.compile_check.launches import shared_in
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
-from jaxserve.compile_check.ptx import launches, parse
+from jaxserve.compile_check.ptx import parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine import step_model
 
@@ -126,7 +127,9 @@ def test_everything_is_checked_by_default() -> None:
 def test_a_missing_compiler_is_not_a_pass(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(toolchain, "quiet_start", lambda: None)  # it changes the whole process
+    monkeypatch.setattr(
+        toolchain, "quiet_start", lambda loops: None
+    )  # it changes the whole process
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     assert cli.main(["--target=h100,v5p", "--model=tiny", "--json"]) == 3
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["targets"]
@@ -239,8 +242,7 @@ ptxas info    : Used 16 registers, 376 bytes cmem[0]
         ("attend", 255, 12, 16),
         ("copy", 16, 0, 0),
     ]
-    result = Result("a100", "tiny", 1, "write", COMPILED, kernels=uses)
-    assert report.registers(result) == "255 registers, 0 KiB shared, spills attend 12/16 B"
+    assert report.registers(uses) == "255 registers, 0 KiB shared, spills attend 12/16 B"
 
 
 def test_shared_memory_is_read_from_the_launches() -> None:
@@ -250,7 +252,7 @@ shared_memory: 10240 bytes
 002: kKernel [prev=001 (1) | sink        ] fused_add grid: [1, 1, 1] threads: [64, 1, 1]  \
 shared_memory: 0 bytes
 """
-    assert launches(thunks) == {"attend": 10240, "fused_add": 0}
+    assert shared_in(thunks) == {"attend": 10240, "fused_add": 0}
 
 
 def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""Loops of a TPU's kernels, by the bundles of instructions that its compiler dumps. A bundle is
+issued a cycle, so that a loop's bundles are the cycles of one round in which nothing waits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# The final instructions, and none of the eighty states before them.
+FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|\d+) +(LB)? *(?:[A-Z]{2})?: *(>*) *\{(\})?")
+_FILE = re.compile(r"^\d+-(.*?)(?:\.\d+)?-\d+-final_bundles\.txt$")
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Of one kernel. bundles: all of it; cycles: of each loop, loops within it left out."""
+
+    name: str
+    bundles: int
+    cycles: tuple[int, ...]
+
+
+def kernel_loops(folder: Path, kernels: set[str]) -> list[Loops]:
+    """The loops of those kernels, by name, in `folder`, the dump of one compilation. A kernel that
+    is there for each layer comes once."""
+    found: dict[str, Loops] = {}
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        name = _FILE.match(path.name)
+        if name and name[1] in kernels and name[1] not in found:
+            found[name[1]] = loops_in(name[1], path.read_text(encoding="utf-8"))
+    return list(found.values())
+
+
+def loops_in(name: str, text: str) -> Loops:
+    """The loops of one listing: LB marks a loop's first bundle, and each bundle has as many ">" as
+    there are loops around it."""
+    cycles: list[int] = []
+    open_loops: list[int] = []  # by depth, their place in `cycles`
+    bundles = 0
+    for line in text.splitlines():
+        found = _BUNDLE.match(line)
+        if found is None:
+            continue
+        bundles += 1
+        if not found[3]:  # an empty bundle, for a delay, has no mark
+            del open_loops[len(found[2]) :]
+        if found[1]:
+            del open_loops[len(found[2]) - 1 :]
+            open_loops.append(len(cycles))
+            cycles.append(0)
+        if open_loops:
+            cycles[open_loops[-1]] += 1
+    return Loops(name, bundles, tuple(cycles))

@@ -1,0 +1,106 @@
+"""What there is to see in a compiled program: kernels, loops, traffic, what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from jaxserve.compile_check import hlo, toolchain, weights
+from jaxserve.compile_check.bundles import Loops, kernel_loops
+from jaxserve.compile_check.case import Case
+from jaxserve.compile_check.host_memory import host_copies
+from jaxserve.compile_check.indices import narrow_indices
+from jaxserve.compile_check.launches import outside_buffers
+from jaxserve.compile_check.programs import Program
+from jaxserve.compile_check.ptx import KernelUse, kernel_uses
+from jaxserve.compile_check.traffic import Traffic, traffic
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Findings:
+    """kernels: GPU only. loops: of kernels, TPU only. traffic: of whole steps. problems: why it is
+    not to be served, one line each."""
+
+    kernels: list[KernelUse] = field(default_factory=list)
+    loops: list[Loops] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+    problems: list[str] = field(default_factory=list)
+
+
+def look(
+    case: Case, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
+) -> Findings:
+    """text: the optimised HLO. folder: what the compiler has dumped.
+
+    Raises:
+        RuntimeError: the compiler does not say what is asked, or what it says cannot run.
+    """
+    module = hlo.read(text)
+    cuda = case.target.platform == "cuda"
+    if program.host:
+        _check_host_copies(text)
+    problems = list(_problems_of_step(case, module, text, folder)) if program.whole else []
+    if cuda:
+        problems += [f"32-bit indices: {where}" for where in narrow_indices(lowered)]
+    return Findings(
+        kernels=_kernels(case, folder) if cuda else [],
+        loops=kernel_loops(folder, _pallas_names(module)),
+        traffic=traffic(module, lambda op: op.source == "pool") if program.whole else Traffic(),
+        problems=problems,
+    )
+
+
+def _problems_of_step(case: Case, module: hlo.Module, text: str, folder: Path) -> Iterator[str]:
+    given = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
+    for what, found in (
+        ("weights", any(map(weights.is_parameter_of_model, given))),
+        ("pool", any(op.source == "pool" for op in given)),
+    ):
+        if not found:
+            raise RuntimeError(f"none of the step's parameters is called {what}")
+    moved = weights.moves(module, weights.is_parameter_of_model)
+    if moved:
+        size = sum(move.size for move in moved) / _MIB
+        first = f"{moved[0].opcode} {moved[0].name}"
+        yield f"{size:.0f} MiB of weights moved by {len(moved)} operations, such as {first}"
+    again = {op.name for ops in module.computations.values() for op in ops if ".remat" in op.name}
+    if again:
+        yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
+    # Between the collectives of several devices XLA leaves a few kernels to themselves.
+    if case.target.platform == "cuda" and case.shards == 1:
+        alone = outside_buffers(folder)
+        if alone:
+            yield f"{len(alone)} kernels outside of command buffers, such as {alone[0]}"
+
+
+def _pallas_names(module: hlo.Module) -> set[str]:
+    """Of the kernels that the program calls, without the numbers that tell calls apart."""
+    return {
+        op.name.removeprefix("%").rpartition(".")[0] or op.name.removeprefix("%")
+        for operations in module.computations.values()
+        for op in operations
+        if op.opcode == "custom-call" and '"tpu_custom_call"' in op.rest
+    }
+
+
+def _kernels(case: Case, folder: Path) -> list[KernelUse]:
+    assembler = toolchain.ptxas()
+    uses = kernel_uses(folder, assembler) if assembler is not None else []
+    if not uses:
+        raise RuntimeError("the assembler has been shown no kernel")
+    limit = case.target.gpu["shared_memory_per_block_optin"]
+    for use in uses:
+        if use.shared > limit:  # only a launch would say so
+            raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
+    return uses
+
+
+def _check_host_copies(text: str) -> None:
+    to_host, back = host_copies(text)
+    if not (to_host and back):
+        raise RuntimeError(f"asynchronous copies: {to_host} to host memory, {back} from there")

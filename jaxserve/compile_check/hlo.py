@@ -1,0 +1,156 @@
+"""The text of an optimised HLO module, as operations of computations."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.\-]+) \(.*\{$")
+_OPERATION = re.compile(r"^\s+(ROOT )?(%[\w.\-]+) = (.*)$")
+_NAME = re.compile(r"%[\w.\-]+")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_CALLED = re.compile(
+    r"(?:calls|body|to_apply|branch_computations|true_computation|false_computation)="
+    r"\{?((?:%[\w.\-]+(?:, )?)+)\}?"
+)
+_BITS = re.compile(r"[a-z]+(\d+)")
+_ON_CHIP = "S(1)"  # of a layout on TPUs: VMEM
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a value. layout: as printed, "" where there is none."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str
+
+    @property
+    def size(self) -> int:
+        """In bytes; tokens and tuples have none."""
+        bits = _BITS.match(self.dtype)
+        width = 8 if self.dtype == "pred" else int(bits[1]) if bits else 0
+        return math.prod(self.dims) * width // 8
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether it lies in a TPU's VMEM."""
+        return _ON_CHIP in self.layout
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line. number: of a parameter, or of the element that a get-tuple-element takes, else -1.
+    called: computations. rest: what is printed behind the operands."""
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    number: int
+    called: tuple[str, ...]
+    is_root: bool
+    rest: str
+
+    @functools.cached_property
+    def elements(self) -> tuple[tuple[Array, ...], ...]:
+        """The arrays of each element of a tuple; of another value its one array."""
+        if not self.shape.startswith("("):
+            return (arrays(self.shape),)
+        return tuple(arrays(part) for part in _split(self.shape[1:-1]))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays of its value."""
+        return arrays(self.shape)
+
+    @property
+    def written(self) -> tuple[tuple[Array, ...], ...]:
+        """The elements that it writes: of what begins an asynchronous copy only the target, which
+        is printed beside the source."""
+        if not self.opcode.endswith("-start") or len(self.elements) < 2:
+            return self.elements
+        return (self.elements[0 if self.opcode == "copy-start" else 1],)
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs, where the compiler knows; else 1."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.rest)
+        return int(known[1]) if known else 1
+
+    @property
+    def source(self) -> str:
+        """What an entry parameter was called in the traced function, such as "params.layers[0]"."""
+        said = re.search(r'op_name="([^"]*)"', self.rest)
+        return said[1] if said else ""
+
+
+@dataclass(frozen=True)
+class Module:
+    """Computations by name, operations in their order. entry: the name of the one that is run."""
+
+    computations: dict[str, tuple[Operation, ...]]
+    entry: str
+
+
+def read(text: str) -> Module:
+    """ValueError if no computation in it is an entry."""
+    computations: dict[str, list[Operation]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif current is not None and (found := _OPERATION.match(line)):
+            current.append(_operation(found[2], found[3], bool(found[1])))
+    if not entry:
+        raise ValueError("the HLO has no entry computation")
+    return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Those in a shape as it is printed."""
+    return tuple(
+        Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout)
+        for dtype, dims, layout in _ARRAY.findall(shape)
+    )
+
+
+def _operation(name: str, text: str, is_root: bool) -> Operation:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    shape, text = text[:end], text[end:].lstrip()
+    begin = text.index("(")
+    end = _closing(text, begin)
+    opcode, inside, rest = text[:begin], text[begin + 1 : end], text[end + 1 :]
+    number = -1
+    if opcode == "parameter":
+        number = int(inside)
+    elif index := re.search(r", index=(\d+)", rest):
+        number = int(index[1])
+    called = tuple(n for names in _CALLED.findall(rest) for n in _NAME.findall(names))
+    operands = tuple(_NAME.findall(inside))
+    return Operation(name, opcode, shape, operands, number, called, is_root, rest)
+
+
+def _closing(text: str, begin: int) -> int:
+    """Where the bracket at `begin` is closed."""
+    depth = 0
+    for place in range(begin, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    raise ValueError(f"unbalanced brackets in {text[:80]!r}")
+
+
+def _split(shapes: str) -> Iterator[str]:
+    """The shapes of a tuple, at the commas between them."""
+    depth = begin = 0
+    for place, letter in enumerate(shapes):
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            yield shapes[begin:place]
+            begin = place + 1
+    yield shapes[begin:]

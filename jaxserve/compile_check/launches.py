@@ -1,0 +1,52 @@
+"""What XLA for GPUs will launch, by the lists that it dumps: shared memory, and command buffers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_SHARED = re.compile(r" (\S+) grid: \[[^\]]*\] threads: \[[^\]]*\] +shared_memory: (\d+) bytes")
+_LINE = re.compile(r"^( *)\d+: (k\w+) +(?:\[[^\]]*\] *)?(.*)$")
+_BUFFER = "kCommandBuffer"
+
+
+def shared_memory(folder: Path) -> dict[str, int]:
+    """Bytes of shared memory that a launch asks for, by kernel, in the dump of a compilation."""
+    found: dict[str, int] = {}
+    for path in folder.glob("*thunk_sequence.txt"):
+        found |= shared_in(path.read_text(encoding="utf-8"))
+    return found
+
+
+def shared_in(thunks: str) -> dict[str, int]:
+    """The same of one list."""
+    return {name: int(shared) for name, shared in _SHARED.findall(thunks)}
+
+
+def outside_buffers(folder: Path) -> list[str]:
+    """What is launched by itself, and not as part of a command buffer (a CUDA graph), which the
+    host launches as one. RuntimeError where the dump does not say."""
+    paths = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
+    if not paths:
+        raise RuntimeError("XLA has dumped no list of what it launches")
+    return [name for path in paths for name in outside_in(path.read_text(encoding="utf-8"))]
+
+
+def outside_in(thunks: str) -> list[str]:
+    """The same of one list: what a command buffer holds is indented below it."""
+    return list(_outside(thunks))
+
+
+def _outside(thunks: str) -> Iterator[str]:
+    inside: int | None = None  # the indent of the buffer that we are in
+    for line in thunks.splitlines():
+        found = _LINE.match(line)
+        if found is None:
+            continue
+        indent, kind, name = len(found[1]), found[2], found[3].split(" grid:")[0].strip()
+        if inside is not None and indent > inside:
+            continue
+        inside = indent if kind == _BUFFER else None
+        if kind != _BUFFER:
+            yield name or kind
