@@ -41,6 +41,7 @@ from jaxserve.bench.victim import Victim, victim
 from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
+from jaxserve.sched.registry import make_policy
 from jaxserve.server.launch import UsageError
 
 CLIENTS = 24  # threads; more than rows and queue take, now and then
@@ -50,12 +51,12 @@ _FLAGS = (
     "--policy=bros",
     "--config.engine.max_model_len=512",
     "--config.cache.num_blocks=128",
-    "--config.cache.host_gib=0.002",
     "--config.scheduler.max_rows=8",
     "--config.scheduler.max_batch_tokens=512",
     "--config.scheduler.max_queue=24",
     "--config.server.max_calls=24",
 )
+_HOST = "--config.cache.host_gib=0.002"  # for policies that have a use for it
 _EXIT_S = 120.0
 
 
@@ -105,7 +106,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name} must be a positive number, got {value:g}")
     args.flags = [*_FLAGS, *rest]
-    read_config(args.flags)
+    scheduler = read_config(args.flags).scheduler
+    try:
+        policy = make_policy(scheduler.policy, **scheduler.params)
+    except ValueError as error:
+        raise UsageError(f"--policy: {error}") from error
+    if policy.moves_cache:
+        args.flags.insert(0, _HOST)
     return args
 
 

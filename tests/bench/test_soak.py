@@ -199,7 +199,16 @@ def test_its_table_and_exit_code_say_what_did_not_hold(
 
 
 @pytest.mark.parametrize(
-    "flag", ["--minutes=0", "--max_growth_mib=nan", "--config.scheduler.polcy=x"]
+    ("policy", "moves"), [("bros:max_age=9", True), ("accelgen", False), ("sarathi", False)]
+)
+def test_there_is_host_memory_for_policies_that_take_it(policy: str, moves: bool) -> None:
+    flags = soak.parse([f"--policy={policy}"]).flags
+    assert any("host_gib" in flag for flag in flags) == moves
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--minutes=0", "--max_growth_mib=nan", "--config.scheduler.polcy=x", "--policy=no_such"],
 )
 def test_wrong_flags_are_found_before_any_server_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
