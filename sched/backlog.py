@@ -18,8 +18,8 @@ from jaxserve.sched.table import RUNNING, WAITING
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What `Policy.standing` may know of requests, by the names of `keys.Columns`: arrays [n], or
-    numbers of one. Times in seconds, lengths in tokens."""
+    """What `Policy.standing` may know of requests, by the names of `keys.Columns`: arrays [n].
+    Times in seconds, lengths in tokens."""
 
     arrival: Any
     last_token: Any
@@ -41,14 +41,21 @@ class Known:
     def of(cls, request: Request, now: float, seq: int, seed: int) -> Known:
         """One that comes now. seq: how many have come before it."""
         slo = request.slo
-        ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
+
+        def one(value: Any) -> np.ndarray:
+            return np.array([np.inf if value is None else value])
+
         return cls(
-            *(now, now, ttft, tbt, jct, seq, len(request.prompt), 0, 0, int(request.tier)),
-            most_output=request.sampling.max_tokens,
-            waiting=True,
-            decoding=False,
+            *(one(now), one(now), one(slo.ttft), one(slo.tbt), one(slo.jct)),
+            *(one(seq), one(len(request.prompt)), _ZERO, _ZERO),
+            *(one(int(request.tier)), one(request.sampling.max_tokens)),
+            waiting=_YES,
+            decoding=~_YES,
             seed=seed,
         )
+
+
+_ZERO, _YES = np.zeros(1, np.int64), np.ones(1, bool)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Backlog:
             *(table.generated[rows], computed),
             *(table.tier[rows].astype(np.int64), view.most_output(rows), waits),
             decoding=table.decoding(rows),
-            seed=view.seed,
+            seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
         )
         return cls(
             *(now, max(now, free_at), table.num_added, known),
@@ -116,10 +123,12 @@ class Backlog:
         return float(self.cost_model.batch_time(batch))
 
     def standing(self, known: Known, now: float) -> np.ndarray | None:
-        """As the policy has it, float64; None where it says nothing."""
+        """As the policy has it, float64 [n]; None where it says nothing."""
         with np.errstate(all="ignore"):
             found = self.policy.standing(known, now)
-        return None if found is None else np.fmin(np.asarray(found, np.float64), np.inf)
+        if found is None:
+            return None
+        return np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)
 
     @property
     def max_rows(self) -> int:

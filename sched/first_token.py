@@ -11,7 +11,6 @@ newcomer first, caches do not grow, and nobody is preempted for their growth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -49,46 +48,57 @@ class _Work(NamedTuple):
 
 
 class FirstToken:
-    """Predicts from one backlog. Any thread may ask; what takes long is done once, when it is first
-    asked for. Then each question takes a bisection, and a look at `others`."""
+    """Predicts from one backlog. What takes long is done once, when it is first asked for; then
+    each question takes two bisections. Any thread may ask, one at a time."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
+        self._standings: list[float] = []  # of those that came since
+        self._came: list[_Work] = []
+        self._count = backlog.received
 
-    def wait(self, request: Request, now: float, others: Sequence[Request] = ()) -> Wait:
-        """Of a request that comes now. others: those that came since the backlog was taken. now:
-        seconds, on the backlog's clock."""
-        backlog = self._backlog
-        count = backlog.received + len(others)
-        place = backlog.standing(Known.of(request, now, count, backlog.known.seed), now)
-        before = self._before(place, now, others)
-        size = len(request.prompt)
-        own = _Work(1, size, size * size, 0, 1, int(blocks_for(size, backlog.block_size)))
+    def arrived(self, request: Request, now: float) -> None:
+        """One has come since the backlog was taken, and is in the queue. now: seconds, on the
+        backlog's clock."""
+        place = self._place(request, now)
+        self._count += request.sampling.n
+        if place is not None:
+            self._standings.append(place)
+            self._came.append(_Work(*(request.sampling.n * part for part in self._own(request))))
+
+    def wait(self, request: Request, now: float) -> Wait:
+        """Of a request that comes now. Of its continuations, of the first."""
+        backlog, own = self._backlog, self._own(request)
+        place = self._place(request, now)
         alone = self._prefill(own, 0, 0.0)[0]
-        total = _Work(*(ours + theirs for ours, theirs in zip(own, before, strict=True)))
+        total = _Work(
+            *(ours + theirs for ours, theirs in zip(own, self._before(place), strict=True))
+        )
         rows, blocks = self._given_up(place)
         lacking = total.starts - rows - (backlog.max_rows - self._holders)
         short = total.blocks - blocks - backlog.free_blocks
         seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
-        left = backlog.free_at + seconds - now
-        return Wait(max(alone, left), alone)
+        return Wait(max(alone, backlog.free_at + seconds - now), alone)
 
     # Who is before it.
 
-    def _before(self, place: np.ndarray | None, now: float, others: Sequence[Request]) -> _Work:
+    def _place(self, request: Request, now: float) -> float | None:
+        known = Known.of(request, now, self._count, self._backlog.known.seed)
+        found = self._backlog.standing(known, now)
+        return None if found is None else float(found[0])
+
+    def _own(self, request: Request) -> _Work:
+        size = len(request.prompt)
+        blocks = int(blocks_for(size, self._backlog.block_size))
+        return _Work(1, size, size * size, 0, 1, blocks)
+
+    def _before(self, place: float | None) -> _Work:
         if place is None:
             return _NOTHING
         standing, sums = self._queue
-        at = int(np.searchsorted(standing, place, side="right"))
-        found = sums[:, at]
-        seed, first = self._backlog.known.seed, self._backlog.received
-        for number, other in enumerate(others, first):
-            known = Known.of(other, other.arrival, number, seed)
-            theirs = self._backlog.standing(known, now)
-            if theirs is not None and theirs <= place:
-                size, n = len(other.prompt), other.sampling.n
-                blocks = int(blocks_for(size, self._backlog.block_size))
-                found = found + n * np.array([1, size, size * size, 0, 1, blocks])
+        found = sums[:, int(np.searchsorted(standing, place, side="right"))]
+        if self._came:
+            found = found + np.array(self._came)[np.array(self._standings) <= place].sum(axis=0)
         return _Work(*map(int, found))
 
     @cached_property
@@ -115,7 +125,7 @@ class FirstToken:
         np.cumsum(np.stack(parts), axis=1, out=sums[:, 1:])
         return (np.zeros(0) if standing is None else standing[pending]), sums
 
-    def _given_up(self, place: np.ndarray | None) -> tuple[int, int]:
+    def _given_up(self, place: float | None) -> tuple[int, int]:
         """Rows and blocks that those that run would lose to it."""
         backlog = self._backlog
         if place is None or not backlog.policy.takes_room:

@@ -7,15 +7,16 @@ from jaxserve.sched.request import Request, Tier
 
 
 def is_late(wait: Wait, request: Request, share: float) -> bool:
-    """Whether a real-time request is expected to wait for longer than `share` of its TTFT. One
-    whose target even an idle engine would miss is not: it would not help to come again."""
-    target = request.slo.ttft
-    if target is None or request.tier is not Tier.REALTIME or request.serve_late:
-        return False
-    return wait.alone <= share * target < wait.seconds
+    """Whether a real-time request would have to wait for others for more than `share` of the time
+    that its TTFT leaves beside its own prompt. One whose prompt alone takes longer than that is
+    not: it would not help to come again."""
+    return retry_s(wait, request, share) > 0
 
 
 def retry_s(wait: Wait, request: Request, share: float) -> float:
-    """Seconds after which it would be taken if nobody else came until then."""
-    assert request.slo.ttft is not None
-    return wait.seconds - share * request.slo.ttft
+    """Seconds after which it would be taken if nobody else came until then; 0 if it is now."""
+    target = request.slo.ttft
+    if target is None or request.tier is not Tier.REALTIME or request.serve_late:
+        return 0.0
+    spare = target - wait.alone
+    return max(0.0, wait.seconds - wait.alone - share * spare) if spare >= 0 else 0.0

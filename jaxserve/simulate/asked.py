@@ -54,6 +54,7 @@ def runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
             record_rows=output.records_rows(args),
             hidden_read=args.hidden_read,
             max_queue=args.max_queue,
+            refuse_late=args.refuse_late,
         )
         for policy in args.policy
         for spec in sources

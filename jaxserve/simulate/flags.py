@@ -130,6 +130,12 @@ def add_what_is_simulated(parser: Parser) -> None:
     add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
     add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
     add("--max_queue", type=int, help="unfinished requests beside max_rows; refuse more (no limit)")
+    add(
+        "--refuse_late",
+        type=_share_of_target,
+        help="refuse who is expected to wait for more than this share of the TTFT, as the server "
+        "does (nobody)",
+    )
     add("--replicas", type=positive_int, default=1, help="(1)")
     add("--routing", choices=tuple(simulator.ROUTERS), help="of replicas (round_robin)")
     workload_flags.add_flags(
@@ -192,6 +198,16 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return value
+
+
+def _share_of_target(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
 

@@ -97,6 +97,7 @@ class Run:
     record_rows: bool = False
     hidden_read: str = "auto"
     max_queue: int | None = None
+    refuse_late: float | None = None
     num_blocks: int | None = None
     overlap: bool | None = None
 
@@ -149,6 +150,7 @@ class Run:
             replicas=self.replicas,
             routing=self.routing,
             max_queue=self.max_queue,
+            refuse_late=self.refuse_late,
             seed=self.seed,
             best_effort=self.workload.best_effort,
             until=math.inf if self.workload.duration is None else self.workload.duration,

@@ -111,14 +111,14 @@ def simulate(
     beside max_rows; who comes then is refused. refuse_late: as `server.refuse_late`; inf predicts
     waits and refuses nobody. rho: what a token read from a hidden cache costs a step, see `View`;
     by default the system's, None for no hidden caches. best_effort: what comes beside the workload.
-    until: when the run is cut off, seconds; who comes later is not in it, others count as they are.
-    checked: check plans as the engine does; by default all but those of built-in policies.
-    compiled: with numba (`fast.py`); by default if it can be. coast: in Python, take certain steps
-    several at once. Neither changes the outcome. online: policies see a model that begins as this
-    one and learns from the steps, as a server's do, not the true one. record_rows: keep who was in
-    each batch. progress(n): n more of the workload's have come. compiling(): half a minute begins
-    in which numba compiles, the first time. SimulationError if it cannot be simulated so,
-    InvalidPlan for what cannot be booked, or gets nowhere (`sched/progress.py`).
+    until: when the run is cut off, seconds; who comes later is not in it, and who goes on counts as
+    far as it got. checked: check plans as the engine does; by default all but those of
+    `registry.is_built_in` policies. compiled: with numba (`fast.py`); by default if it can be.
+    coast: in Python, take certain steps several at once. Neither changes the outcome. online:
+    policies see a model that begins as this one and learns from the steps, as a server's do, not
+    the true one. record_rows: keep who was in each batch. progress(n): n more of the workload's
+    have come. compiling(): half a minute begins in which numba compiles, the first time.
+    SimulationError for what cannot be simulated, InvalidPlan for what is not booked, or stuck.
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)
@@ -184,8 +184,11 @@ def _several(
 
 
 def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
-    cut, told = options.until < math.inf, options.refuse_late is not None
-    in_python = bool(checked or options.online or options.record_rows or cut or told)
+    share, cut = options.refuse_late, options.until < math.inf
+    if share is not None and not share >= 0:
+        raise SimulationError(f"refuse_late must be at least 0, got {share}")
+    plain = not (checked or options.online or options.record_rows or cut)
+    in_python = not plain or share is not None
     if wanted and in_python:
         raise SimulationError(
             "compiled simulations check no plans, learn nothing, record no rows, predict no waits "

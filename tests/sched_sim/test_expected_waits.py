@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxserve.sched.terms import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
+from jaxserve.simulate import cli as command
 
 TTFT, ROWS = 2.0, 32
 PLACE = "llama-3-8b@a100"
@@ -72,7 +74,7 @@ def test_blocks_that_are_waited_for(policy: str) -> None:
     assert 0.6 < np.median(ratios(result)) < 2.0
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "bros", "accelgen"])
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "edf", "bros"])
 def test_who_refuses_serves_more_in_time(policy: str) -> None:
     workload = load(15.0, 250)
     all_of_them, some = (served(policy, workload, share).summary() for share in (math.inf, 0.75))
@@ -104,6 +106,19 @@ def test_predicting_changes_nothing() -> None:
     plain, told = served("sarathi", workload, None), served("sarathi", workload, math.inf)
     assert plain.expected is None and told.expected is not None
     assert np.array_equal(plain.requests.token_times, told.requests.token_times)
+
+
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--policy=sarathi", "--workload=fixed:512x64x200", "--rate=60", "--slo_ttft_ms=500"]
+    argv += ["--max_rows=8", "--json", "--refuse_late=0.75"]
+    assert command.main(argv) == 0
+    (point,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["points"]
+    assert 0 < point["mean"]["num_refused"] < 200
+    with pytest.raises(SystemExit):
+        command.main([*argv, "--refuse_late=-1"])
+    assert "--refuse_late: must be at least 0" in capsys.readouterr().err
+    with pytest.raises(SimulationError, match="refuse_late must be at least 0, got nan"):
+        simulate("vllm", load(4.0, 10), system(PLACE), refuse_late=math.nan)
 
 
 def test_compiled_simulations_do_not_predict() -> None:
