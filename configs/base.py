@@ -167,14 +167,7 @@ def _server() -> dict[str, Any]:
         "cors_origins": "",
         # Seconds that running requests get after SIGTERM.
         "grace_s": 30.0,
-        # Generate calls that are open at once, those included that wait for a slow reader; beyond
-        # them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and max_rows.
-        "max_calls": 0,
-        # KiB of output that may wait for the reader of one call; then it ends with
-        # RESOURCE_EXHAUSTED.
-        "stream_buffer_kib": 1024,
-        # Seconds that the reader may take to read a message; then the same.
-        "write_timeout_s": 30.0,
+        **_overload(),
         # Whether the process ends, with exit code 1, once the engine has failed or hung, after
         # calls got their INTERNAL: auto (where Kubernetes or systemd has started it, which start
         # it again) | on | off.
@@ -213,4 +206,22 @@ def _telemetry() -> dict[str, Any]:
         # Where traces go by OTLP over gRPC, http://localhost:4317: a span a call, and its queueing,
         # prefill and decode. Empty: nowhere. pip install 'jaxserve[otel]'.
         "otlp_endpoint": "",
+    }
+
+
+def _overload() -> dict[str, Any]:
+    """What is refused, or ended, so that those who are served are served well."""
+    return {
+        # Generate calls that are open at once, those included that wait for a slow reader; beyond
+        # them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and max_rows.
+        "max_calls": 0,
+        # Real-time requests with a TTFT target are refused, with RESOURCE_EXHAUSTED, where they are
+        # expected to wait for others for more than this share of what the target leaves beside
+        # their own prompt; those that say serve_late are not. 0: nobody is.
+        "refuse_late": 0.75,
+        # KiB of output that may wait for the reader of one call; then it ends with
+        # RESOURCE_EXHAUSTED.
+        "stream_buffer_kib": 1024,
+        # Seconds that the reader may take to read a message; then the same.
+        "write_timeout_s": 30.0,
     }

@@ -19,7 +19,9 @@ SEEN_AS: Mapping[str, frozenset[Ending]] = {
     "DEADLINE_EXCEEDED": frozenset({Ending.OK, Ending.CANCELLED, Ending.TIMED_OUT}),
     "INVALID_ARGUMENT": frozenset({Ending.INVALID, Ending.MALFORMED}),
     "ALREADY_EXISTS": frozenset({Ending.DUPLICATE}),
-    "RESOURCE_EXHAUSTED": frozenset({Ending.QUEUE_FULL, Ending.TOO_MANY_CALLS, Ending.SLOW_READER}),
+    "RESOURCE_EXHAUSTED": frozenset(
+        {Ending.QUEUE_FULL, Ending.TOO_MANY_CALLS, Ending.EXPECTED_LATE, Ending.SLOW_READER}
+    ),
     "CANCELLED": frozenset({Ending.CANCELLED}),
     "UNAVAILABLE": frozenset({Ending.SHUTTING_DOWN, Ending.ENGINE_FAILED}),
     "INTERNAL": frozenset({Ending.ENGINE_FAILED, Ending.FAILED}),
@@ -29,6 +31,7 @@ SEEN_AS: Mapping[str, frozenset[Ending]] = {
     "unknown_field": frozenset({Ending.INVALID}),
     "duplicate": frozenset({Ending.DUPLICATE}),
     "queue_full": frozenset({Ending.QUEUE_FULL}),
+    "expected_late": frozenset({Ending.EXPECTED_LATE}),
     "too_many_calls": frozenset({Ending.TOO_MANY_CALLS}),
     "slow_reader": frozenset({Ending.SLOW_READER}),
 }

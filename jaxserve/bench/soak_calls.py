@@ -23,7 +23,7 @@ from jaxserve.bench.soak_doors import (
 )
 from jaxserve.bench.victim import WRITE_TIMEOUT_S
 
-_OVERLOADED = {"RESOURCE_EXHAUSTED", "queue_full", "too_many_calls"}
+_OVERLOADED = {"RESOURCE_EXHAUSTED", "queue_full", "too_many_calls", "expected_late"}
 
 
 def whole(caller: Caller) -> None:

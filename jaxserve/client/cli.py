@@ -104,7 +104,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.out is None or args.out == STDOUT:
         raise ValueError("--batch needs a file for its results, --out=FILE")
     slo = (args.ttft_ms, args.tbt_ms, args.jct_ms)
-    if args.tier == "realtime" or args.slo_class or slo.count(None) < len(slo):
+    named = args.tier == "realtime" or args.slo_class or args.serve_late
+    if named or slo.count(None) < len(slo):
         raise ValueError("--batch is best-effort: --tier, --slo_class and targets are not for it")
     path, out = Path(args.batch), Path(args.out)
     check_file("out", out)
@@ -222,6 +223,7 @@ def _many(client: Client, args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms", "jct_ms")}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
+    service["serve_late"] = args.serve_late
     return {**_sampling(args), "timeout": args.timeout, **service}
 
 
@@ -294,4 +296,7 @@ def _parser() -> Parser:
     service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
     service.add_argument("--tbt_ms", type=float, help="target: between two tokens")
     service.add_argument("--jct_ms", type=float, help="target: arrival to last token")
+    service.add_argument(
+        "--serve_late", action="store_true", help="not refused though the first token will be late"
+    )
     return parser

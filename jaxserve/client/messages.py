@@ -22,20 +22,22 @@ def make_request(
     slo: Mapping[str, float] | None = None,
     tier: str | None = None,
     slo_class: str = "",
+    serve_late: bool = False,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for a prompt, as text or as token ids.
 
     slo: any of ttft_ms, tbt_ms, jct_ms. tier: "realtime" or "best_effort". slo_class: one of the
-    server's, which has those that are not given here. sampling: fields of
-    jaxserve.sched.request.SamplingParams; None leaves the server's default.
+    server's, which has those that are not given here. serve_late: take it though its first token
+    is expected late. sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the
+    server's default.
     Raises ValueError for a name that does not exist; limits are the server's to check.
     """
     if tier is not None and tier not in TIERS:
         raise ValueError(f"tier: unknown value {tier!r}; known values are {', '.join(TIERS)}")
     _known("sampling parameter", sampling, SAMPLING)
     _known("slo", slo or {}, _SLO)
-    message = pb.GenerateRequest(request_id=request_id, slo_class=slo_class)
+    message = pb.GenerateRequest(request_id=request_id, slo_class=slo_class, serve_late=serve_late)
     if tier is not None:
         message.tier = TIERS[tier]
     _set_prompt(message, prompt)

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,16 +27,16 @@ from jaxserve.engine.executor import Executor
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.last_words import attempt, refuse
+from jaxserve.engine.outlook import Outlook
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.readings import Readings
 from jaxserve.engine.serving import Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.sched.first_token import Wait
 from jaxserve.sched.online_cost import OnlineCostModel
-from jaxserve.sched.pool_map import pool_map
 from jaxserve.sched.reachability import slo_problems
 from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.table import State
-from jaxserve.sched.tiers import blocks_used
 from jaxserve.sched.watch import StepWatch
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Engine:
             clock=clock,
             on_over=self._over,
         )
+        self._outlook = Outlook(scheduler, clock)
+        self._readings = Readings(scheduler, self._serving, self._compiles, self._outlook)
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
@@ -171,6 +173,7 @@ class Engine:
             stamped = dataclasses.replace(request, arrival=self._clock())
             self._inbox.append(Submit(stamped, on_output, problems, grammar))
             self._wake.notify()
+        self._outlook.submitted(stamped)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its blocks are free within one step. Unknown or ended ids are ignored."""
@@ -180,39 +183,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
-        scheduler = self._scheduler
-        table, pool, host = scheduler.table, scheduler.pool, scheduler.host
         with self._wake:
             queued = sum(isinstance(c, Submit) for c in self._inbox)
-        return EngineStats(
-            waiting=int((table.state == State.WAITING).sum()) + queued,
-            running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks=blocks_used(pool, table.tier),
-            host_slots_total=host.capacity,
-            host_slots_used=host.num_used,
-            slots_checkpointed=host.num_saved,
-            slots_restored=host.num_restored,
-            host_full=host.num_full,
-            preemptions=scheduler.preemptions,
-            compiles_after_warmup=self._compiles.count,
-            steps=self._serving.steps,
-            step_time_error=self._cost_model.error,
-        )
+        return self._readings.stats(queued, self._cost_model.error)
+
+    def expected_wait(self, request: Request) -> Wait:
+        """How long a request that is submitted now is expected to wait for its first token."""
+        return self._outlook.wait(request)
 
     def block_map(self) -> np.ndarray:
         """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the
         engine runs: parts of it may be one step apart."""
-        return pool_map(self._scheduler.pool, self._scheduler.table.tier)
+        return self._readings.block_map()
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
         """Continuations by (SLO class, tier, whether they hold cache), one step apart at most."""
-        held = self._scheduler.pool.held
-        return Counter(
-            (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
-            for row, one in list(self._serving.live.items())
-        )
+        return self._readings.live_counts()
 
     def add_observer(self, observer: Observer) -> None:
         """Tells it of every step and token from now on, on the engine thread: it must return
@@ -288,6 +274,7 @@ class Engine:
         self._serving.woke(None)
         while self._receive(wait=pending is None and not self._serving.live):
             launched = self._serving.launch(idle=pending is None)
+            self._outlook.publish(pending, launched)
             if pending is not None:
                 self._serving.finish(pending)
             pending = None if launched is None else self._serving.draw(launched)

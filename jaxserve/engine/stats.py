@@ -108,7 +108,8 @@ class EngineStats:
     host memory for checkpoints. Since the start, preemptions and steps; slots_checkpointed,
     slots_restored; host_full: preemptions for whose caches host memory had no room.
     compiles_after_warmup: compilations while serving. step_time_error: of the predicted step times
-    lately, the mean of |predicted / measured - 1|.
+    lately, the mean of |predicted / measured - 1|. expected_wait: by tier, seconds until the first
+    token of the shortest prompt that would come now.
     """
 
     waiting: int
@@ -125,6 +126,7 @@ class EngineStats:
     compiles_after_warmup: int
     steps: int
     step_time_error: float
+    expected_wait: dict[str, float]
 
 
 @dataclass(frozen=True)

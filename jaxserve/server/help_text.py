@@ -28,8 +28,9 @@ def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> s
     for name, (path, text) in shortcuts.items():
         lines += [f"  --{name}=VALUE", *_wrapped(f"{text}; the same as --config.{path}")]
     lines += ["", "Fields, with the values that they have:"]
-    for section, function in _functions().items():
-        lines += ["", f"{section}: {ast.get_docstring(function)}"]
+    functions = _functions()
+    for section in base.get_config():
+        lines += ["", f"{section}: {ast.get_docstring(functions[section])}"]
         for name, comment in field_comments(section).items():
             value = config[section][name]
             if isinstance(value, ConfigDict):
@@ -41,7 +42,8 @@ def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> s
 def field_comments(section: str) -> dict[str, str]:
     """By name of a field of the section: the comment that stands above it in base.py."""
     lines, found = inspect.getsource(base).splitlines(), {}
-    for key in _fields(_functions()[section]):
+    functions = _functions()
+    for key in _fields(functions[section], functions):
         words: list[str] = []
         for line in reversed(lines[: key.lineno - 1]):
             if not line.strip().startswith("#"):
@@ -52,16 +54,23 @@ def field_comments(section: str) -> dict[str, str]:
 
 
 def _functions() -> dict[str, ast.FunctionDef]:
-    """By section, in base.py's order: the function that has its fields, `_section`."""
-    functions = ast.parse(inspect.getsource(base)).body
-    by_name = {node.name[1:]: node for node in functions if isinstance(node, ast.FunctionDef)}
-    return {name: node for name, node in by_name.items() if name in base.get_config()}
+    """By section, and by what sections have from elsewhere: the function with the fields."""
+    nodes = ast.parse(inspect.getsource(base)).body
+    return {node.name[1:]: node for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
-def _fields(function: ast.FunctionDef) -> list[ast.Constant]:
+def _fields(
+    function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]
+) -> list[ast.Constant]:
     (returned,) = (node for node in function.body if isinstance(node, ast.Return))
     assert isinstance(returned.value, ast.Dict)
-    return [key for key in returned.value.keys if isinstance(key, ast.Constant)]
+    found: list[ast.Constant] = []
+    for key, value in zip(returned.value.keys, returned.value.values, strict=True):
+        if isinstance(key, ast.Constant):
+            found.append(key)
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):  # **_name()
+            found += _fields(functions[value.func.id[1:]], functions)
+    return found
 
 
 def _wrapped(text: str) -> list[str]:

@@ -174,6 +174,11 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("step_time_error", text, stats.step_time_error)
         text = "Requests that lost their blocks to others."
         yield self._counter("num_preemptions", text, stats.preemptions)
+        name, text = "expected_wait_seconds", "Until the first token of a prompt that came now."
+        waits = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
+        for tier, seconds in stats.expected_wait.items():
+            waits.add_metric((self._model, tier), seconds)
+        yield waits
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)

@@ -225,7 +225,7 @@ class Server:
         self._stop_requested = asyncio.Event()
         options = self._options
         self._requests = EngineRequests(
-            self._engine, options.stream_buffer_bytes, self._slo_classes
+            self._engine, options.stream_buffer_bytes, self._slo_classes, options.refuse_late
         )
         self._admission = Admission(options.max_calls, "server.max_calls")
         if self._batch_settings is not None:

@@ -49,6 +49,7 @@ class GenerationService:
             slo=convert.slo(message.slo),
             tier=convert.TIERS[message.tier],
             slo_class=message.slo_class,
+            serve_late=message.serve_late,
         )
         call.record.asks((request,))
         stream = self._requests.open(request, record=call.record)

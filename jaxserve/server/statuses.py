@@ -10,6 +10,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
+from jaxserve.server.requests.late import ExpectedLate
 from jaxserve.server.requests.requests import SHUTTING_DOWN
 from jaxserve.server.requests.streams import DuplicateRequest, StreamFailed
 
@@ -32,6 +33,8 @@ def status_of(error: Exception) -> Status | None:
             return Status(Code.INVALID_ARGUMENT, Ending.INVALID)
         case DuplicateRequest():
             return Status(Code.ALREADY_EXISTS, Ending.DUPLICATE)
+        case ExpectedLate():
+            return Status(Code.RESOURCE_EXHAUSTED, Ending.EXPECTED_LATE, error.retry_s)
         case QueueFull():
             return Status(Code.RESOURCE_EXHAUSTED, Ending.QUEUE_FULL, retry_s())
         case EngineStopped():

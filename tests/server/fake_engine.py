@@ -20,6 +20,7 @@ from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.first_token import Wait
 from jaxserve.sched.pool_map import BlockUse
 from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
@@ -105,6 +106,7 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.steps = 0
         self.problems: tuple[SloProblem, ...] = ()
+        self.wait_s = Wait(seconds=0.25, alone=0.125)
         self.text: Callable[[int], str] = lambda k: f" w{k}"
         self._thread: threading.Thread | None = None
 
@@ -121,6 +123,9 @@ class FakeEngine:
 
     def max_text_bytes(self) -> int | None:
         return 4 * INFO.max_model_len
+
+    def expected_wait(self, request: Request) -> Wait:
+        return self.wait_s
 
     def check_grammar(self, grammar: Grammar) -> None:
         if "bad" in grammar.text:
@@ -147,6 +152,7 @@ class FakeEngine:
             compiles_after_warmup=0,
             steps=self.steps,
             step_time_error=0.125,
+            expected_wait={"realtime": self.wait_s.seconds, "best_effort": 2 * self.wait_s.seconds},
         )
 
     def block_map(self) -> np.ndarray:

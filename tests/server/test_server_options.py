@@ -24,6 +24,8 @@ from jaxserve.server.requests.options import ServerOptions, check_options, serve
         ("engine.stall_s", math.inf, "must be 0 to 86400, got inf"),
         ("telemetry.log_format", "xml", "must be text or json, got 'xml'"),
         ("telemetry.log_prompts", True, "needs telemetry.request_log, whose lines they are in"),
+        ("server.refuse_late", -0.5, "must be 0 to 1000, got -0.5"),
+        ("server.refuse_late", math.nan, "must be 0 to 1000, got nan"),
         ("server.exit_on_failure", "yes", "must be auto, on or off, got 'yes'"),
     ],
 )
@@ -46,6 +48,7 @@ def test_the_defaults_bound_all_that_can_grow(monkeypatch: pytest.MonkeyPatch) -
         write_timeout_s=30.0,
         stall_s=60.0,
         exit_on_failure=False,
+        refuse_late=0.75,
         request_log=False,
         reflection=True,
     )

@@ -85,7 +85,7 @@ def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
     front.check_model(body.model)
     if body.stream:
         raise InvalidRequest("stream", "a batch has no streams")
-    for name in ("slo", "slo_class"):
+    for name in ("slo", "slo_class", "serve_late"):
         if getattr(body, name):
             raise InvalidRequest(name, "a batch is best-effort, and has no targets")
     if body.tier == "realtime":

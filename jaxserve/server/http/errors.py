@@ -17,6 +17,7 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.keys import RateLimited, Unauthenticated
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
+from jaxserve.server.requests.late import ExpectedLate
 from jaxserve.server.requests.requests import SHUTTING_DOWN
 from jaxserve.server.requests.streams import DuplicateRequest, SlowReader, StreamFailed
 
@@ -70,6 +71,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_un
 _ENDINGS = {
     "queue_full": Ending.QUEUE_FULL,
     "too_many_calls": Ending.TOO_MANY_CALLS,
+    "expected_late": Ending.EXPECTED_LATE,
     "invalid_api_key": Ending.UNAUTHENTICATED,
     "rate_limit_exceeded": Ending.RATE_LIMITED,
     "duplicate": Ending.DUPLICATE,
@@ -81,9 +83,10 @@ _ENDINGS = {
 }
 
 
-def retry_after() -> dict[str, str]:
-    """The header that says when a call that was refused for want of room may come again."""
-    return {"Retry-After": str(math.ceil(retry_s()))}
+def retry_after(seconds: float | None = None) -> dict[str, str]:
+    """The header that says when a refused call may come again; by default as one that was refused
+    for want of room."""
+    return {"Retry-After": str(math.ceil(retry_s() if seconds is None else seconds))}
 
 
 def too_many_calls(message: str) -> ApiError:
@@ -100,7 +103,7 @@ def no_key(error: Unauthenticated) -> ApiError:
 
 def rate_limited(error: RateLimited) -> ApiError:
     """The key's own limits are reached."""
-    headers = {"Retry-After": str(math.ceil(error.retry_s))}
+    headers = retry_after(error.retry_s)
     return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
 
 
@@ -115,6 +118,11 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(409, str(error), param="request_id", code="duplicate")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", headers=retry_after())
+        case ExpectedLate():
+            headers = retry_after(error.retry_s)
+            return ApiError(
+                429, str(error), param="slo.ttft_ms", code="expected_late", headers=headers
+            )
         case EngineStopped():
             return ApiError(503, str(error), code="unavailable", headers=retry_after())
         case SlowReader():
@@ -131,6 +139,7 @@ def add_handlers(app: FastAPI) -> None:
         InvalidRequest,
         DuplicateRequest,
         QueueFull,
+        ExpectedLate,
         EngineStopped,
         SlowReader,
         StreamFailed,

@@ -53,6 +53,7 @@ class Front:
                     slo=slo,
                     tier=tier,
                     slo_class=slo_class,
+                    serve_late=bool(body.serve_late),
                 )
                 self.requests.check(request)
                 wanted.append(request)

@@ -70,6 +70,7 @@ class LiveFeed(Observer):
             "requests": self._requests(),
             "waiting": stats.waiting,
             "running": stats.running,
+            "wait_ms": {tier: 1000 * wait for tier, wait in stats.expected_wait.items()},
             "steps": [_strip(step) for step in tuple(self._steps)],
             "seen": self._seen,
             "pool": self._pool(stats),

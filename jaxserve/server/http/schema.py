@@ -122,6 +122,7 @@ class Generation(Unused):
     slo: SloFields | StrictStr | None = None  # targets, or the name of a class
     slo_class: StrictStr | None = None
     tier: Literal["realtime", "best_effort"] | None = None
+    serve_late: StrictBool | None = None
 
 
 class CompletionRequest(Generation):

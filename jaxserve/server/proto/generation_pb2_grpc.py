@@ -54,9 +54,9 @@ class GenerationServicer(object):
 
         Status codes: INVALID_ARGUMENT (the message names the field and its limit), ALREADY_EXISTS (a
         running request has that request_id), RESOURCE_EXHAUSTED (the queue is full, or too many calls are
-        open: the trailing metadata grpc-retry-pushback-ms says when to come again; or, without it, the
-        message is too large or the call was read too slowly), UNAVAILABLE (the server is shutting down,
-        or its engine hangs), INTERNAL (the engine failed), CANCELLED, DEADLINE_EXCEEDED.
+        open, or the first token is expected after slo.ttft_ms: the trailing metadata
+        grpc-retry-pushback-ms says when to come again; or, without it, the message is too large or the
+        call was read too slowly), UNAVAILABLE (the server is shutting down, or its engine hangs), INTERNAL (the engine failed), CANCELLED, DEADLINE_EXCEEDED.
         Cancelling the call, its deadline, or losing the connection ends the generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

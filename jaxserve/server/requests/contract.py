@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.sched.first_token import Wait
 from jaxserve.sched.request import Grammar, Request
 
 
@@ -50,6 +51,10 @@ class ServedEngine(Protocol):
 
     def info(self) -> EngineInfo:
         """What is served, the same from start to stop."""
+        ...
+
+    def expected_wait(self, request: Request) -> Wait:
+        """How long it would wait for its first token if it were submitted now; in microseconds."""
         ...
 
     def stats(self) -> EngineStats:

@@ -27,6 +27,7 @@ class Ending(enum.StrEnum):
     DUPLICATE = "duplicate"  # its id is running
     QUEUE_FULL = "queue_full"  # scheduler.max_queue
     TOO_MANY_CALLS = "too_many_calls"  # server.max_calls
+    EXPECTED_LATE = "expected_late"  # server.refuse_late
     UNAUTHENTICATED = "unauthenticated"  # without an API key, or with a wrong one
     RATE_LIMITED = "rate_limited"  # the key's own limits
     SHUTTING_DOWN = "shutting_down"

@@ -11,6 +11,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.requests.streams import BUFFER_BYTES
 
 MAX_GRACE_S = 86_400
+MAX_SHARE = 1000
 TEXT, JSON = "text", "json"  # what logs can be
 _KIB = 1 << 10
 _SECONDS = (("server", "write_timeout_s"), ("engine", "stall_s"))
@@ -28,6 +29,7 @@ class ServerOptions:
     write_timeout_s: float = 30.0
     stall_s: float = 0.0
     exit_on_failure: bool = False
+    refuse_late: float = 0.0
     request_log: bool = False
     log_prompts: bool = False
     reflection: bool = True
@@ -55,6 +57,9 @@ def check_options(config: Any) -> None:
     if telemetry.log_prompts and not telemetry.request_log:
         problem = "needs telemetry.request_log, whose lines they are in"
         raise ConfigError(f"telemetry.log_prompts: {problem}")
+    if not 0 <= server.refuse_late <= MAX_SHARE:
+        limits = f"must be 0 to {MAX_SHARE}, got {server.refuse_late}"
+        raise ConfigError(f"server.refuse_late: {limits}")
     if server.exit_on_failure not in ("auto", "on", "off"):
         given = repr(server.exit_on_failure)
         raise ConfigError(f"server.exit_on_failure: must be auto, on or off, got {given}")
@@ -72,6 +77,7 @@ def server_options(config: Any) -> ServerOptions:
         write_timeout_s=server.write_timeout_s,
         stall_s=config.engine.stall_s,
         exit_on_failure=on,
+        refuse_late=server.refuse_late,
         request_log=config.telemetry.request_log,
         log_prompts=config.telemetry.log_prompts,
         reflection=server.reflection,

@@ -24,6 +24,7 @@ from jaxserve.sched.request import (
 )
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import CallRecord
+from jaxserve.server.requests.late import LateRefusal
 from jaxserve.server.requests.logprob_arrays import size as logprobs_size
 from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
@@ -39,7 +40,8 @@ _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 class EngineRequests:
     """Makes requests, hands them to the engine, and knows whether it takes any. Create it on the
     event loop that serves; all but `build` and `check` run there. buffer_bytes: what may wait for
-    the reader of a request's stream. slo_classes: that requests may name.
+    the reader of a request's stream. slo_classes: that requests may name. refuse_late: as in
+    configs/base.py.
 
     stalled: why the engine takes no requests for now, if so.
     """
@@ -49,8 +51,10 @@ class EngineRequests:
         engine: ServedEngine,
         buffer_bytes: float = BUFFER_BYTES,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
+        refuse_late: float = 0.0,
     ) -> None:
         self._engine = engine
+        self._late = LateRefusal(engine, refuse_late)
         self._buffer_bytes = buffer_bytes
         self.slo_classes = slo_classes or {}
         self._router = OutputRouter(
@@ -133,6 +137,7 @@ class EngineRequests:
         slo: SLO | None = None,
         tier: Tier | None = None,
         slo_class: str = "",
+        serve_late: bool = False,
     ) -> Request:
         """A request of text or token ids. Safe to call from any thread.
 
@@ -163,6 +168,7 @@ class EngineRequests:
             slo=level.slo,
             tier=level.tier,
             slo_class=level.slo_class,
+            serve_late=serve_late,
         )
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:
@@ -196,10 +202,12 @@ class EngineRequests:
         """Submits a request: the stream of what the engine says of it. `end` it, however it ends.
         bounded: what waits in it is; a reader of our own is never too slow. record: of the call.
 
-        Raises EngineStopped where none are taken, DuplicateRequest, InvalidRequest, QueueFull.
+        Raises EngineStopped where none are taken, ExpectedLate, DuplicateRequest, InvalidRequest,
+        QueueFull.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()
+        self._late.check(request)
         stream = self._router.open(request.id, request.sampling.n, bounded=bounded, record=record)
         try:
             self._engine.submit(request, self._router.on_output)

@@ -1,0 +1,67 @@
+"""How long requests that come now would wait: published by the engine's thread, asked by others."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.sched.backlog import Backlog
+from jaxserve.sched.first_token import FirstToken, Wait
+from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.scheduler import Scheduler
+
+
+class Outlook:
+    """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
+    clock: seconds, of the requests' arrival."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._lock = threading.Lock()
+        self._submitted = 0  # continuations
+        self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
+        self._free_at = 0.0
+        self._seen: FirstToken | None = None
+        self.publish(None, None)
+
+    def publish(self, flying: InFlight | None, launched: InFlight | None) -> None:
+        """What there is to do now. flying, launched: the steps that the device has, if any; the
+        latter since just now."""
+        now = self._clock()
+        latest = now if flying is None else now + flying.watched.predicted
+        self._free_at = min(max(self._free_at, now), latest)
+        if launched is not None:
+            self._free_at += launched.watched.predicted
+        backlog = Backlog.of(self._scheduler, now, self._free_at)
+        self._latest = backlog.received, FirstToken(backlog)
+
+    def submitted(self, request: Request) -> None:
+        """The engine has been given the request; it may not have taken it in yet."""
+        with self._lock:
+            predicts = self._current()
+            if self._submitted >= self._latest[0]:
+                self._since.append((self._submitted, request))
+                predicts.arrived(request, request.arrival)
+            self._submitted += request.sampling.n
+
+    def wait(self, request: Request) -> Wait:
+        """Of one that would come now."""
+        with self._lock:
+            return self._current().wait(request, self._clock())
+
+    def by_tier(self) -> dict[str, float]:
+        """Seconds until the first token of the shortest prompt without targets, for each tier."""
+        shortest = {tier: Request("", (0,), tier=tier) for tier in Tier}
+        return {tier.name.lower(): self.wait(one).seconds for tier, one in shortest.items()}
+
+    def _current(self) -> FirstToken:
+        received, predicts = self._latest
+        if predicts is not self._seen:
+            self._seen = predicts
+            while self._since and self._since[0][0] < received:
+                self._since.popleft()
+            for _, request in self._since:
+                predicts.arrived(request, request.arrival)
+        return predicts
