@@ -106,6 +106,7 @@ def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
     assert snapshot["ttft_ms"] == {"p50": 500.0, "p99": 500.0}
     assert snapshot["tbt_ms"]["p50"] == pytest.approx(20.0)
     assert snapshot["tokens_per_s"] == pytest.approx(0.4)
+    assert snapshot["wait_ms"] == {"realtime": 250.0, "best_effort": 500.0}
 
 
 @pytest.mark.parametrize(
