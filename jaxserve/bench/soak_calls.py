@@ -37,6 +37,22 @@ def whole(caller: Caller) -> None:
     _read(caller, "whole", caller.door(), asked, text)
 
 
+def scored(caller: Caller) -> None:
+    """How likely a prompt is, and nothing new."""
+    asked, ended = caller.asked(), "ok"
+    asked.max_tokens, asked.sampling = 0, {"echo": True, "logprobs": caller.rng.randint(0, 20)}
+    try:
+        body = json.dumps(completion(asked)).encode()
+        found = whole_http(caller, "scored", "POST", COMPLETIONS, body)
+        told = found["choices"][0]["logprobs"]["token_logprobs"]
+        if len(told) != len(asked.prompt) or None in told[1:]:
+            caller.ledger.problem(f"scored: {len(told)} of {len(asked.prompt)} tokens were told")
+    except Refused as error:
+        ended = error.status
+    if ended not in {"ok", *_OVERLOADED}:
+        caller.ledger.problem(f"scored: a good call ended with {ended}")
+
+
 def slow(caller: Caller) -> None:
     """It is read, but with pauses."""
     pauses = caller.rng.uniform(0.01, 0.1)
@@ -164,7 +180,8 @@ def asked_about(caller: Caller) -> None:
 
 
 KINDS: Mapping[Callable[[Caller], None], float] = {
-    whole: 0.34,
+    whole: 0.3,
+    scored: 0.04,
     slow: 0.08,
     cancelled: 0.2,
     late: 0.1,

@@ -28,6 +28,7 @@ def test_everything_at_once_leaves_nothing_behind() -> None:
     assert set(outcome.longest_s) == {"realtime", "best_effort", "a batch"}
     kinds = {kind for kind, _ in outcome.by_kind}
     assert {"whole", "cancelled", "disconnected", "deadline", "batches", "wrong"} <= kinds
+    assert ("scored", "ok") in outcome.by_kind
     assert {method for (method, _), n in outcome.endings.items() if n} >= {
         "Generate",
         "GetBatch",
