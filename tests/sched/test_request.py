@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
         ({"presence_penalty": 101.0}, "presence_penalty"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty"),
         ({"logprobs": 21}, "logprobs: .*at most 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs: .*at least 0"),
         ({"n": 17}, "n: .*at most 16"),
         ({"n": 0}, "n: must be at least 1"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias"),
