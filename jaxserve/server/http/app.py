@@ -135,8 +135,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """Whether requests are taken."""
-        if front.requests.closed is not None:
-            raise ApiError(503, front.requests.closed, code="unavailable")
+        front.requests.check_open()
         return {"status": "ready"}
 
 

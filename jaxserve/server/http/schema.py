@@ -32,10 +32,12 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage of all. continuous_usage_stats: the usage so far
-    in every chunk."""
+    in every chunk. include_obfuscation: OpenAI's padding against who counts bytes; there is
+    none."""
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class SloFields(Body):

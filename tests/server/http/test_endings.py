@@ -69,6 +69,7 @@ def test_a_server_that_stops_lets_calls_end() -> None:
     engine.wait(lambda: not engine.open)
     status, answer, headers = plain.call("GET", "/ready")
     assert status == 503 and "shutting down" in answer["error"]["message"]
+    assert int(headers["retry-after"]) >= 1
     status, answer, headers = plain.call("POST", "/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["type"]) == (503, "service_unavailable")
     assert int(headers["retry-after"]) >= 1

@@ -180,6 +180,7 @@ def test_tokens_there_and_back(plain: Plain) -> None:
         ("completions", {"skip_special_tokens": True, "include_stop_str_in_output": False}),
         ("completions", {"best_of": 1, "stop": None, "no_such_field": None}),
         ("completions", {"stream": True, "stream_options": {"include_usage": None}}),
+        ("completions", {"stream": True, "stream_options": {"include_obfuscation": False}}),
         ("chat/completions", {"tools": [], "tool_choice": "none", "modalities": ["text"]}),
         ("chat/completions", {"safety_identifier": "s", "prompt_cache_key": "p"}),
     ],
