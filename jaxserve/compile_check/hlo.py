@@ -17,7 +17,7 @@ _CALLED = re.compile(
     r"\{?((?:%[\w.\-]+(?:, )?)+)\}?"
 )
 _BITS = re.compile(r"[a-z]+(\d+)")
-_ON_CHIP = "S(1)"  # of a layout on TPUs: VMEM
+_ON_CHIP = re.compile(r"S\([13]\)")  # of a layout on TPUs: VMEM, or the v4's CMEM
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Array:
 
     @property
     def on_chip(self) -> bool:
-        """Whether it lies in a TPU's VMEM."""
-        return _ON_CHIP in self.layout
+        """Whether it lies in memory of a TPU's chip itself."""
+        return bool(_ON_CHIP.search(self.layout))
 
 
 @dataclass(frozen=True)

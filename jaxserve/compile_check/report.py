@@ -245,8 +245,8 @@ machine that has none of them. Written by
 - **seconds**: on whatever machine ran this; they say that compiling is quick, no more.
 
 A step counts as failed where an operation moves more than 4 MiB of weights instead of computing
-with them, where one is computed twice to save memory, where a GPU's kernels are not all within
-command buffers (on one device), and where a kernel indexes a pool of more than 4 GiB with 32 bits.
+with them; on GPUs also where one is computed twice to save memory, where kernels are not all within
+command buffers (on one device), and where one indexes a pool of more than 4 GiB with 32 bits.
 
 Compiled is not measured: nothing here says how fast anything runs.
 """

@@ -2,7 +2,8 @@
 
 A weight that is read where it lies goes into a matmul, or a gather of some rows. One that is
 copied, sliced, transposed, converted or joined first, in an operation of its own or as all that a
-fusion does, is read and written once more in each step. Copies into a TPU's VMEM are how it reads.
+fusion does, is read and written once more in each step. Copies into a TPU's VMEM, or a v4's CMEM,
+are how it reads.
 """
 
 from __future__ import annotations

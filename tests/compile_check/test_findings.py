@@ -178,10 +178,10 @@ def test_moving_what_was_moved_counts_again() -> None:
     [
         f"%copy.1 = {ROWS} copy(%gemm_fusion_dot.1)",  # no weight
         "%slice.1 = bf16[100,5120]{1,0} slice(%b.1), slice={[0:100], [0:5120]}",  # small
-        # Into a TPU's VMEM, which is how it reads them.
+        # Into a TPU's VMEM or CMEM, which is how it reads them.
         "%copy-start.1 = (bf16[5120,5120]{1,0:T(8,128)(2,1)S(1)}, bf16[5120,5120]{1,0:T(8,128)"
         "(2,1)}, u32[]{:S(2)}) copy-start(%b.1)",
-        "%slice-start = ((bf16[5120,5120]{1,0}), bf16[2560,5120]{1,0:S(1)}, s32[]{:S(2)}) "
+        "%slice-start = ((bf16[5120,5120]{1,0}), bf16[2560,5120]{1,0:S(3)}, s32[]{:S(2)}) "
         "slice-start(%b.1), slice={[0:2560], [0:5120]}",
     ],
     ids=lambda text: text.split(" = ")[0],
