@@ -7,8 +7,11 @@ plain data, NumPy arrays and numbers, so that it could be told on other hosts as
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -36,6 +39,8 @@ from jaxserve.pallas_kernels import row_major
 
 _SAMPLE_GREEDY = jax.jit(sample_greedy, donate_argnums=0)
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
+
+COMPILING = 8  # steps at once, at most: each takes gigabytes of host memory for large models
 
 
 class Handle(Protocol):
@@ -268,21 +273,41 @@ class JaxExecutor:
             raise RuntimeError("a policy without moves_cache moves caches")
         return self._mover
 
+    def _compile(self, layout: Layout) -> None:
+        """Compiles a model's step; a call with these arguments finds it compiled."""
+        step: Any = self._step
+        with self._mesh or contextlib.nullcontext():
+            batch = jax.device_put(layout.empty(), self._place)
+            arguments = (self.params, self.pool, self._state.last_token, batch)
+            step.lower(*arguments, layout=layout).compile()
+
+    def _run_once(self, layout: Layout, full: bool) -> None:
+        """A step on padding, which compiles what goes with it."""
+        scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
+        targets = layout.no_targets() if scored else None
+        self.submit(layout, layout.empty(), full=full, targets=targets).result()
+        if full and self._draws_masked:
+            masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
+            self.draw(self.compute(layout, layout.empty()), masks).result()
+
     def warmup(self, progress: Callable[[Iterable[Any]], Iterable[Any]]) -> None:
         """Compiles and runs every step there is, on padding, so that none compiles later.
 
         progress: wraps the list of work, as tqdm does.
         """
-        work = [(layout, False) for layout in self.buckets.all()]
-        work += [(self.buckets.decode(rows), True) for rows in self.buckets.rows]
+        layouts = self.buckets.all()
         self._state = warm_up(self._state)
-        for layout, full in progress(work):
-            scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
-            targets = layout.no_targets() if scored else None
-            self.submit(layout, layout.empty(), full=full, targets=targets).result()
-            if full and self._draws_masked:
-                masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
-                self.draw(self.compute(layout, layout.empty()), masks).result()
+        # The models' steps take the longest, and XLA compiles several at once.
+        threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
+        try:
+            work = [threads.submit(self._compile, layout).result for layout in layouts]
+            work += [partial(self._run_once, layout, False) for layout in layouts]
+            decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
+            work += [partial(self._run_once, layout, True) for layout in decodes]
+            for piece in progress(work):
+                piece()
+        finally:
+            threads.shutdown(cancel_futures=True)
         if self.buckets.hidden:
             layout = self.buckets.widening()
             self.widen(layout, layout.empty())

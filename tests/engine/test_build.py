@@ -11,11 +11,12 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, choices, compiled_cache, device_memory, model_options
+from jaxserve.engine import build, choices, compiled_cache, device_memory, model_options, steps
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.simulation.profiles import System
 from tests.cost_models import FLAT
+from tests.engine.harness import engine, write_shape
 
 
 @pytest.mark.parametrize(
@@ -262,3 +263,22 @@ def test_auto_is_a_dtype_that_the_platform_computes_in(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert model_options.choose_dtype("auto", {"torch_dtype": stored}).name == chosen
+
+
+def test_each_step_is_compiled_once(tmp_path: Path) -> None:
+    """Ahead, by threads: the first call must find it."""
+    names: list[str] = []
+
+    def note(event: str, _: float, **about: Any) -> None:
+        if event.endswith("/backend_compile_duration"):
+            names.append(about["fun_name"])
+
+    steps.make_model_step.cache_clear()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with engine(write_shape(tmp_path, "opt"), engine__row_buckets=(1, 2, 32)) as running:
+            layouts = running.executor.buckets.all()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(layouts) == 4
+    assert names.count("jit(_model_step)") == len(layouts)
