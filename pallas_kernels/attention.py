@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxserve.pallas_kernels import checks
 from jaxserve.pallas_kernels.backends import get_backend
-from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.sharding import (
@@ -55,6 +57,42 @@ def write(
     return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
 
 
+def plan_attention(
+    pool: jax.Array,
+    batch: AttentionBatch,
+    num_heads: int,
+    *,
+    kind: int = KV,
+    sliding_window: int | None = None,
+    decode_only: bool,
+    backend: str = "xla",
+    mesh: Mesh | None = None,
+) -> Any:
+    """What all layers of a step have in common about their attention: how its work is cut, a tree
+    of arrays for `paged_attention`, or with kind HIDDEN for `projected_attention`, to be given
+    with the same batch and options. None where the backend plans nothing.
+
+    num_heads: query heads. ValueError for a wrong shape, dtype or option.
+    """
+    planned = get_backend(backend).plan
+    if planned is None:
+        return None
+    checks.check_pool(pool)
+    batch.validate()
+    checks.check_options(sliding_window, None)
+    checks.check_decode_only(batch, decode_only)
+    shape, shards = pool.shape, 1 if mesh is None else mesh.shape[HEAD_AXIS]
+    return planned(
+        kind,
+        batch,
+        (*shape[:2], shape[2] // shards, *shape[3:]),
+        pool.dtype,
+        num_heads // shards,
+        sliding_window=sliding_window,
+        decode_only=decode_only,
+    )
+
+
 def paged_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -65,6 +103,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     decode_only: bool,
+    plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -75,9 +114,10 @@ def paged_attention(
 
     Query head h reads kv head h // (num_heads // kv_heads). Scores are q . k * scale, then
     soft_cap * tanh(score / soft_cap) if given. sliding_window: a token sees the last so many
-    positions, its own included. decode_only: T == R and token i is row i's only token. Padding
-    tokens and those of hidden rows give zeros. Sums are in float32. With a mesh, heads are sharded
-    over its axis "tensor". ValueError for a wrong shape, dtype or option.
+    positions, its own included. decode_only: T == R and token i is row i's only token. plan: of
+    `plan_attention`; None: it is made here. Padding tokens and those of hidden rows give zeros.
+    Sums are in float32. With a mesh, heads are sharded over its axis "tensor". ValueError for a
+    wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
@@ -85,16 +125,14 @@ def paged_attention(
     checks.check_decode_only(batch, decode_only)
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {pool.shape[2]}")
-    attend = functools.partial(
-        get_backend(backend).attend,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        decode_only=decode_only,
-    )
+    masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+    if plan is None:
+        plan = plan_attention(pool, batch, q.shape[1], backend=backend, mesh=mesh, **masks)
+    attend = partial(get_backend(backend).attend, scale=scale, soft_cap=soft_cap, **masks)
     heads = {"q": q.shape[1], "pool": pool.shape[2]}
-    run = over_heads(attend, mesh, (BY_HEAD, POOL, WHOLE, WHOLE), BY_HEAD, **heads)
-    return run(q, pool, jnp.asarray(layer, jnp.int32), batch)
+    takes = (BY_HEAD, POOL, WHOLE, WHOLE, WHOLE)
+    run = over_heads(partial(_planned, attend), mesh, takes, BY_HEAD, **heads)
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, plan)
 
 
 def absorbed_attention(
@@ -123,7 +161,7 @@ def absorbed_attention(
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
     checks.check_queries(qx, batch, pool.shape[2] * pool.shape[4], "qx")
-    absorbed = functools.partial(
+    absorbed = partial(
         get_backend(backend).absorbed,
         scale=scale,
         sliding_window=sliding_window,
@@ -146,6 +184,7 @@ def projected_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     decode_only: bool,
+    plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -165,30 +204,25 @@ def projected_attention(
     if q.shape[1] != heads:
         raise ValueError(f"q: {q.shape[1]} heads, but hidden blocks of {heads} want as many")
     projection.validate(heads * head_dim, heads, head_dim)
-    projected = functools.partial(
-        get_backend(backend).projected,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        decode_only=decode_only,
-    )
+    masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+    if plan is None:
+        plan = plan_attention(pool, batch, heads, kind=HIDDEN, backend=backend, mesh=mesh, **masks)
+    kernel = partial(get_backend(backend).projected, scale=scale, soft_cap=soft_cap, **masks)
+    projected = partial(_planned, kernel)
 
     def one_shard(
-        q: jax.Array,
-        pool: jax.Array,
-        layer: jax.Array,
-        batch: AttentionBatch,
-        projection: HiddenProjection,
+        q: jax.Array, pool: jax.Array, layer: jax.Array, batch: AttentionBatch, *more: Any
     ) -> jax.Array:
         whole, named = gather_blocks(pool, layer, batch)
-        return projected(q, whole, jnp.int32(0), named, projection)
+        return projected(q, whole, jnp.int32(0), named, *more)
 
-    run = over_heads(
-        projected if mesh is None else one_shard,
-        mesh,
-        (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection)),
-        BY_HEAD,
-        q=q.shape[1],
-        pool=heads,
-    )
-    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, projection)
+    takes = (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection), WHOLE)
+    shards_take = projected if mesh is None else one_shard
+    run = over_heads(shards_take, mesh, takes, BY_HEAD, q=heads, pool=heads)
+    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, projection, plan)
+
+
+def _planned(kernel: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+    """Of a kernel whose last argument is a plan; a backend that plans nothing takes none."""
+    *arrays, plan = arguments
+    return kernel(*arrays, *(() if plan is None else (plan,)))

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -17,6 +18,9 @@ class Backend:
     in `attention` and `move` for shapes and meaning. `layer` is a traced index into the whole pool.
 
     write(pool, layer, k, v, x, batch) -> pool. x None: no row can be hidden.
+    plan(kind, batch, pool's shape, its dtype, num_heads, *, sliding_window, decode_only) -> a tree
+        of arrays: what the layers of a step need not find out each by itself. Of kind KV it is for
+        attend, of HIDDEN for projected: there their next argument, `plan`. None: no such argument.
     attend(q, pool, layer, batch, *, scale, sliding_window, soft_cap, decode_only) -> [T, H, D]:
         rows of kind KV; zeros for the tokens of others and for padding.
     absorbed(qx, pool, layer, batch, *, scale, sliding_window, soft_cap, axis_name) -> [T, H, E]:
@@ -42,6 +46,7 @@ class Backend:
     stage_out: Callable[..., jax.Array]
     stage_in: Callable[..., jax.Array]
     supports: Callable[..., str | None]
+    plan: Callable[..., Any] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

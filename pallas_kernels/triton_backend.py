@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import triton_write
+from jaxserve.pallas_kernels import triton_decode, triton_prefill, triton_projected, triton_write
 from jaxserve.pallas_kernels.backends import Backend
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
 from jaxserve.pallas_kernels.triton_absorbed import MAX_HEADS, absorbed
-from jaxserve.pallas_kernels.triton_decode import paged_decode
-from jaxserve.pallas_kernels.triton_prefill import paged_prefill
-from jaxserve.pallas_kernels.triton_projected import projected
+from jaxserve.pallas_kernels.triton_common import Geometry
+from jaxserve.pallas_kernels.triton_shares import Shares
+from jaxserve.pallas_kernels.triton_tiles import Work
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matrix unit
+
+
+class PagedPlan(NamedTuple):
+    """What decodes and, in a step that has any, chunks of KV rows want of programs."""
+
+    decode: Shares
+    prefill: Work | None
+
+
+def plan(
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> PagedPlan | Work:
+    """See `backends.Backend.plan`."""
+    geometry, itemsize = Geometry(*shape), jnp.dtype(dtype).itemsize
+    window = sliding_window
+    if kind == HIDDEN:
+        return triton_projected.plan(
+            batch, geometry, itemsize, num_heads, sliding_window=window, decode_only=decode_only
+        )
+    decode = triton_decode.plan(
+        batch, geometry, itemsize, sliding_window=window, decode_only=decode_only
+    )
+    if decode_only:
+        return PagedPlan(decode, None)
+    prefill = triton_prefill.plan(batch, geometry, itemsize, num_heads, sliding_window=window)
+    return PagedPlan(decode, prefill)
 
 
 def attend(
@@ -26,6 +60,7 @@ def attend(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
+    plan: PagedPlan,
     *,
     scale: float,
     sliding_window: int | None,
@@ -34,25 +69,27 @@ def attend(
     interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
-    out = paged_decode(
+    out = triton_decode.paged_decode(
         q,
         pool,
         layer,
         batch,
+        plan.decode,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         decode_only=decode_only,
         interpret=interpret,
     )
-    if decode_only:
+    if plan.prefill is None:
         return out
-    return paged_prefill(
+    return triton_prefill.paged_prefill(
         out,
         q,
         pool,
         layer,
         batch,
+        plan.prefill,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -89,11 +126,12 @@ def _backend(interpret: bool) -> Backend:
         write=functools.partial(triton_write.write, interpret=interpret),
         attend=functools.partial(attend, interpret=interpret),
         absorbed=functools.partial(absorbed, interpret=interpret),
-        projected=functools.partial(projected, interpret=interpret),
+        projected=functools.partial(triton_projected.projected, interpret=interpret),
         move=functools.partial(triton_write.move, interpret=interpret),
         stage_out=functools.partial(triton_write.stage_out, interpret=interpret),
         stage_in=functools.partial(triton_write.stage_in, interpret=interpret),
         supports=supports,
+        plan=plan,
     )
 
 

@@ -153,10 +153,9 @@ def store_rows(ref: Ref, rows: jax.Array, values: jax.Array, inside: jax.Array) 
     plgpu.store(ref.at[rows[:, None], column], values.astype(ref.dtype), mask=mask)
 
 
-def zero_programs(tokens: int, num_heads: int, across: int) -> int:
-    """How many programs, times the `across` of another axis, `store_zeros` needs for an output
-    [tokens * num_heads, D]."""
-    return cdiv(tokens * num_heads, across * ZERO_ROWS)
+def zero_programs(tokens: int, num_heads: int) -> int:
+    """How many programs `store_zeros` needs for an output [tokens * num_heads, D]."""
+    return cdiv(tokens * num_heads, ZERO_ROWS)
 
 
 def store_zeros(batch: BatchRefs, ref: Ref, program: jax.Array, kind: int, num_heads: int) -> None:
@@ -170,14 +169,3 @@ def store_zeros(batch: BatchRefs, ref: Ref, program: jax.Array, kind: int, num_h
     nobodys = inside & (plgpu.load(batch.kind.at[row], mask=real, other=-1) != kind)
     padded = max(16, power_of_two(ref.shape[1]))
     store_rows(ref, at, jnp.zeros((ZERO_ROWS, padded), ref.dtype), nobodys)
-
-
-def split_bounds(
-    length: jax.Array, lower: jax.Array, split: jax.Array, splits: int, tile: int
-) -> tuple[jax.Array, jax.Array]:
-    """Tiles [first, last) of part `split` of positions [lower, length); empty where nothing is
-    left for it."""
-    first, end = lax.div(lower, jnp.int32(tile)), cdiv(length, tile)
-    share = cdiv(end - first, splits)
-    begin = first + split * share
-    return begin, jnp.minimum(begin + share, end)

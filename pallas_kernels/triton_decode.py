@@ -1,8 +1,8 @@
-"""Paged decode attention on Pallas-Triton: one query token a row, split over the context.
+"""Paged decode attention on Pallas-Triton: one query token a row, in equal shares of all contexts.
 
 FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) over tiles gathered by the block
-table; where rows times heads do not fill the GPU, the context is split and the parts merged by
-their log-sum-exp (flash-decoding, Dao et al. 2023).
+table. A program takes so many tokens, wherever rows begin and end, and the parts of a row are
+merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from jaxserve.pallas_kernels.triton_common import (
     geometry_of,
     load_rows,
     power_of_two,
-    split_bounds,
-    store_rows,
     store_zeros,
     zero_programs,
 )
-from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_part
+from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
 
 
 class Options(NamedTuple):
@@ -47,7 +46,6 @@ class Options(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    splits: int
     tile: int
     decode_only: bool
 
@@ -62,18 +60,47 @@ class Options(NamedTuple):
         return max(16, power_of_two(self.group))
 
 
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> Shares:
+    """The work of `paged_decode` over a pool of this geometry, of elements of itemsize bytes: an
+    item is a row of the batch. With decode_only rows of nothing have a tile, which writes zeros."""
+    launch = tuned.launch("decode", itemsize, geometry.padded_dim)
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    mine = (batch.kind == KV) & (batch.query_lens > 0)
+    if not decode_only:
+        mine &= row < batch.num_decodes
+    length = jnp.where(mine, batch.context_lens, 0)
+    tiles = cdiv(length, launch.tile)
+    if sliding_window is not None:
+        tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+    if decode_only:
+        tiles = jnp.maximum(tiles, 1)
+    # No slot has two tokens, and a token of KV takes two.
+    tokens = min(
+        batch.max_rows * batch.table_width * geometry.block_size,
+        geometry.blocks * geometry.block_size // 2,
+    )
+    most = (cdiv(tokens, launch.tile) + batch.max_rows) * geometry.kv_heads
+    return cut(tiles, geometry.kv_heads, tuned.cutting(launch, most, tuned.DECODE_TOKENS))
+
+
 def _attend(
     refs: BatchRefs,
+    segment: Segment,
     q_ref: Ref,  # [T * H, D]
     pool_ref: Ref,  # [rows, D]
-    at: tuple[jax.Array, jax.Array, jax.Array],
     options: Options,
-) -> tuple[Softmax, jax.Array, jax.Array, jax.Array]:
-    """The share of the program at (split, kv head, row): (softmax of the group's heads, their rows
-    in q and the output [G], which of these are heads [G], whether the row is attended at all
-    [])."""
+) -> tuple[Softmax, jax.Array, jax.Array]:
+    """A segment: (softmax of the group's heads, their rows in q and the output [G], which of these
+    are heads [G])."""
     geometry, tile = options.geometry, options.tile
-    split, head, row = at
+    head, row = segment.head, segment.item
     length, token = decode_row(refs, row, KV, decode_only=options.decode_only)
     lower = jnp.int32(0)
     if options.sliding_window is not None:
@@ -96,43 +123,44 @@ def _attend(
         scores = online_softmax.prepare(products, options.scale, options.soft_cap)
         return online_softmax.step(state, jnp.where(inside[None, :], scores, -jnp.inf), v)
 
-    begin, end = split_bounds(length, lower, split, options.splits, tile)
+    first = lax.div(lower, jnp.int32(tile))
     state = online_softmax.start(options.padded_group, padded)
-    return lax.fori_loop(begin, end, one_tile, state), rows, is_head, length > 0
+    state = lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
+    return state, rows, is_head
 
 
-def _whole_kernel(*refs: Ref, options: Options) -> None:
-    """refs: the batch, q [T * H, D], the pool's rows, the output [T * H, D]. Programs behind those
-    of the rows write zeros."""
-    fields = len(BatchRefs._fields)
-    batch, (q_ref, pool_ref, out_ref) = BatchRefs(*refs[:fields]), refs[fields:]
-    place = _, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    max_rows = batch.context_lens.shape[0]
+def _kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the shares, q [T * H, D], the pool's rows, the output [T * H, D] and the
+    parts. Programs behind those with shares write zeros."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    q_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    behind = pl.program_id(0) - shares.first.shape[0]
 
-    @pl.when(row < max_rows)
-    def _attend_row() -> None:
-        state, rows, is_head, active = _attend(batch, q_ref, pool_ref, place, options)
-        # With decode_only the rows are all there is to write; otherwise others write theirs.
-        used = is_head & (active | options.decode_only)
-        store_rows(out_ref, rows, online_softmax.finish(state), used)
+    def attend(segment: Segment) -> None:
+        state, rows, is_head = _attend(batch, segment, q_ref, pool_ref, options)
+        store_segment(out_ref, Parts(*parts), segment, state, rows, is_head, options.group)
 
+    for_each_segment(shares, attend)
     if not options.decode_only:
 
-        @pl.when(row >= max_rows)
+        @pl.when(behind >= 0)
         def _zeros() -> None:
-            program = (row - max_rows) * options.geometry.kv_heads + head
-            store_zeros(batch, out_ref, program, KV, options.num_heads)
+            store_zeros(batch, out_ref, behind, KV, options.num_heads)
 
 
-def _split_kernel(*refs: Ref, options: Options) -> None:
-    """refs: the batch, q, the pool's rows; then one part's `triton_merge.Parts`."""
-    fields = len(BatchRefs._fields)
-    q_ref, pool_ref, *part_refs = refs[fields:]
-    place = split, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    state, _, is_head, _ = _attend(BatchRefs(*refs[:fields]), q_ref, pool_ref, place, options)
-    member = jnp.arange(options.padded_group, dtype=jnp.int32)
-    at = (row * options.splits + split) * options.num_heads + head * options.group + member
-    store_part(Parts(*part_refs), at, state, is_head)
+def _place(
+    batch: BatchRefs,
+    _: tuple[Ref, ...],
+    row: jax.Array,
+    head: jax.Array,
+    member: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a head of the group."""
+    length, token = decode_row(batch, row, KV, decode_only=options.decode_only)
+    return token * options.num_heads + head * options.group + member, length > 0
 
 
 def paged_decode(
@@ -140,50 +168,36 @@ def paged_decode(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
+    shares: Shares,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
     decode_only: bool,
-    splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of the KV decodes among q [T, H, D] -> the same shape; zeros for padding and the
     tokens of hidden rows. Those of chunks are left to `paged_prefill`: they may hold anything.
-
-    splits: parts of the context, a power of two; None: as many as fill the GPU.
-    """
+    shares: what `plan` gives for this batch and these options."""
     tokens, num_heads, head_dim = q.shape
-    geometry, rows = geometry_of(pool), batch.max_rows
+    geometry = geometry_of(pool)
     launch = tuned.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
-    if splits is None:
-        tiles = cdiv(batch.table_width * geometry.block_size, launch.tile)
-        splits = tuned.context_splits(rows * geometry.kv_heads, tiles)
     options = Options(
-        geometry, num_heads, scale, sliding_window, soft_cap, splits, launch.tile, decode_only
+        geometry, num_heads, scale, sliding_window, soft_cap, launch.tile, decode_only
     )
     fields = batch_arguments(layer, batch)
-    arguments = (*fields, q.reshape(-1, head_dim), as_rows(pool))
-    params = plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
+    arguments = (*fields, *shares, q.reshape(-1, head_dim), as_rows(pool))
     out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    if splits > 1:
-        parts = pl.pallas_call(
-            functools.partial(_split_kernel, options=options),
-            out_shape=part_shapes(rows * splits * num_heads, geometry.padded_dim),
-            grid=(splits, geometry.kv_heads, rows),
-            compiler_params=params,
-            interpret=interpret,
-            name="paged_decode_split",
-        )(*arguments)
-        done = merge_parts(Parts(*parts), fields, out, KV, num_heads, decode_only, interpret)
-        return done.reshape(q.shape)
-    zeros = 0 if decode_only else zero_programs(tokens, num_heads, geometry.kv_heads)
-    done = pl.pallas_call(
-        functools.partial(_whole_kernel, options=options),
-        out_shape=out,
-        grid=(1, geometry.kv_heads, rows + zeros),
-        compiler_params=params,
+    programs = shares.first.shape[0]
+    zeros = 0 if decode_only else zero_programs(tokens, num_heads)
+    done, *parts = pl.pallas_call(
+        functools.partial(_kernel, options=options),
+        out_shape=(out, *part_shapes(programs, options.group, geometry.padded_dim)),
+        grid=(programs + zeros,),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="paged_decode",
     )(*arguments)
+    place = functools.partial(_place, options=options)
+    done = merge_parts(done, Parts(*parts), fields, shares, (), place, interpret=interpret)
     return done.reshape(q.shape)

@@ -4,127 +4,144 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxserve.pallas_kernels.online_softmax import NOTHING_SEEN, Softmax
-from jaxserve.pallas_kernels.triton_common import (
-    BatchRefs,
-    Ref,
-    decode_row,
-    load_rows,
-    store_rows,
-    store_zeros,
-    zero_programs,
-)
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.triton_common import BatchRefs, Ref, cdiv, load_rows, store_rows
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, bounds
+
+TOGETHER = 16  # parts that are merged at once
+
+# (batch, what else the kernel is given, item, head, member) -> the member's row in the output and
+# whether there is one; int32 and bool [].
+Place = Callable[
+    [BatchRefs, tuple[Ref, ...], jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
 
 
 class Parts(NamedTuple):
-    """Softmax states of each row, part and head, at (row * parts + part) * heads + head: float32
-    arrays, or refs of them. acc is written only where total is above 0."""
+    """Softmax states of the members (queries) of items that are cut, at place * members + member:
+    float32 arrays, or refs of them. acc is written only where total is above 0."""
 
-    peak: Ref  # [R * S * H]
-    total: Ref  # [R * S * H]
-    acc: Ref  # [R * S * H, padded head_dim]
+    peak: Ref  # [2 * P * M]
+    total: Ref  # [2 * P * M]
+    acc: Ref  # [2 * P * M, padded head_dim]
 
 
-def part_shapes(count: int, width: int) -> Parts:
-    """What a kernel that stores `count` states of outputs `width` wide returns."""
+def part_shapes(programs: int, members: int, width: int) -> Parts:
+    """What a kernel of so many programs returns beside its output, of outputs `width` wide."""
+    count = 2 * programs * members
     stats = jax.ShapeDtypeStruct((count,), jnp.float32)
     return Parts(stats, stats, jax.ShapeDtypeStruct((count, width), jnp.float32))
 
 
-def store_part(parts: Parts, at: jax.Array, state: Softmax, used: jax.Array) -> None:
-    """State [M] into places `at` int32 [M], where `used` (bool [M])."""
+def store_segment(
+    out_ref: Ref,
+    parts: Parts,
+    segment: Segment,
+    state: Softmax,
+    rows: jax.Array,
+    used: jax.Array,
+    members: int,
+) -> None:
+    """The state [M'] of a segment's members, where `used` (bool [M']): to `rows` int32 [M'] of the
+    output, or to its place among the parts, which has room for `members`."""
+    store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
+    at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
+    used = used & ~segment.whole
     plgpu.store(parts.peak.at[at], state.peak, mask=used)
     plgpu.store(parts.total.at[at], state.total, mask=used)
     store_rows(parts.acc, at, state.acc, used & (state.total > 0))
 
 
-def _kernel(
-    *refs: Ref, kind: int, num_heads: int, splits: int, head_dim: int, decode_only: bool
-) -> None:
-    """One head of one row. refs: the batch, its `Parts`, the output [T * H, D]. Programs behind
-    those of the rows write zeros."""
-    fields = len(BatchRefs._fields)
-    batch, out_ref = BatchRefs(*refs[:fields]), refs[-1]
-    parts = Parts(*refs[fields : fields + 3])
-    head, row = pl.program_id(0), pl.program_id(1)
-    max_rows = batch.context_lens.shape[0]
-    merge = functools.partial(
-        _merge, batch, parts, out_ref, head, row, kind, num_heads, splits, head_dim, decode_only
-    )
-    pl.when(row < max_rows)(merge)
-    if not decode_only:
+def _kernel(*refs: Ref, members: int, head_dim: int, more: int, place: Place) -> None:
+    """One member of the item that share 1 + program_id(1) begins inside of, if no share before
+    does. refs: the batch, the shares, `more` others for `place`, the parts, the output so far
+    (aliased) and the output [rows, D]."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    rest = refs[fields + held :]
+    others, parts, out_ref = rest[:more], Parts(*rest[more : more + 3]), rest[-1]
+    member, program, size = pl.program_id(0), pl.program_id(1) + 1, shares.size[0]
 
-        @pl.when(row >= max_rows)
-        def _zeros() -> None:
-            store_zeros(batch, out_ref, (row - max_rows) * num_heads + head, kind, num_heads)
+    @pl.when(shares.first[program] < shares.end[program])
+    def _has_work() -> None:
+        head, item, begin, end = bounds(shares, shares.first[program])
+        row, used = place(batch, others, item, head, member)
+        cut_here = program * size
+        used &= (begin < cut_here) & (begin >= cut_here - size)
+
+        @pl.when(used)
+        def _merge() -> None:
+            count = lax.div(end - 1, size) - program + 2
+            out = _merged(parts, program - 1, count, member, members)
+            column = jnp.arange(out.shape[0], dtype=jnp.int32)
+            at = out_ref.at[row, column]
+            plgpu.store(at, out.astype(out_ref.dtype), mask=column < head_dim)
 
 
-def _merge(
-    batch: BatchRefs,
-    parts: Parts,
-    out_ref: Ref,
-    head: jax.Array,
-    row: jax.Array,
-    kind: int,
-    num_heads: int,
-    splits: int,
-    head_dim: int,
-    decode_only: bool,
-) -> None:
-    length, token = decode_row(batch, row, kind, decode_only=decode_only)
-    at = (row * splits + jnp.arange(splits, dtype=jnp.int32)) * num_heads + head
-    # Rows that are not attended may have no parts stored.
-    active = jnp.broadcast_to(length > 0, at.shape)
-    peak = plgpu.load(parts.peak.at[at], mask=active, other=NOTHING_SEEN)
-    total = plgpu.load(parts.total.at[at], mask=active, other=0)
+def _merged(
+    parts: Parts, first: jax.Array, count: jax.Array, member: jax.Array, members: int
+) -> jax.Array:
+    """The output [padded head_dim] of one member, whose parts `count` programs have from `first`
+    on."""
     padded = parts.acc.shape[1]
-    acc = load_rows(parts.acc, at, total > 0, padded, padded)
-    weight = jnp.exp2(peak - peak.max(axis=0))
-    whole = (weight * total).sum(axis=0)
-    out = (acc * weight[:, None]).sum(axis=0) / jnp.where(whole == 0, 1.0, whole)
-    column = jnp.arange(padded, dtype=jnp.int32)
-    mask = (column < head_dim) & ((length > 0) | decode_only)
-    place = out_ref.at[token * num_heads + head, column]
-    plgpu.store(place, out.astype(out_ref.dtype), mask=mask)
+
+    def some(i: jax.Array, state: Softmax) -> Softmax:
+        index = i * TOGETHER + jnp.arange(TOGETHER, dtype=jnp.int32)
+        at = 2 * (first + index) + (index == 0).astype(jnp.int32)
+        at = at * members + member
+        exists = index < count
+        peaks = plgpu.load(parts.peak.at[at], mask=exists, other=online_softmax.NOTHING_SEEN)
+        totals = plgpu.load(parts.total.at[at], mask=exists, other=0)
+        acc = load_rows(parts.acc, at, totals > 0, padded, padded)
+        peak = jnp.maximum(state.peak, peaks.max(axis=0))
+        fade, weights = jnp.exp2(state.peak - peak), jnp.exp2(peaks - peak)
+        total = state.total * fade + (weights * totals).sum(axis=0)
+        return Softmax(peak, total, state.acc * fade + (acc * weights[:, None]).sum(axis=0))
+
+    start = Softmax(
+        jnp.float32(online_softmax.NOTHING_SEEN), jnp.float32(0), jnp.zeros(padded, jnp.float32)
+    )
+    _, total, acc = lax.fori_loop(0, cdiv(count, TOGETHER), some, start)
+    return acc / jnp.where(total == 0, 1.0, total)
 
 
 def merge_parts(
+    out: jax.Array,
     parts: Parts,
     fields: tuple[jax.Array, ...],
-    out: jax.ShapeDtypeStruct,
-    kind: int,
-    num_heads: int,
-    decode_only: bool,
+    shares: Shares,
+    others: tuple[jax.Array, ...],
+    place: Place,
+    *,
     interpret: bool,
 ) -> jax.Array:
-    """The outputs [T * H, D] of the decodes of a kind; zeros for padding and the tokens of rows of
-    the other kind, anything for those of chunks of this one. fields: what `batch_arguments`
-    gives."""
-    batch = BatchRefs(*fields)
-    rows, tokens = batch.context_lens.shape[0], batch.token_row.shape[0]
-    splits = parts.total.shape[0] // (rows * num_heads)
-    zeros = 0 if decode_only else zero_programs(tokens, num_heads, num_heads)
+    """out [rows, D] with the members of all items that are cut filled in. fields: what
+    `batch_arguments` gives; others: what `place` takes besides."""
+    programs = shares.first.shape[0]
+    if programs == 1:
+        return out
+    members = parts.total.shape[0] // (2 * programs)
+    arguments = (*fields, *shares, *others, *parts, out)
     kernel = functools.partial(
-        _kernel,
-        kind=kind,
-        num_heads=num_heads,
-        splits=splits,
-        head_dim=out.shape[1],
-        decode_only=decode_only,
+        _kernel, members=members, head_dim=out.shape[1], more=len(others), place=place
     )
     done: jax.Array = pl.pallas_call(
         kernel,
-        out_shape=out,
-        grid=(num_heads, rows + zeros),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        grid=(members, programs - 1),
+        input_output_aliases={len(arguments) - 1: 0},
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="merge_parts",
-    )(*fields, *parts)
+    )(*arguments)
     return done

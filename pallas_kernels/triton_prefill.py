@@ -1,8 +1,9 @@
 """Paged attention of ragged prefill chunks on Pallas-Triton (FlashAttention-2, Dao 2023).
 
-A program takes a tile of one row's query tokens with all query heads of one kv head, so that
-grouped heads share what is read, and walks that row's cached context by its block table. Tiles of
-context that every query sees need no mask; only the last ones, across the diagonal, have one.
+A tile is some of a row's query tokens with all query heads of one kv head, so that grouped heads
+share what is read. Programs take equal shares of the contexts of all tiles, many tiles or a part of
+one (`triton_shares`), and walk them by the rows' block tables. Context that every query of a tile
+sees needs no mask; only the last of it, across the diagonal, has one.
 """
 
 from __future__ import annotations
@@ -25,35 +26,22 @@ from jaxserve.pallas_kernels.triton_common import (
     Ref,
     as_rows,
     batch_arguments,
-    cdiv,
     context_of,
     geometry_of,
     load_rows,
     power_of_two,
-    store_rows,
 )
-
-
-class QueryTiles(NamedTuple):
-    """Which queries each program takes: `tokens` queries (static) of row[i], from first[i] on.
-
-    row: int32 [N], R for none; first: int32 [N], index in the row's tokens of this step.
-    """
-
-    row: jax.Array
-    first: jax.Array
-
-
-def query_tiles(lengths: jax.Array, max_tokens: int, tokens: int) -> QueryTiles:
-    """Tiles of `tokens` queries that cover rows of lengths int32 [R], in order; as many as rows
-    with max_tokens together can need."""
-    rows = lengths.shape[0]
-    count = min(max_tokens, (max_tokens + rows * (tokens - 1)) // tokens)
-    ends = jnp.cumsum((lengths + tokens - 1) // tokens)
-    tile = jnp.arange(count, dtype=jnp.int32)
-    row = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
-    return QueryTiles(row, (tile - starts[row]) * tokens)
+from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, for_each_segment
+from jaxserve.pallas_kernels.triton_tiles import (
+    QueryTiles,
+    Sizes,
+    Work,
+    place_in_tile,
+    plan_work,
+    seen_by,
+    tile_of,
+)
 
 
 class Options(NamedTuple):
@@ -73,93 +61,67 @@ class Options(NamedTuple):
         return self.num_heads // self.geometry.kv_heads
 
     @property
-    def tile_tokens(self) -> int:
-        """Query tokens of a tile."""
-        return self.queries // self.group
+    def members(self) -> int:
+        """Rows of a query tile that can be queries."""
+        return self.queries // self.group * self.group
 
 
-class Tile(NamedTuple):
-    """One program's queries [M]: query i is head i % group of query token first + i // group."""
-
-    row: jax.Array  # int32 []
-    position: jax.Array  # int32 [M], of each query
-    rows: jax.Array  # int32 [M], of each query in q and the output [T * H, D]
-    used: jax.Array  # bool [M]
-    lower: jax.Array  # int32 []: no query sees positions below,
-    whole: jax.Array  # int32 []: every query sees [lower, whole) unless there is a window,
-    upper: jax.Array  # int32 []: no query sees positions from here on
+def _queries(tokens: int, group: int, launch: tuned.Launch) -> int:
+    """Rows of a query tile in a bucket of so many tokens: small buckets do not fill large tiles."""
+    return max(min(launch.queries, power_of_two(tokens * group)), 16, power_of_two(group))
 
 
-def tile_of(
-    refs: BatchRefs,
-    row: jax.Array,
-    first: jax.Array,
-    head: jax.Array,
-    *,
-    queries: int,
-    group: int,
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
     num_heads: int,
+    *,
     sliding_window: int | None,
-) -> Tile:
-    """The queries of a tile from query `first` of `row` on, for the heads of kv head `head`."""
-    tokens = queries // group
-    length = refs.query_lens[row]
-    before = refs.context_lens[row] - length
-    member = jnp.arange(queries, dtype=jnp.int32)
-    index = first + lax.div(member, jnp.int32(group))
-    used = (index < length) & (member < tokens * group)
-    token_head = head * group + lax.rem(member, jnp.int32(group))
-    rows = (refs.query_start[row] + index) * num_heads + token_head
-    lower = jnp.int32(0)
-    if sliding_window is not None:
-        lower = jnp.maximum(before + first + 1 - sliding_window, 0)
-    upper = before + jnp.minimum(first + tokens, length)
-    return Tile(row, before + index, rows, used, lower, before + first + 1, upper)
-
-
-def seen_by(tile: Tile, position: jax.Array, sliding_window: int | None) -> jax.Array:
-    """bool [M, N]: whether each query sees positions [N]."""
-    seen = position[None, :] <= tile.position[:, None]
-    if sliding_window is not None:
-        seen &= position[None, :] > tile.position[:, None] - sliding_window
-    return seen
+) -> Work:
+    """The work of `paged_prefill` over a pool of this geometry, of elements of itemsize bytes."""
+    launch, group = (
+        tuned.launch("prefill", itemsize, geometry.padded_dim),
+        num_heads // geometry.kv_heads,
+    )
+    tokens = _queries(batch.max_tokens, group, launch) // group
+    sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    chunk = (row >= batch.num_decodes) & (row < batch.num_rows) & (batch.kind == KV)
+    lengths = jnp.where(chunk, batch.query_lens, 0)
+    return plan_work(batch, lengths, geometry.kv_heads, sizes, launch)
 
 
 def _kernel(*refs: Ref, options: Options) -> None:
-    """refs: the batch, the tiles' row and first [N], q [T * H, D], the pool's rows, the output so
-    far (aliased) and the output [T * H, D]."""
-    fields = len(BatchRefs._fields)
-    batch = BatchRefs(*refs[:fields])
-    row_ref, first_ref, q_ref, pool_ref, *_, out_ref = refs[fields:]
-    # The last tiles of a row have the longest contexts: they start first.
-    head, index = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
-    row = row_ref[index]
+    """refs: the batch, the tiles, the shares, q [T * H, D], the pool's rows, the output so far
+    (aliased), the output [T * H, D] and the parts."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, tiles = BatchRefs(*refs[:fields]), QueryTiles(*refs[fields : fields + 2])
+    rest = refs[fields + 2 :]
+    shares, (q_ref, pool_ref, _, out_ref, *parts) = Shares(*rest[:held]), rest[held:]
 
-    @pl.when(row < batch.context_lens.shape[0])
-    def _attend() -> None:
-        _one_tile(batch, row, first_ref[index], head, q_ref, pool_ref, out_ref, options)
+    def attend(segment: Segment) -> None:
+        _attend(batch, tiles, segment, q_ref, pool_ref, out_ref, Parts(*parts), options)
+
+    for_each_segment(shares, attend)
 
 
-def _one_tile(
+def _attend(
     batch: BatchRefs,
-    row: jax.Array,
-    first: jax.Array,
-    head: jax.Array,
+    tiles: QueryTiles,
+    segment: Segment,
     q_ref: Ref,  # [T * H, D]
     pool_ref: Ref,  # [rows, D]
     out_ref: Ref,  # [T * H, D]
+    parts: Parts,
     options: Options,
 ) -> None:
-    geometry, width, padded = (
-        options.geometry,
-        options.geometry.head_dim,
-        options.geometry.padded_dim,
-    )
-    size, window = options.tile, options.sliding_window
+    geometry, size, window = options.geometry, options.tile, options.sliding_window
+    head, width, padded = segment.head, geometry.head_dim, geometry.padded_dim
     tile = tile_of(
         batch,
-        row,
-        first,
+        tiles,
+        segment.item,
         head,
         queries=options.queries,
         group=options.group,
@@ -167,7 +129,7 @@ def _one_tile(
         sliding_window=window,
     )
     q = load_rows(q_ref, tile.rows, tile.used, width, padded).astype(pool_ref.dtype)
-    context = context_of(batch, geometry, row)
+    context = context_of(batch, geometry, tile.row)
 
     def walk(j: jax.Array, state: Softmax, masked: bool) -> Softmax:
         position = j * size + jnp.arange(size, dtype=jnp.int32)
@@ -183,13 +145,14 @@ def _one_tile(
         return online_softmax.step(state, scores, v)
 
     state = online_softmax.start(options.queries, padded)
-    begin, end = lax.div(tile.lower, jnp.int32(size)), cdiv(tile.upper, size)
+    first = lax.div(tile.lower, jnp.int32(size))
+    begin, end = first + segment.begin, first + segment.end
     if window is None:
-        unmasked = lax.div(tile.whole, jnp.int32(size))
+        unmasked = jnp.minimum(lax.div(tile.whole, jnp.int32(size)), end)
         state = lax.fori_loop(begin, unmasked, functools.partial(walk, masked=False), state)
-        begin = unmasked
+        begin = jnp.maximum(begin, unmasked)
     state = lax.fori_loop(begin, end, functools.partial(walk, masked=True), state)
-    store_rows(out_ref, tile.rows, online_softmax.finish(state), tile.used)
+    store_segment(out_ref, parts, segment, state, tile.rows, tile.used, options.members)
 
 
 def paged_prefill(
@@ -198,6 +161,7 @@ def paged_prefill(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
+    work: Work,
     *,
     scale: float,
     sliding_window: int | None,
@@ -205,37 +169,33 @@ def paged_prefill(
     interpret: bool = False,
 ) -> jax.Array:
     """out [T, H, D] with the tokens of the KV rows [num_decodes, num_rows) filled in: attention of
-    q [T, H, D]."""
+    q [T, H, D]. work: what `plan` gives for this batch and these options."""
     tokens, num_heads, head_dim = q.shape
     geometry = geometry_of(pool)
     launch = tuned.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
-    group = num_heads // geometry.kv_heads
-    # Small buckets do not fill large tiles.
-    queries = max(min(launch.queries, power_of_two(tokens * group)), 16, power_of_two(group))
+    queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
     options = Options(geometry, num_heads, scale, sliding_window, soft_cap, queries, launch.tile)
-    tiles = query_tiles(chunk_lengths(batch, KV), tokens, options.tile_tokens)
-    flat = (tokens * num_heads, head_dim)
+    flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
+    fields, programs = batch_arguments(layer, batch), work.shares.first.shape[0]
     arguments = (
-        *batch_arguments(layer, batch),
-        *tiles,
-        q.reshape(flat),
+        *fields,
+        *work.tiles,
+        *work.shares,
+        q.reshape(flat.shape),
         as_rows(pool),
-        out.reshape(flat),
+        out.reshape(flat.shape),
     )
-    done = pl.pallas_call(
+    done, *parts = pl.pallas_call(
         functools.partial(_kernel, options=options),
-        out_shape=jax.ShapeDtypeStruct(flat, q.dtype),
-        grid=(geometry.kv_heads, tiles.row.shape[0]),
+        out_shape=(flat, *part_shapes(programs, options.members, geometry.padded_dim)),
+        grid=(programs,),
         input_output_aliases={len(arguments) - 1: 0},
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="paged_prefill",
     )(*arguments)
+    place = functools.partial(place_in_tile, group=options.group, num_heads=num_heads)
+    done = merge_parts(
+        done, Parts(*parts), fields, work.shares, work.tiles, place, interpret=interpret
+    )
     return done.reshape(q.shape)
-
-
-def chunk_lengths(batch: AttentionBatch, kind: int) -> jax.Array:
-    """Query tokens of each row that is a chunk of this kind, 0 for other rows: int32 [R]."""
-    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
-    chunk = (row >= batch.num_decodes) & (row < batch.num_rows) & (batch.kind == kind)
-    return jnp.where(chunk, batch.query_lens, 0)

@@ -30,13 +30,21 @@ from jaxserve.pallas_kernels.triton_common import (
     context_of,
     geometry_of,
     power_of_two,
-    split_bounds,
-    store_rows,
     store_zeros,
     zero_programs,
 )
-from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_part
-from jaxserve.pallas_kernels.triton_prefill import QueryTiles, Tile, query_tiles, seen_by, tile_of
+from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, for_each_segment
+from jaxserve.pallas_kernels.triton_tiles import (
+    QueryTiles,
+    Sizes,
+    Tile,
+    Work,
+    place_in_tile,
+    plan_work,
+    seen_by,
+    tile_of,
+)
 
 
 class Options(NamedTuple):
@@ -48,10 +56,10 @@ class Options(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     norm_eps: float
-    queries: int  # query tokens of a tile
+    queries: int  # rows of a tile of queries
+    members: int  # of which so many can be query tokens
     tile: int  # tokens of context an iteration
     chunk: int  # elements of x that one step of the projection takes, a power of two
-    splits: int  # parts of the context; more than one: only decodes, one a row
 
     @property
     def half(self) -> int:
@@ -213,47 +221,69 @@ def _attend(
 
 
 def _kernel(*refs: Ref, options: Options, given: tuple[str, ...]) -> None:
-    """refs: the batch, the tiles' row and first [N], q [T * N, D], the pool's rows, the weights
-    that are `given`; then the output [T * N, D], or one split's `Parts`. Programs behind those of
-    the tiles write zeros."""
-    fields = len(BatchRefs._fields)
-    batch = BatchRefs(*refs[:fields])
-    row_ref, first_ref, q_ref, pool_ref = refs[fields : fields + 4]
-    rest = refs[fields + 4 :]
-    arrays = dict(zip(given, rest, strict=False))
-    weights = Weights(*(arrays.get(name) for name in Weights._fields))
-    outputs = rest[len(given) :]
-    split, head = pl.program_id(0), pl.program_id(1)
-    tiles, rows = row_ref.shape[0], batch.context_lens.shape[0]
-    index = tiles - 1 - pl.program_id(2)
-    row = plgpu.load(row_ref.at[index], mask=index >= 0, other=rows)
-    if options.splits == 1:
+    """refs: the batch, the tiles, the shares, q [T * N, D], the pool's rows, the weights that are
+    `given`, the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, tiles = BatchRefs(*refs[:fields]), QueryTiles(*refs[fields : fields + 2])
+    rest = refs[fields + 2 :]
+    shares, (q_ref, pool_ref, *arrays) = Shares(*rest[:held]), rest[held:]
+    by_name = dict(zip(given, arrays, strict=False))
+    weights = Weights(*(by_name.get(name) for name in Weights._fields))
+    out_ref, *parts = arrays[len(given) :]
+    behind = pl.program_id(0) - shares.first.shape[0]
 
-        @pl.when(index < 0)
-        def _zeros() -> None:
-            program = (-1 - index) * options.num_heads + head
-            store_zeros(batch, outputs[0], program, HIDDEN, options.num_heads)
-
-    @pl.when(row < rows)
-    def _attend_tile() -> None:
+    def attend(segment: Segment) -> None:
         tile = tile_of(
             batch,
-            row,
-            first_ref[index],
-            head,
+            tiles,
+            segment.item,
+            segment.head,
             queries=options.queries,
             group=1,
             num_heads=options.num_heads,
             sliding_window=options.sliding_window,
         )
-        bounds = split_bounds(tile.upper, tile.lower, split, options.splits, options.tile)
-        state = _attend(batch, tile, bounds, head, weights, q_ref, pool_ref, options)
-        if options.splits == 1:
-            store_rows(outputs[0], tile.rows, online_softmax.finish(state), tile.used)
-        else:
-            member = jnp.arange(options.queries, dtype=jnp.int32)
-            first = (row * options.splits + split) * options.num_heads + head
-            store_part(Parts(*outputs), first + member, state, member == 0)
+        first = lax.div(tile.lower, jnp.int32(options.tile))
+        bounds = first + segment.begin, first + segment.end
+        state = _attend(batch, tile, bounds, segment.head, weights, q_ref, pool_ref, options)
+        used = tile.used & (jnp.arange(options.queries, dtype=jnp.int32) < options.members)
+        store_segment(out_ref, Parts(*parts), segment, state, tile.rows, used, options.members)
+
+    for_each_segment(shares, attend)
+
+    @pl.when(behind >= 0)
+    def _zeros() -> None:
+        store_zeros(batch, out_ref, behind, HIDDEN, options.num_heads)
+
+
+def _tile_sizes(tokens: int, launch: tuned.Launch, decode_only: bool) -> tuple[int, int]:
+    """(rows of a tile of queries, how many can be query tokens) in a bucket of so many tokens."""
+    queries = max(16, min(launch.queries, power_of_two(tokens)))
+    return queries, 1 if decode_only else queries
+
+
+def _launch(itemsize: int, geometry: Geometry, decode_only: bool) -> tuned.Launch:
+    name = "projected_decode" if decode_only else "projected"
+    return tuned.launch(name, itemsize, geometry.padded_dim)
+
+
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> Work:
+    """The work of `projected` over a pool of this geometry, of elements of itemsize bytes: all
+    hidden rows, decodes and chunks."""
+    launch = _launch(itemsize, geometry, decode_only)
+    _, tokens = _tile_sizes(batch.max_tokens, launch, decode_only)
+    sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    hidden = (batch.kind == HIDDEN) & (row < batch.num_rows)
+    return plan_work(batch, jnp.where(hidden, batch.query_lens, 0), num_heads, sizes, launch)
 
 
 def projected(
@@ -262,24 +292,20 @@ def projected(
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
+    work: Work,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
     decode_only: bool,
-    splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.projected`: q [T, N, D] -> the same shape; zeros for tokens of rows
-    that are not hidden. splits: parts of the context, a power of two, with decode_only; None: as
-    many as fill the GPU."""
+    that are not hidden. work: what `plan` gives for this batch and these options."""
     tokens, num_heads, head_dim = q.shape
-    geometry, rows = geometry_of(pool), batch.max_rows
-    kernel = "projected_decode" if decode_only else "projected"
-    launch = tuned.launch(kernel, pool.dtype.itemsize, geometry.padded_dim)
-    if splits is None:
-        tiles = cdiv(batch.table_width * geometry.block_size, launch.tile)
-        splits = tuned.context_splits(rows * num_heads, tiles) if decode_only else 1
+    geometry = geometry_of(pool)
+    launch = _launch(pool.dtype.itemsize, geometry, decode_only)
+    queries, members = _tile_sizes(tokens, launch, decode_only)
     options = Options(
         geometry,
         num_heads,
@@ -287,37 +313,27 @@ def projected(
         sliding_window,
         soft_cap,
         projection.norm_eps,
-        queries=max(16, min(launch.queries, power_of_two(tokens))),
+        queries=queries,
+        members=members,
         tile=launch.tile,
         chunk=min(launch.chunk, geometry.padded_dim),
-        splits=splits,
     )
-    queries = _hidden_tiles(batch, 1 if decode_only else options.queries)
     arrays = {name: getattr(projection, name) for name in Weights._fields}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
-    fields = batch_arguments(layer, batch)
-    arguments = (*fields, *queries, q.reshape(out.shape), as_rows(pool), *arrays.values())
-    zeros = zero_programs(tokens, num_heads, num_heads) if splits == 1 else 0
-    call = functools.partial(
-        pl.pallas_call,
+    fields, programs = batch_arguments(layer, batch), work.shares.first.shape[0]
+    arguments = (*fields, *work.tiles, *work.shares, q.reshape(out.shape), as_rows(pool))
+    arguments = (*arguments, *arrays.values())
+    done, *parts = pl.pallas_call(
         functools.partial(_kernel, options=options, given=tuple(arrays)),
-        grid=(splits, num_heads, queries.row.shape[0] + zeros),
+        out_shape=(out, *part_shapes(programs, members, geometry.padded_dim)),
+        grid=(programs + zero_programs(tokens, num_heads),),
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="projected",
+    )(*arguments)
+    place = functools.partial(place_in_tile, group=1, num_heads=num_heads)
+    done = merge_parts(
+        done, Parts(*parts), fields, work.shares, work.tiles, place, interpret=interpret
     )
-    if splits > 1:
-        shapes = part_shapes(rows * splits * num_heads, geometry.padded_dim)
-        parts = Parts(*call(out_shape=shapes)(*arguments))
-        done = merge_parts(parts, fields, out, HIDDEN, num_heads, decode_only, interpret)
-    else:
-        done = call(out_shape=out)(*arguments)
     return done.reshape(q.shape)
-
-
-def _hidden_tiles(batch: AttentionBatch, tokens: int) -> QueryTiles:
-    """Tiles of so many queries over all hidden rows, decodes and chunks."""
-    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
-    hidden = (batch.kind == HIDDEN) & (row < batch.num_rows)
-    return query_tiles(jnp.where(hidden, batch.query_lens, 0), batch.max_tokens, tokens)

@@ -37,6 +37,7 @@ class Launch:
     warps, stages: num_warps and num_stages. Loads that wait for a block id take two stages, so
         that 3 buffer one tile, 5 two and so on.
     chunk: elements of a hidden vector that one step of its projection takes.
+    resident: programs that a multiprocessor holds at once, by their registers and shared memory.
     """
 
     tile: int
@@ -44,6 +45,7 @@ class Launch:
     warps: int = 4
     stages: int = 3
     chunk: int = 64
+    resident: int = 1
 
 
 # kernel -> {(capability, element bytes, padded head_dim): Launch}. 0 bytes or head_dim: any. Of the
@@ -51,12 +53,12 @@ class Launch:
 # head_dim, then the highest capability.
 _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "decode": {
-        (80, 2, 0): Launch(64, warps=4, stages=3),
-        (80, 2, 256): Launch(32, warps=4, stages=3),
-        (80, 4, 0): Launch(32, warps=8, stages=2),
-        (80, 4, 256): Launch(16, warps=8, stages=2),
-        (90, 2, 0): Launch(64, warps=4, stages=5),
-        (90, 2, 256): Launch(32, warps=4, stages=4),
+        (80, 2, 0): Launch(32, warps=4, stages=5, resident=4),
+        (80, 2, 256): Launch(16, warps=4, stages=5, resident=3),
+        (80, 4, 0): Launch(32, warps=8, stages=2, resident=2),
+        (80, 4, 256): Launch(16, warps=8, stages=2, resident=2),
+        (90, 2, 0): Launch(64, warps=4, stages=5, resident=3),
+        (90, 2, 256): Launch(32, warps=4, stages=4, resident=2),
     },
     "prefill": {
         (80, 2, 0): Launch(64, queries=128, warps=8, stages=5),
@@ -79,10 +81,10 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (90, 2, 0): Launch(64, warps=4, stages=5),
     },
     "projected": {
-        (80, 2, 0): Launch(64, queries=64, warps=8, stages=3),
+        (80, 2, 0): Launch(64, queries=64, warps=8, stages=3, chunk=32),
         (80, 2, 256): Launch(32, queries=32, warps=8, stages=2),
         (80, 4, 0): Launch(16, queries=16, warps=8, stages=2, chunk=32),
-        (90, 2, 0): Launch(64, queries=128, warps=8, stages=3),
+        (90, 2, 0): Launch(64, queries=128, warps=8, stages=3, chunk=32),
     },
     "projected_decode": {
         (80, 2, 0): Launch(64, warps=8, stages=4),
@@ -92,6 +94,24 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     # One program copies `tile` elements of a slot.
     "copy": {(80, 0, 0): Launch(2048, warps=4, stages=1)},
 }
+
+# Tokens of context that a program of a decode takes, about. Fewer balance no better: shares are
+# equal, and one wave of programs is several hundred.
+DECODE_TOKENS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutting:
+    """How a sequence of tiles is cut into shares, see `triton_shares.cut`.
+
+    programs: shares, used or not. least: tiles that a share has at least, fill: shares that fill
+    the GPU, most: tiles of a share where those do; more only if `programs` need it.
+    """
+
+    programs: int
+    least: int
+    fill: int
+    most: int
 
 
 _target: list[Gpu] = []
@@ -139,15 +159,14 @@ def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
     )
 
 
-def context_splits(programs: int, tiles: int) -> int:
-    """Into how many parts a context of at most `tiles` tiles is split, so that `programs` times
-    that many keep the GPU busy, rows of uneven length too: a power of two, at least two tiles
-    each. No more than needed: parts are merged by a second launch."""
-    wanted = 3 * target().processors
-    splits = 1
-    while splits * programs < wanted and splits * 4 <= tiles and splits < 64:
-        splits *= 2
-    return splits
+def cutting(launch: Launch, tiles: int, tokens: int | None = None) -> Cutting:
+    """How to cut a sequence of at most `tiles` tiles: into as many shares as the GPU holds at once,
+    or into more, of `tokens` tokens each."""
+    least = 2
+    fill = target().processors * launch.resident
+    most = tiles if tokens is None else max(least, tokens // launch.tile)
+    programs = min(max(fill, -(-tiles // most)), max(1, -(-tiles // least)))
+    return Cutting(programs, least, fill, most)
 
 
 def absorbed_tile(rows: int, context: int, tile: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
-from jaxserve.pallas_kernels import paged_attention, write
+from jaxserve.pallas_kernels import paged_attention, plan_attention, write
 
 # (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], what
 # sampling needs of the batch: slots int32 [R], emit bool [R]; and the last layer's output of all
@@ -57,6 +58,13 @@ def _model_step(
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
     how = kv_projection(params, config, model.max_len) if layout.hidden else None
+    options: dict[str, Any] = {
+        "sliding_window": config.sliding_window,
+        "decode_only": layout.decode_only,
+        "backend": model.backend,
+        "mesh": mesh,
+    }
+    plan = plan_attention(pool, batch, config.num_heads, **options)
 
     def attend(
         pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
@@ -64,15 +72,7 @@ def _model_step(
         x = None if how is None else inputs.x.reshape(inputs.k.shape)
         pool = write(pool, layer, inputs.k, inputs.v, batch, x=x, backend=model.backend, mesh=mesh)
         out = paged_attention(
-            inputs.q,
-            pool,
-            layer,
-            batch,
-            scale=config.attn_scale,
-            sliding_window=config.sliding_window,
-            decode_only=layout.decode_only,
-            backend=model.backend,
-            mesh=mesh,
+            inputs.q, pool, layer, batch, scale=config.attn_scale, plan=plan, **options
         )
         if how is not None:
             only = layout.decode_only

@@ -1,8 +1,8 @@
-"""What is only Triton's: contexts split into parts, and what its tests count on."""
+"""What is only Triton's: work in equal shares, whoever takes which, and what its tests count on."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,32 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxserve.pallas_kernels import KV
-from jaxserve.pallas_kernels.triton_decode import paged_decode
-from jaxserve.pallas_kernels.triton_projected import projected
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    LEFT,
+    RIGHT,
+    plan_attention,
+    triton_decode,
+    triton_merge,
+    tuned,
+)
+from jaxserve.pallas_kernels.triton_common import Geometry
 from tests.kernels import edges
-from tests.kernels.batches import Shape, tokens_of
+from tests.kernels.batches import Shape, make_batch, tokens_of
 from tests.kernels.cases import Case
-from tests.kernels.conformance import PAGED, PROJECTED, Attention, close
+from tests.kernels.conformance import ATTENTION, PAGED, PROJECTED, Attention, close
 
-# Five tiles of context for decodes, ten for projections; a head_dim that is padded.
-CASE = Case("split", Shape(6, 2, head_dim=40, rows=3, width=20, tokens=3), parts=("rotary",))
-KERNELS = {PAGED: paged_decode, PROJECTED: projected}
+BACKEND = "triton-interpret"
+# Five tiles of context for decodes and chunks, ten for projections; a head_dim that is padded.
+DECODES = Case("decodes", Shape(6, 2, head_dim=40, rows=3, width=20, tokens=3), parts=("rotary",))
+CHUNKS = Case("chunks", dataclasses.replace(DECODES.shape, rows=4, tokens=40), window=50)
+CUTS = {
+    # Some tiles a program, which begin and end anywhere; one tile each; all tiles in one program.
+    "three-tiles": lambda tiles: tuned.Cutting(-(-tiles // 3), 3, 1, 3),
+    "one-tile": lambda tiles: tuned.Cutting(tiles, 1, 1, 1),
+    "one-program": lambda tiles: tuned.Cutting(1, 1, 1, tiles),
+}
 
 
 def test_what_a_kernel_does_not_write_is_nan_here() -> None:
@@ -33,32 +48,98 @@ def test_what_a_kernel_does_not_write_is_nan_here() -> None:
     assert out[0] == 1 and np.isnan(out[1])
 
 
-@pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("attention", KERNELS, ids=lambda attention: attention.name)
-def test_contexts_in_one_part_and_in_more_than_there_are_tiles(
-    attention: Attention, splits: int
+def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
+    """The function by this backend, traced anew: how work is cut may have changed since."""
+    options = attention.options(case)
+    options["decode_only"] = case.shape.decode_only
+
+    def run(*arguments):  # type: ignore[no-untyped-def]
+        return attention.function(*arguments, backend=BACKEND, **options)
+
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.mark.parametrize("shares", CUTS)
+@pytest.mark.parametrize("case", [DECODES, CHUNKS], ids=lambda case: case.name)
+@pytest.mark.parametrize("attention", [PAGED, PROJECTED], ids=lambda attention: attention.name)
+def test_however_work_is_cut_the_result_is_the_same(
+    attention: Attention, case: Case, shares: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"decode_only": True, "splits": splits, "interpret": True}
-    kernel = functools.partial(KERNELS[attention], **attention.options(CASE), **options)
-    run = jax.jit(kernel)
-    for edge in edges.edges_of(CASE):
-        attention.check_run(run, CASE, edge(CASE.shape, attention.kind), 1)
+    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, tokens=None: CUTS[shares](tiles))
+    monkeypatch.setattr(triton_merge, "TOGETHER", 4)  # parts of one context merge in several turns
+    run = run_of(attention, case)
+    for edge in edges.edges_of(case):
+        attention.check_run(run, case, edge(case.shape, attention.kind), 1)
 
 
-@pytest.mark.parametrize("splits", [1, 8])
-def test_decodes_beside_chunks(splits: int) -> None:
+@pytest.mark.parametrize("shares", CUTS)
+def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
     of them; for those of nobody there are zeros."""
+    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, tokens=None: CUTS[shares](tiles))
     case = Case("whole", Shape(6, 2, rows=4, width=12, tokens=30))
-    options = {"decode_only": False, "splits": splits, "interpret": True}
-    run = jax.jit(functools.partial(paged_decode, **PAGED.options(case), **options))
     batch = edges.chunks_between_others(case.shape, KV)
-    queries, pool, layer, _ = given = PAGED.arguments(case, batch, 1)
+    queries, pool, layer, _ = PAGED.arguments(case, batch, 1)
+    masks = {"sliding_window": None, "decode_only": False}
+    plan = triton_decode.plan(batch, Geometry(*pool.shape), 4, **masks)
+    options = {**PAGED.options(case), "decode_only": False, "interpret": True}
+    got = triton_decode.paged_decode(queries, jnp.asarray(pool), layer, batch, plan, **options)
     want = PAGED.reference(queries, pool, int(layer), batch, **PAGED.options(case))
     decodes = tokens_of(batch, KV, decodes=True)
     chunks = tokens_of(batch, KV) & ~decodes
     assert decodes.any() and chunks.any() and not tokens_of(batch, KV).all()
-    got = run(*given)
     assert np.isnan(np.asarray(got)[chunks]).all()
     want[~decodes] = 0
     close(jnp.where(chunks[:, None, None], 0, got), want, decodes, case)
+
+
+@pytest.mark.parametrize("attention", [PAGED, PROJECTED], ids=lambda attention: attention.name)
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) -> None:
+    """Decodes and chunks of both kinds, with as many programs as the sizes have it."""
+    shape = Shape(8, 4, head_dim=head_dim, block_size=16, rows=6, width=30, tokens=30)
+    rows = [(480, 1), (3, 1), (17, 1), (1, 1), (21, 20), (40, 5)]
+    kinds = [attention.kind] * 3 + [1 - attention.kind] + [attention.kind] * 2
+    rng = np.random.default_rng(0)
+    batch = make_batch(shape, rows, [LEFT, RIGHT] * 3, 4, rng, kinds=kinds)
+    case = Case("mixed", shape, "bfloat16", parts=("norm",))
+    attention.check_run(run_of(attention, case), case, batch, 3)
+
+
+@pytest.mark.parametrize("kind", [KV, HIDDEN])
+@pytest.mark.parametrize("case", [DECODES, CHUNKS], ids=lambda case: case.name)
+def test_a_plan_made_once_serves_every_layer(case: Case, kind: int) -> None:
+    """It depends on the batch alone; the function would make the same."""
+    attention = PAGED if kind == KV else PROJECTED
+    batch = edges.edges_of(case)[3](case.shape, kind)
+    queries, pool, _, *rest = attention.arguments(case, batch, 1)
+    plan = plan_attention(
+        pool,
+        batch,
+        queries.shape[1],
+        kind=kind,
+        sliding_window=case.window,
+        decode_only=case.shape.decode_only,
+        backend=BACKEND,
+    )
+    options = attention.options(case) | {"decode_only": case.shape.decode_only, "backend": BACKEND}
+    for index in range(case.shape.layers):
+        given = (queries, pool, jnp.int32(index), *rest)
+        got = attention.function(*given, plan=plan, **options)
+        np.testing.assert_array_equal(got, attention.function(*given, **options))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
+def test_float16_near_the_end_of_its_range(attention: Attention) -> None:
+    """Keys and values are; products of queries and keys are far outside: float32 has them."""
+    case = Case("range", Shape(2, 2, head_dim=96, rows=4, width=8, tokens=4), "float16")
+    batch = edges.edges_of_blocks(case.shape, attention.kind)
+    queries, pool, layer, *rest = attention.arguments(case, batch, 1)
+    big = np.float16(2.0**13)  # of what is drawn nothing is above 5
+    queries, pool = queries * np.float16(8), pool * big
+    scale = case.scale / (8 * float(big))
+    want = attention.reference(queries, pool, int(layer), *rest, scale=scale)
+    assert np.abs(want).max() > 2.0**14
+    only = {} if attention.name == "absorbed" else {"decode_only": True}
+    got = attention.function(queries, pool, layer, *rest, scale=scale, backend=BACKEND, **only)
+    assert np.linalg.norm(got - want) <= case.limit * np.linalg.norm(want)

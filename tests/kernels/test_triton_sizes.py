@@ -11,10 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import HIDDEN, KV, AttentionBatch, HiddenProjection, tuned
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    AttentionBatch,
+    HiddenProjection,
+    absorbed_attention,
+    paged_attention,
+    projected_attention,
+    tuned,
+)
 from jaxserve.pallas_kernels.triton_backend import BACKEND
 from jaxserve.pallas_kernels.triton_common import Geometry
-from jaxserve.pallas_kernels.triton_prefill import query_tiles
+from jaxserve.pallas_kernels.triton_tiles import query_tiles
 
 OPT_13B = Geometry(40, 512, 40, 16, 128)
 LLAMA_3_8B = Geometry(32, 512, 8, 16, 128)
@@ -44,13 +53,17 @@ def test_sizes_by_capability() -> None:
         assert tuned.launch("decode", 4, 256) == table[80, 4, 256]
 
 
-def test_splits_fill_the_gpu_and_no_more() -> None:
+def test_shares_fill_the_gpu() -> None:
+    launch = tuned.Launch(32, resident=4)
+    with tuned.compiling_for(tuned.A100):
+        assert tuned.cutting(launch, 1) == tuned.Cutting(1, 2, 432, 1)
+        assert tuned.cutting(launch, 100).programs == 50
+        assert tuned.cutting(launch, 10**5).programs == 432
+        assert tuned.cutting(launch, 10**5, tokens=512) == tuned.Cutting(6250, 2, 432, 16)
+
+
+def test_parts_of_absorbed_reads_fill_the_gpu_and_are_no_smaller() -> None:
     with tuned.compiling_for(tuned.H100):
-        assert tuned.context_splits(64 * 40, tiles=32) == 1
-        assert tuned.context_splits(32 * 8, tiles=32) == 2
-        assert tuned.context_splits(1, tiles=32) == 16
-        assert tuned.context_splits(1, tiles=1) == 1
-        assert tuned.context_splits(1, tiles=10**6) == 64
         assert tuned.absorbed_slice(64 * 40, 128) == 128
         assert tuned.absorbed_slice(40, 128) == 32
         assert tuned.absorbed_tile(64, 2048, 128) == 128
@@ -136,7 +149,7 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 LAYER = jax.ShapeDtypeStruct((), jnp.int32)
-OPTIONS: dict[str, Any] = {"scale": 0.1, "sliding_window": None, "soft_cap": None}
+OPTIONS: dict[str, Any] = {"scale": 0.1, "backend": "triton"}
 
 
 def skip_without_compiler() -> None:
@@ -151,13 +164,14 @@ def test_attention_and_writes_lower(geometry: Geometry) -> None:
     skip_without_compiler()
     heads = 40 if geometry is OPT_13B else 32
     kv_heads = geometry.kv_heads
-    for tokens, kernels in ((ROWS, (1, 2)), (TOKENS, (2, 3))):
+    for tokens, kernels in ((ROWS, 2), (TOKENS, 4)):
         q, batch = array(tokens, heads, 128), abstract_batch(tokens)
 
         def attend(pool, q, layer, batch, only=tokens == ROWS):  # type: ignore[no-untyped-def]
-            return BACKEND.attend(q, pool, layer, batch, decode_only=only, **OPTIONS)
+            return paged_attention(q, pool, layer, batch, decode_only=only, **OPTIONS)
 
-        assert kernels_in(lower(attend, geometry, q, LAYER, batch)) in kernels
+        # Each with one that merges parts.
+        assert kernels_in(lower(attend, geometry, q, LAYER, batch)) == kernels
         k = array(tokens, kv_heads, 128)
         text = lower(BACKEND.write, geometry, LAYER, k, k, k, batch)
         assert kernels_in(text) == 1 and IN_PLACE in text
@@ -169,7 +183,7 @@ def test_hidden_attention_lowers() -> None:
     batch = abstract_batch(ROWS)
 
     def absorbed(pool, qx, layer, batch):  # type: ignore[no-untyped-def]
-        return BACKEND.absorbed(qx, pool, layer, batch, **OPTIONS)
+        return absorbed_attention(qx, pool, layer, batch, **OPTIONS)
 
     text = lower(absorbed, OPT_13B, array(ROWS, 40, width), LAYER, batch)
     assert kernels_in(text) == 3
@@ -183,10 +197,11 @@ def test_hidden_attention_lowers() -> None:
     )
 
     def projected(pool, q, layer, batch, projection):  # type: ignore[no-untyped-def]
-        return BACKEND.projected(q, pool, layer, batch, projection, decode_only=True, **OPTIONS)
+        given = (q, pool, layer, batch, projection)
+        return projected_attention(*given, decode_only=True, **OPTIONS)
 
     text = lower(projected, OPT_13B, array(ROWS, 40, 128), LAYER, batch, projection)
-    assert kernels_in(text) == 1
+    assert kernels_in(text) == 2
 
 
 def test_moves_lower_to_one_launch_in_place() -> None:

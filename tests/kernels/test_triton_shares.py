@@ -1,0 +1,146 @@
+"""Work in equal shares: every tile is somebody's, and nobody has more than the others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+
+from jaxserve.pallas_kernels import KV, AttentionBatch, triton_decode, tuned
+from jaxserve.pallas_kernels.triton_common import Geometry
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
+
+OPT_13B, LLAMA_3_8B = Geometry(40, 7112, 40, 16, 128), Geometry(32, 53582, 8, 16, 128)
+ITEMS, MOST = 6, 9  # of the tests that run a kernel, and tiles of an item
+
+
+@functools.cache
+def takers(heads: int, cutting: tuned.Cutting) -> Callable[[jax.Array], list[jax.Array]]:
+    """tiles int32 [ITEMS] -> (how often each tile of each head is taken [heads, room], the items'
+    parts by their place [2 * programs], -1 where there is none), as a kernel sees it."""
+
+    def kernel(*refs: Any) -> None:
+        shares, outputs = Shares(*refs[:5]), refs[-2:]
+
+        def one_segment(segment: Segment) -> None:
+            def one_tile(tile: jax.Array, _: None) -> None:
+                outputs[0][segment.head, shares.starts[segment.item] + tile] += 1
+
+            jax.lax.fori_loop(segment.begin, segment.end, one_tile, None)
+
+            @pl.when(~segment.whole)
+            def _() -> None:
+                outputs[1][segment.place] = segment.item
+
+        for_each_segment(shares, one_segment)
+
+    def run(tiles: jax.Array) -> list[jax.Array]:
+        counts = jnp.zeros((heads, ITEMS * MOST), jnp.int32)
+        places = jnp.full(2 * cutting.programs, -1, jnp.int32)
+        found: list[jax.Array] = pl.pallas_call(
+            kernel,
+            out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (counts, places)],
+            grid=(cutting.programs,),
+            input_output_aliases={5: 0, 6: 1},
+            interpret=True,
+        )(*cut(tiles, heads, cutting), counts, places)
+        return found
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    "cutting",
+    [tuned.Cutting(6, 1, 6, 3), tuned.Cutting(5, 2, 3, 90), tuned.Cutting(1, 1, 1, 1)],
+    ids=["more only where needed", "a wave", "one program"],
+)
+def test_every_tile_is_taken_once(heads: int, cutting: tuned.Cutting) -> None:
+    """However few programs there are."""
+
+    @settings(max_examples=30)
+    @given(st.lists(st.integers(0, MOST), min_size=ITEMS, max_size=ITEMS))
+    def check(tiles: list[int]) -> None:
+        taken, parts = takers(heads, cutting)(jnp.asarray(tiles, jnp.int32))
+        assert np.all(np.asarray(taken)[:, : sum(tiles)] == 1)
+        assert np.all(np.asarray(taken)[:, sum(tiles) :] == 0)
+        found = np.asarray(parts)
+        found = found[found >= 0]
+        # Nobody has a part of what is nothing, or the only part of an item.
+        assert all(tiles[item] > 1 and np.count_nonzero(found == item) > 1 for item in found)
+
+    check()
+
+
+def batch_of(contexts: list[int], rows: int, width: int) -> AttentionBatch:
+    """Decodes of these contexts; tables are not looked at."""
+    used = np.arange(rows) < len(contexts)
+    field = functools.partial(np.zeros, rows, np.int32)
+    context, length = field(), field()
+    context[: len(contexts)], length[: len(contexts)] = contexts, 1
+    return AttentionBatch(
+        tables=jnp.zeros((rows, 2, width), jnp.int32),
+        context_lens=jnp.asarray(context),
+        query_start=jnp.arange(rows, dtype=jnp.int32),
+        query_lens=jnp.asarray(length),
+        direction=jnp.zeros(rows, jnp.int32),
+        kind=jnp.full(rows, KV, jnp.int32),
+        token_row=jnp.asarray(np.where(used, np.arange(rows), rows), jnp.int32),
+        num_decodes=jnp.int32(len(contexts)),
+        num_rows=jnp.int32(len(contexts)),
+    )
+
+
+def tiles_by_program(
+    contexts: list[int], rows: int, geometry: Geometry, gpu: tuned.Gpu
+) -> np.ndarray:
+    """Tiles of each program that has any."""
+    batch = batch_of(contexts, rows, -(-max(8192, *contexts) // geometry.block_size))
+    with tuned.compiling_for(gpu):
+        shares = triton_decode.plan(batch, geometry, 2, sliding_window=None, decode_only=True)
+    total, size = int(shares.starts[-1]) * geometry.kv_heads, int(shares.size[0])
+    begin = np.arange(shares.first.shape[0]) * size
+    found = np.clip(total - begin, 0, size)
+    assert found.sum() == total, "some tiles are nobody's"
+    return found[found > 0]
+
+
+MIXED = {
+    "one long among short": [8192, *([100] * 63)],
+    "all lengths": [2 ** (3 + i % 10) + i for i in range(64)],
+    "few": [8192, 20],
+}
+
+
+@pytest.mark.parametrize("gpu", [tuned.A100, tuned.H100], ids=["a100", "h100"])
+@pytest.mark.parametrize("geometry", [OPT_13B, LLAMA_3_8B], ids=["opt-13b", "llama-3-8b"])
+@pytest.mark.parametrize("contexts", MIXED.values(), ids=MIXED.keys())
+def test_no_program_has_more_to_read_than_the_others(
+    contexts: list[int], geometry: Geometry, gpu: tuned.Gpu
+) -> None:
+    with tuned.compiling_for(gpu):
+        launch = tuned.launch("decode", 2, geometry.head_dim)
+    found = tiles_by_program(contexts, 64, geometry, gpu)
+    assert found.max() <= 1.1 * found.mean()
+    in_one_wave = -(-found.sum() // (gpu.processors * launch.resident))
+    assert found.max() == min(in_one_wave, tuned.DECODE_TOKENS // launch.tile)
+
+
+def test_a_short_context_is_not_cut_into_single_tiles() -> None:
+    found = tiles_by_program([130], 1, LLAMA_3_8B, tuned.A100)
+    assert found.tolist() == [2] * 20  # five tiles for each of eight heads
+
+
+def test_more_than_the_pool_should_hold_is_still_all_taken() -> None:
+    """Programs are as many as the pool's tokens want; should rows ever share slots, each takes
+    more."""
+    small = Geometry(1, 64, 40, 16, 128)
+    assert tiles_by_program([8192] * 64, 64, small, tuned.A100).max() > 16
