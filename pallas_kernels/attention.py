@@ -20,9 +20,9 @@ from jaxserve.pallas_kernels.sharding import (
     BY_WIDTH,
     POOL,
     WHOLE,
-    gather_blocks,
     over_heads,
     projection_specs,
+    row_by_row,
 )
 
 
@@ -70,12 +70,13 @@ def plan_attention(
 ) -> Any:
     """What all layers of a step have in common about their attention: how its work is cut, a tree
     of arrays for `paged_attention`, or with kind HIDDEN for `projected_attention`, to be given
-    with the same batch and options. None where the backend plans nothing.
+    with the same batch and options. None where the backend plans nothing, and for hidden rows over
+    a mesh.
 
     num_heads: query heads. ValueError for a wrong shape, dtype or option.
     """
     planned = get_backend(backend).plan
-    if planned is None:
+    if planned is None or (kind == HIDDEN and mesh is not None):
         return None
     checks.check_pool(pool)
     batch.validate()
@@ -193,8 +194,9 @@ def projected_attention(
 
     num_heads equals the pool's kv_heads. Nothing is written back. Zeros for padding tokens and
     those of KV rows. Other arguments: as in `paged_attention`. With a mesh, heads (of q and of the
-    projection's columns) are sharded over its axis "tensor", and the blocks that the batch names
-    are gathered whole on every shard. ValueError for a wrong shape, dtype or option.
+    projection's columns) are sharded over its axis "tensor", and rows are taken one after another,
+    each one's blocks gathered whole on every shard; there is no plan for all. ValueError for a
+    wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
@@ -205,21 +207,27 @@ def projected_attention(
         raise ValueError(f"q: {q.shape[1]} heads, but hidden blocks of {heads} want as many")
     projection.validate(heads * head_dim, heads, head_dim)
     masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
-    if plan is None:
-        plan = plan_attention(pool, batch, heads, kind=HIDDEN, backend=backend, mesh=mesh, **masks)
     kernel = partial(get_backend(backend).projected, scale=scale, soft_cap=soft_cap, **masks)
-    projected = partial(_planned, kernel)
 
-    def one_shard(
-        q: jax.Array, pool: jax.Array, layer: jax.Array, batch: AttentionBatch, *more: Any
+    def projected(
+        q: jax.Array,
+        pool: jax.Array,
+        layer: jax.Array,
+        batch: AttentionBatch,
+        projection: HiddenProjection,
+        plan: Any = None,
     ) -> jax.Array:
-        whole, named = gather_blocks(pool, layer, batch)
-        return projected(q, whole, jnp.int32(0), named, *more)
+        if plan is None:
+            plan = plan_attention(pool, batch, q.shape[1], kind=HIDDEN, backend=backend, **masks)
+        return _planned(kernel, q, pool, layer, batch, projection, plan)
 
-    takes = (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection), WHOLE)
-    shards_take = projected if mesh is None else one_shard
-    run = over_heads(shards_take, mesh, takes, BY_HEAD, q=heads, pool=heads)
-    return run(q, pool, jnp.asarray(layer, jnp.int32), batch, projection, plan)
+    number = jnp.asarray(layer, jnp.int32)
+    if mesh is None:
+        return projected(q, pool, number, batch, projection, plan)
+    takes = (BY_HEAD, POOL, WHOLE, WHOLE, projection_specs(projection))
+    by_row = partial(row_by_row, projected, decode_only=decode_only)
+    run = over_heads(by_row, mesh, takes, BY_HEAD, q=heads, pool=heads)
+    return run(q, pool, number, batch, projection)
 
 
 def _planned(kernel: Callable[..., jax.Array], *arguments: Any) -> jax.Array:

@@ -62,19 +62,24 @@ class AttentionBatch:
         """W, the most blocks of one kind that a row can have."""
         return self.tables.shape[2]
 
-    def decodes(self) -> AttentionBatch:
-        """The same rows as a batch of the decodes alone: token i is row i's, T == R. The tokens of
-        this batch are found at query_start[:R]; those of other rows are padding."""
-        index = jnp.arange(self.max_rows, dtype=jnp.int32)
+    def decodes(self, rows: int | None = None) -> AttentionBatch:
+        """The first so many rows (None: all) as a batch of the decodes among them alone: token i is
+        row i's, T == R. The tokens of this batch are found at query_start[:rows]; those of other
+        rows are padding."""
+        rows = self.max_rows if rows is None else rows
+        index = jnp.arange(rows, dtype=jnp.int32)
         mine = index < self.num_decodes
-        return dataclasses.replace(
-            self,
-            context_lens=jnp.where(mine, self.context_lens, 0),
+        number = jnp.minimum(self.num_decodes, rows)
+        return AttentionBatch(
+            tables=self.tables[:rows],
+            context_lens=jnp.where(mine, self.context_lens[:rows], 0),
             query_start=index,
             query_lens=mine.astype(jnp.int32),
-            kind=jnp.where(mine, self.kind, KV),
-            token_row=jnp.where(mine, index, self.max_rows),
-            num_rows=self.num_decodes,
+            direction=self.direction[:rows],
+            kind=jnp.where(mine, self.kind[:rows], KV),
+            token_row=jnp.where(mine, index, rows),
+            num_decodes=number,
+            num_rows=number,
         )
 
     def validate(self) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.checks import HEAD_AXIS, check_shards
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 
@@ -55,21 +55,57 @@ def projection_specs(projection: HiddenProjection) -> HiddenProjection:
     return dataclasses.replace(projection, **given)
 
 
-def gather_blocks(
-    pool: jax.Array, layer: jax.Array, batch: AttentionBatch
-) -> tuple[jax.Array, AttentionBatch]:
-    """Inside a shard: a layer's hidden blocks with the parts of all shards, as a pool of one layer
-    [1, N, kv_heads, block_size, head_dim], and the batch with tables into it.
+def row_by_row(
+    kernel: Callable[..., jax.Array],
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    projection: HiddenProjection,
+    *,
+    decode_only: bool,
+) -> jax.Array:
+    """Inside a shard: projected attention [T, H, D] of the shard's heads, zeros for tokens of rows
+    that are not hidden, by a kernel that takes the same (but for decode_only), one hidden row after
+    another.
 
-    N: the blocks that the tables can name, where those are fewer than the pool's. A projected head
-    needs all of x, and x is half of what all heads' K and V would be to send.
+    A projected head needs all of x, of which a shard has a part: the blocks of the row whose turn
+    it is are gathered, those of one layer, as a pool [1, W, kv_heads, block_size, head_dim]. So
+    what is gathered at one time is one context, and x is half of what all heads' K and V would be
+    to send.
     """
-    blocks, entries = pool.shape[1], batch.max_rows * batch.table_width
-    mine = jax.lax.dynamic_index_in_dim(pool, layer, keepdims=False)
-    tables = batch.tables
-    if entries < blocks:
-        mine = mine[tables[:, 0].reshape(-1)]
-        ids = jnp.arange(entries, dtype=jnp.int32).reshape(batch.max_rows, 1, batch.table_width)
-        tables = jnp.broadcast_to(ids, tables.shape)
-    whole = jax.lax.all_gather(mine, HEAD_AXIS, axis=1, tiled=True)[None]
-    return whole, dataclasses.replace(batch, tables=tables)
+    index = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    hidden = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (index < batch.num_rows)
+    order = jnp.argsort(~hidden, stable=True)
+
+    def one_row(i: jax.Array, out: jax.Array) -> jax.Array:
+        row = order[i]
+        blocks = pool[layer, batch.tables[row, 0]]
+        whole = jax.lax.all_gather(blocks, HEAD_AXIS, axis=1, tiled=True)[None]
+        if decode_only:
+            token = batch.query_start[row]
+            query = jax.lax.dynamic_slice_in_dim(q, token, 1)
+            done = kernel(query, whole, jnp.int32(0), _alone(batch, row, None), projection)
+            return jax.lax.dynamic_update_slice_in_dim(out, done, token, axis=0)
+        alone = _alone(batch, row, jnp.where(batch.token_row == row, 0, 1))
+        return out + kernel(q, whole, jnp.int32(0), alone, projection)
+
+    return jax.lax.fori_loop(0, jnp.sum(hidden), one_row, jnp.zeros_like(q))
+
+
+def _alone(batch: AttentionBatch, row: jax.Array, token_row: jax.Array | None) -> AttentionBatch:
+    """One row as a batch, its tables naming gathered blocks in order. token_row int32 [T]: of all
+    the batch's tokens, those of other rows padding; None: of the row's single token."""
+    zero = jnp.zeros(1, jnp.int32)
+    table = jnp.arange(batch.table_width, dtype=jnp.int32)
+    return AttentionBatch(
+        tables=jnp.broadcast_to(table, (1, 2, batch.table_width)),
+        context_lens=batch.context_lens[row][None],
+        query_start=zero if token_row is None else batch.query_start[row][None],
+        query_lens=batch.query_lens[row][None],
+        direction=batch.direction[row][None],
+        kind=jnp.full(1, HIDDEN, jnp.int32),
+        token_row=zero if token_row is None else token_row,
+        num_decodes=jnp.int32(token_row is None),
+        num_rows=jnp.int32(1),
+    )

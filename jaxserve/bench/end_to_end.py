@@ -148,7 +148,7 @@ def _engine_step(
 ) -> Step:
     """The engine's own step over these rows, and no padding."""
     hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
-    layout = Layout(count, count, width, count, decode_only=True, hidden=hidden)
+    layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
     placed = jnp.asarray(layout.pack(rows).buffer)
     read = ABSORBED if hidden else None
     unroll = unrolls(jax.default_backend())

@@ -83,7 +83,7 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
 
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
-    pool, model = _pool(case), _model(case, hidden=layout.hidden)
+    pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
     step = make_model_step(model, pool.format)
     last_token = _array(case, (layout.slots,), jnp.int32)
     packed = _array(case, (layout.size,), jnp.int32)
@@ -123,7 +123,9 @@ def _widen(case: Case) -> jax.stages.Lowered:
 
 
 def _decode_layout(case: Case, *, hidden: bool = False) -> Layout:
-    return case.buckets.decode(case.sizes.max_rows, hidden=hidden)
+    """hidden: most of the rows have hidden caches, beside one with a KV cache."""
+    rows = case.sizes.max_rows
+    return case.buckets.decode(rows, hidden=max(1, rows - 1) if hidden else 0)
 
 
 def _mixed_layout(case: Case, *, hidden: bool = False) -> Layout:

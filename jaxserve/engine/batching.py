@@ -34,9 +34,9 @@ def build_batch(
         tokens_of(row, first, end) if end > first else ()
         for row, first, end in zip(rows.tolist(), step.start.tolist(), known.tolist(), strict=True)
     ]
-    hidden = bool(step.plan.kinds.any())
+    hidden = int(np.count_nonzero(step.plan.kinds))
     if mixed:
-        layout = buckets.mixed(int(counts.sum()), hidden=hidden)
+        layout = buckets.mixed(int(counts.sum()), hidden=hidden > 0)
     else:
         layout = buckets.fitting(counts, hidden=hidden)
     batch = Rows(

@@ -2,8 +2,8 @@
 
 A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
 could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
-there are hidden caches, each decode step is there a second time, and every other of the others, so
-that steps without one pay nothing for them.
+there are hidden caches, each decode step is there for steps with some, with many and with nothing
+else, and every other of the others a second time, so that steps without one pay nothing for them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from jaxserve.sched.padding import Padding
 
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
+
+FEW_HIDDEN = 8
+"""Decode steps with hidden rows are there for as much as this part of their rows, and for all."""
 
 WIDEN_TOKENS = 128
 """Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
@@ -42,24 +45,32 @@ class Buckets:
         """How batches are rounded up, as the cost models see it."""
         return Padding(self.rows, self.tokens, self.decode_group, self.decode_chunk)
 
-    def decode(self, rows: int, *, hidden: bool = False) -> Layout:
-        """The smallest decode step for that many rows. Raises IndexError beyond the last bucket."""
+    def decode(self, rows: int, *, hidden: int = 0) -> Layout:
+        """The smallest decode step for that many rows, `hidden` of them with hidden caches. Raises
+        IndexError beyond the last bucket."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
-        return Layout(size, size, self.width, self.slots, True, hidden)
+        if hidden == rows:
+            return self._decodes(size, size, kv=False)
+        return self._decodes(size, next((n for n in _some(size) if hidden <= n), size))
+
+    def _decodes(self, rows: int, hidden: int, *, kv: bool = True) -> Layout:
+        return Layout(rows, rows, self.width, self.slots, True, hidden, kv)
 
     def mixed(self, tokens: int, *, hidden: bool = False) -> Layout:
-        """The smallest step for that many tokens in any number of rows. Raises IndexError beyond
-        the last bucket."""
+        """The smallest step for that many tokens in any number of rows. hidden: some row has a
+        hidden cache. Raises IndexError beyond the last bucket."""
         sizes = self.padding.hidden_tokens if hidden else self.tokens
         size = sizes[bisect.bisect_left(sizes, tokens)]
-        return Layout(size, self._rows_for(size), self.width, self.slots, False, hidden)
+        rows = self._rows_for(size)
+        return Layout(size, rows, self.width, self.slots, False, rows if hidden else 0)
 
-    def fitting(self, counts: np.ndarray, *, hidden: bool = False) -> Layout:
-        """The smallest step for rows of so many tokens each."""
+    def fitting(self, counts: np.ndarray, *, hidden: int = 0) -> Layout:
+        """The smallest step for rows of so many tokens each, `hidden` of them with hidden
+        caches."""
         total = int(counts.sum())
         if total == len(counts):
             return self.decode(total, hidden=hidden)
-        return self.mixed(total, hidden=hidden)
+        return self.mixed(total, hidden=hidden > 0)
 
     def widening(self) -> Layout:
         """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
@@ -70,7 +81,9 @@ class Buckets:
         decodes = [self.decode(rows) for rows in self.rows]
         mixed = [self.mixed(tokens) for tokens in self.tokens]
         if self.hidden:
-            decodes += [self.decode(rows, hidden=True) for rows in self.rows]
+            for rows in self.rows:
+                decodes += [self._decodes(rows, n) for n in _some(rows)[1:]]
+                decodes.append(self._decodes(rows, rows, kv=False))
             mixed += [self.mixed(n, hidden=True) for n in self.padding.hidden_tokens]
         return decodes + mixed
 
@@ -105,6 +118,13 @@ def make_buckets(
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
     return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group, decode_chunk)
+
+
+def _some(rows: int) -> tuple[int, ...]:
+    """Ascending: how many of the first rows of a decode step may have hidden caches, beside others
+    that have none."""
+    few = rows // FEW_HIDDEN
+    return tuple(sorted({0, few if few > 1 else 0, rows if rows > 1 else 0}))
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

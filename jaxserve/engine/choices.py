@@ -276,7 +276,7 @@ def _hidden_work(
 ) -> int:
     if not buckets.hidden:
         return 0
-    # Chunks of prompts project, however decodes are read.
-    gathered = demand.max_rows * demand.max_model_len if shards > 1 else 0
+    # Chunks of prompts project, however decodes are read: over a mesh one request after another.
+    gathered = demand.max_model_len if shards > 1 else 0
     widened = buckets.widening().tokens
     return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.layout import Format
 
+from jaxserve.engine.buckets import FEW_HIDDEN
 from jaxserve.engine.layout import Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, LayerIndex, Params
 from jaxserve.models.forward import over_layers
 from jaxserve.pallas_kernels import (
+    HIDDEN,
     KV,
     RIGHT,
     AttentionBatch,
     HiddenProjection,
     absorbed_attention,
+    plan_attention,
     project,
     projected_attention,
     stage_out,
@@ -33,17 +37,77 @@ READS = (ABSORBED, PROJECTED)
 FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
 
 
+class HiddenDecodes(NamedTuple):
+    """The first so many rows of a step as a batch of decodes. token int32 [n]: each one's place on
+    the step's token axis, past its end for those that have no hidden cache. plan: of projecting."""
+
+    batch: AttentionBatch
+    token: jax.Array
+    plan: Any
+
+
+class HiddenRows(NamedTuple):
+    """What all layers have in common about a step's rows with hidden caches. decodes: the same
+    ones, in batches of ascending size; the first that has room for `number` of them, int32 [],
+    will do. chunks: the others, None in a step of decodes. plan: of projecting those."""
+
+    decodes: tuple[HiddenDecodes, ...]
+    number: jax.Array
+    chunks: AttentionBatch | None
+    plan: Any
+
+
+def hidden_rows(
+    pool: jax.Array, batch: AttentionBatch, model: StepModel, layout: Layout
+) -> HiddenRows:
+    """Of a batch of this layout, which has hidden rows. Steps of decodes come in a size of their
+    own for few of them; in others, which take longer, the device chooses."""
+    is_decode = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
+    mine = is_decode & (batch.kind == HIDDEN)
+    token = jnp.where(mine, batch.query_start, batch.max_tokens)
+
+    def plan(rows: AttentionBatch, *, decode_only: bool) -> Any:
+        return plan_attention(
+            pool,
+            rows,
+            model.config.num_heads,
+            kind=HIDDEN,
+            sliding_window=model.config.sliding_window,
+            decode_only=decode_only,
+            backend=model.backend,
+            mesh=model.mesh,
+        )
+
+    sizes = [layout.hidden]
+    if not layout.decode_only and layout.hidden >= 2 * FEW_HIDDEN:
+        sizes.insert(0, layout.hidden // FEW_HIDDEN)
+    decodes = []
+    for size in sizes:
+        rows = batch.decodes(size)
+        made = None if model.hidden_read == ABSORBED else plan(rows, decode_only=True)
+        decodes.append(HiddenDecodes(rows, token[:size], made))
+    chunks = None
+    if not layout.decode_only:
+        chunks = dataclasses.replace(batch, kind=jnp.where(is_decode, KV, batch.kind))
+    return HiddenRows(
+        tuple(decodes),
+        jnp.sum(mine, dtype=jnp.int32),
+        chunks,
+        None if chunks is None else plan(chunks, decode_only=False),
+    )
+
+
 def attend_hidden(
+    out: jax.Array,
     inputs: AttentionInput,
     pool: jax.Array,
     layer: LayerIndex,
-    batch: AttentionBatch,
+    rows: HiddenRows,
     how: KVProjection,
     model: StepModel,
-    *,
-    decode_only: bool,
 ) -> jax.Array:
-    """[T, num_heads, head_dim]: attention of the hidden rows' tokens, zeros for all others.
+    """out [T, num_heads, head_dim], zeros for the hidden rows' tokens, with their attention filled
+    in.
 
     how: its rotation and norm; the weights are the layer's. Absorbed reading (design: Wk folded
     into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
@@ -57,22 +121,36 @@ def attend_hidden(
         "backend": model.backend,
         "mesh": model.mesh,
     }
-    if model.hidden_read == PROJECTED:
-        return projected_attention(
-            inputs.q, pool, layer, batch, projection, decode_only=decode_only, **options
-        )
-    if decode_only:
-        return _absorbed(inputs.q, pool, layer, batch, inputs.weights, options)
-    decodes = batch.decodes()
-    mine = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
-    token = jnp.where(mine, batch.query_start, batch.max_tokens)
-    q = inputs.q.at[token].get(mode="fill", fill_value=0)
-    done = _absorbed(q, pool, layer, decodes, inputs.weights, options)
-    chunks = dataclasses.replace(batch, kind=jnp.where(mine, KV, batch.kind))
-    out = projected_attention(
-        inputs.q, pool, layer, chunks, projection, decode_only=False, **options
+
+    def fill(decodes: HiddenDecodes, out: jax.Array) -> jax.Array:
+        q = inputs.q.at[decodes.token].get(mode="fill", fill_value=0)
+        given = q, pool, layer, decodes.batch
+        if model.hidden_read == ABSORBED:
+            done = _absorbed(*given, inputs.weights, options)
+        else:
+            done = projected_attention(
+                *given, projection, decode_only=True, plan=decodes.plan, **options
+            )
+        return out.at[decodes.token].set(done, mode="drop")
+
+    *smaller, largest = rows.decodes
+    if smaller:
+        enough = rows.number <= smaller[0].batch.max_rows
+        out = lax.cond(enough, partial(fill, smaller[0]), partial(fill, largest), out)
+    else:
+        out = fill(largest, out)
+    if rows.chunks is None:
+        return out
+    return out + projected_attention(
+        inputs.q,
+        pool,
+        layer,
+        rows.chunks,
+        projection,
+        decode_only=False,
+        plan=rows.plan,
+        **options,
     )
-    return out.at[token].set(done, mode="drop")
 
 
 def _absorbed(

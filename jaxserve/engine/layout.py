@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels import AttentionBatch
+from jaxserve.pallas_kernels import KV, AttentionBatch
 
 PLACEHOLDER = -1
 """A token that is still on the device: the one its row's slot sampled last."""
@@ -48,8 +48,9 @@ class PackedBatch:
 class Layout:
     """A static bucket: T tokens in R rows, block tables W wide, S device slots.
 
-    decode_only: T == R and token i is row i. hidden: rows may have hidden caches. Hashable, so that
-    it is a static jit argument.
+    decode_only: T == R and token i is row i. hidden: 0 where no row has a hidden cache; else those
+    decodes that have one are among the first so many rows. kv: some row may have a KV cache.
+    Hashable, so that it is a static jit argument.
     """
 
     tokens: int
@@ -57,7 +58,8 @@ class Layout:
     width: int
     slots: int
     decode_only: bool
-    hidden: bool = False
+    hidden: int = 0
+    kv: bool = True
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -99,9 +101,10 @@ class Layout:
         return out
 
     def pack(self, rows: Rows) -> PackedBatch:
-        """The rows in a buffer, those of one token first, as the kernels want them."""
+        """The rows in a buffer, those of one token first, as the kernels want them, and of these
+        the ones with hidden caches before the others."""
         single = rows.counts == 1
-        order = np.argsort(~single, kind="stable")
+        order = np.argsort(np.where(single, np.equal(rows.kind, KV), 2), kind="stable")
         counts, contexts = rows.counts[order], rows.contexts[order]
         n, total = len(order), int(counts.sum())
         first = np.cumsum(counts) - counts

@@ -106,7 +106,8 @@ class StepTimer:
         from jaxserve.engine.layout import Rows
 
         buckets, counts = self._executor.buckets, shape.counts
-        layout, n = buckets.fitting(counts, hidden=shape.hidden), len(counts)
+        n = len(counts)
+        layout = buckets.fitting(counts, hidden=n if shape.hidden else 0)
         rows = Rows(
             counts=counts,
             contexts=shape.contexts,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.engine.hidden import attend_hidden
+from jaxserve.engine.hidden import attend_hidden, hidden_rows
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
@@ -64,19 +64,24 @@ def _model_step(
         "backend": model.backend,
         "mesh": mesh,
     }
-    plan = plan_attention(pool, batch, config.num_heads, **options)
+    plan = plan_attention(pool, batch, config.num_heads, **options) if layout.kv else None
+    rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
     def attend(
         pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
     ) -> tuple[jax.Array, jax.Array]:
         x = None if how is None else inputs.x.reshape(inputs.k.shape)
-        pool = write(pool, layer, inputs.k, inputs.v, batch, x=x, backend=model.backend, mesh=mesh)
-        out = paged_attention(
-            inputs.q, pool, layer, batch, scale=config.attn_scale, plan=plan, **options
-        )
-        if how is not None:
-            only = layout.decode_only
-            out += attend_hidden(inputs, pool, layer, batch, how, model, decode_only=only)
+        k, v = inputs.k, inputs.v
+        if x is not None and not layout.kv:
+            k = v = x  # nobody's: so the new tokens' own need not be made
+        pool = write(pool, layer, k, v, batch, x=x, backend=model.backend, mesh=mesh)
+        out = jnp.zeros_like(inputs.q)
+        if layout.kv:
+            out = paged_attention(
+                inputs.q, pool, layer, batch, scale=config.attn_scale, plan=plan, **options
+            )
+        if rows is not None and how is not None:
+            out = attend_hidden(out, inputs, pool, layer, rows, how, model)
         return pool, out
 
     inputs = StepInputs(_feed(fields, last_token), positions(fields), fields["token_row"])

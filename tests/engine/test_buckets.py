@@ -52,8 +52,8 @@ def test_a_batch_with_hidden_rows_is_padded_as_its_cost_is_predicted(
     counts[0] = data.draw(st.integers(1, max_tokens - count + 1))
     some = np.arange(count) == data.draw(st.integers(0, count - 1))
     for hidden in (some, some & False):
-        layout = buckets.fitting(counts, hidden=bool(hidden.any()))
-        assert layout in buckets.all() and layout.hidden == hidden.any()
+        layout = buckets.fitting(counts, hidden=int(hidden.sum()))
+        assert layout in buckets.all() and bool(layout.hidden) == hidden.any()
         contexts = np.where(hidden | (counts == 1), 3, 0)
         features = BatchFeatures.of(
             counts, contexts, counts == 1, padding=buckets.padding, hidden=hidden
@@ -62,10 +62,27 @@ def test_a_batch_with_hidden_rows_is_padded_as_its_cost_is_predicted(
         assert features.padded(buckets.padding).padded_tokens == layout.tokens
 
 
-def test_hidden_caches_add_less_than_as_many_steps_again() -> None:
-    """Those that are not decodes take as long to compile as both."""
+@given(rows=st.integers(1, 300), data=st.data())
+def test_decodes_with_hidden_caches_have_room_at_the_front(rows: int, data: st.DataObject) -> None:
+    """And no more than an eighth of the rows where that does; K and V only where somebody has
+    them."""
+    buckets = make_buckets(300, 300, width=4, hidden=True)
+    hidden = data.draw(st.integers(0, rows))
+    layout = buckets.decode(rows, hidden=hidden)
+    assert layout in buckets.all()
+    assert layout.hidden >= hidden and bool(layout.hidden) == bool(hidden)
+    assert layout.kv == (hidden < rows)
+    if layout.kv and hidden and layout.rows >= 16 and hidden <= layout.rows // 8:
+        assert layout.hidden == layout.rows // 8
+
+
+def test_hidden_caches_add_few_steps() -> None:
+    """Those that are not decodes take as long to compile as all that are."""
     plain, both = (make_buckets(16, 512, width=4, hidden=hidden) for hidden in (False, True))
     more = [layout for layout in both.all() if layout not in plain.all()]
-    assert [layout.rows for layout in more if layout.decode_only] == [1, 2, 4, 8, 16]
+    decodes = [(layout.rows, layout.hidden, layout.kv) for layout in more if layout.decode_only]
+    beside_kv = [(2, 2, True), (4, 4, True), (8, 8, True), (16, 2, True), (16, 16, True)]
+    assert sorted(decodes) == sorted([*beside_kv, *((n, n, False) for n in (1, 2, 4, 8, 16))])
     assert [layout.tokens for layout in more if not layout.decode_only] == [32, 128, 512]
     assert set(plain.all()) < set(both.all())
+    assert len(both.all()) == len(set(both.all()))

@@ -4,7 +4,6 @@ XLA's on a single device."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 
@@ -43,11 +42,6 @@ def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.nd
     kinds = [HIDDEN, KV, HIDDEN]
     decodes = sum(length == 1 for _, length in rows)
     batch = make_batch(shape, rows, [LEFT, RIGHT, RIGHT], decodes, rng, kinds=kinds)
-    if decodes < len(rows):
-        # More table entries than the pool has blocks: then a whole layer is gathered, else blocks.
-        tables = jnp.pad(batch.tables, ((0, 0), (0, 0), (0, 6)))
-        batch = dataclasses.replace(batch, tables=tables)
-        assert shape.rows * tables.shape[2] > shape.blocks
     q, k, v, x = (jnp.asarray(vectors(shape, HEADS, rng, np.float32)) for _ in range(4))
     qx = jnp.asarray(vectors(wide(shape), HEADS, rng, np.float32))
     projection = make_projection(shape, rng, jnp.float32, bias=True, norm=True, rotary=True)
