@@ -113,8 +113,9 @@ def attend_hidden(
     into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
     its context once is less work than folding each of them.
     """
-    assert inputs.weights is not None, "the model's q, k and v are fused"
-    projection = _projection(inputs.weights, how)
+    weights = inputs.weights
+    assert weights is not None, "the model's q, k and v are fused"
+    projection = _projection(weights, how)
     options: dict[str, Any] = {
         "scale": model.config.attn_scale,
         "sliding_window": model.config.sliding_window,
@@ -126,7 +127,7 @@ def attend_hidden(
         q = inputs.q.at[decodes.token].get(mode="fill", fill_value=0)
         given = q, pool, layer, decodes.batch
         if model.hidden_read == ABSORBED:
-            done = _absorbed(*given, inputs.weights, options)
+            done = _absorbed(*given, weights, options)
         else:
             done = projected_attention(
                 *given, projection, decode_only=True, plan=decodes.plan, **options
