@@ -39,7 +39,7 @@ def model() -> tuple[Family, ModelConfig, Params]:
 
 def step_model(read: str) -> StepModel:
     family, config, _ = model()
-    return StepModel(family, config, "xla", None, 1, True, read, WIDTH * BLOCK_SIZE)
+    return StepModel(family, config, "xla", None, True, read, WIDTH * BLOCK_SIZE)
 
 
 def random_pool() -> jax.Array:
