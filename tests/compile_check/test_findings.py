@@ -198,6 +198,15 @@ def test_what_is_computed_twice_is_seen(case: Case, tmp_path: Path) -> None:
     ]
 
 
+def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(case: Case, tmp_path: Path) -> None:
+    nothing: Any = None
+    tpu = dataclasses.replace(case, target=load_target("v6e"))
+    for name, bad in (("decode step", True), ("hidden decode step", False)):
+        found = look(tpu, choose(name)[0], nothing, SCANNED, tmp_path)
+        assert found.weights_moved == 2 * 5120 * 5120
+        assert bool(found.problems) == bad
+
+
 def test_names_that_are_not_there_are_a_failure(case: Case, tmp_path: Path) -> None:
     """Lest every step pass because its weights are called something else."""
     for name in ("params", "pool"):
