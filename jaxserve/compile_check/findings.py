@@ -19,6 +19,7 @@ from jaxserve.compile_check.ptx import KernelUse, kernel_uses
 from jaxserve.compile_check.traffic import Traffic, traffic
 
 _MIB = 1 << 20
+_LARGE = 64 * _MIB  # of a step's arguments only weights and the pool are
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ def look(
 def _check_names(module: hlo.Module) -> None:
     """RuntimeError where nothing could be found, since things are called something else."""
     given = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
-    for what, found in (
-        ("weights", any(map(weights.is_parameter_of_model, given))),
-        ("pool", any(op.source == "pool" for op in given)),
-    ):
-        if not found:
-            raise RuntimeError(f"none of the step's parameters is called {what}")
+    others = [op for op in given if not weights.is_parameter_of_model(op)]
+    if len(others) == len(given):
+        raise RuntimeError("none of the step's parameters is called params")
+    for op in others:
+        if op.source != "pool" and sum(array.size for array in op.arrays) > _LARGE:
+            raise RuntimeError(f"{op.source} is neither of params nor the pool, and as large")
 
 
 def _told(moved: list[weights.Move]) -> str:
