@@ -89,8 +89,10 @@ def _problems_of_step(case: Case, module: hlo.Module, folder: Path) -> Iterator[
     again = {op.name for ops in module.computations.values() for op in ops if ".remat" in op.name}
     if again:
         yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
-    # Between the collectives of several devices XLA leaves a few kernels to themselves.
-    if case.target.platform == "cuda" and case.shards == 1:
+    # Between the collectives of several devices XLA leaves a few kernels to themselves, and loops
+    # (of which only a program that reads no cache has one) are not for graphs.
+    takes_pool = any(op.source == "pool" for op in module.computations[module.entry])
+    if case.target.platform == "cuda" and case.shards == 1 and takes_pool:
         alone = outside_buffers(folder)
         if alone:
             yield f"{len(alone)} kernels outside of command buffers, such as {alone[0]}"
