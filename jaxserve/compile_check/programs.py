@@ -123,13 +123,14 @@ def _widen(case: Case) -> jax.stages.Lowered:
 
 
 def _decode_layout(case: Case, *, hidden: bool = False) -> Layout:
-    """hidden: most of the rows have hidden caches, beside one with a KV cache."""
+    """hidden: with room for hidden caches in all rows, beside KV caches."""
     rows = case.sizes.max_rows
     return case.buckets.decode(rows, hidden=max(1, rows - 1) if hidden else 0)
 
 
 def _mixed_layout(case: Case, *, hidden: bool = False) -> Layout:
-    return case.buckets.mixed(case.sizes.max_batch_tokens, hidden=hidden)
+    rows, tokens = case.sizes.max_rows, case.sizes.max_batch_tokens
+    return case.buckets.mixed(tokens, hidden=min(rows, tokens) if hidden else 0)
 
 
 def _batch(case: Case, layout: Layout) -> AttentionBatch:

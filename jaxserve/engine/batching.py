@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.buckets import Buckets, hidden_decodes
 from jaxserve.engine.executor import Executor
 from jaxserve.engine.layout import Layout, PackedBatch, Rows
 from jaxserve.sched.blocks import BlockPool
@@ -34,11 +34,11 @@ def build_batch(
         tokens_of(row, first, end) if end > first else ()
         for row, first, end in zip(rows.tolist(), step.start.tolist(), known.tolist(), strict=True)
     ]
-    hidden = int(np.count_nonzero(step.plan.kinds))
+    kinds = step.plan.kinds
     if mixed:
-        layout = buckets.mixed(int(counts.sum()), hidden=hidden > 0)
+        layout = buckets.mixed(int(counts.sum()), hidden=hidden_decodes(counts, kinds))
     else:
-        layout = buckets.fitting(counts, hidden=hidden)
+        layout = buckets.fitting(counts, kinds)
     batch = Rows(
         counts=counts,
         contexts=step.start,

@@ -2,8 +2,9 @@
 
 A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
 could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
-there are hidden caches, each decode step is there for steps with some, with many and with nothing
-else, and every other of the others a second time, so that steps without one pay nothing for them.
+there are hidden caches, each decode step is there once more for few of them, for many and for
+nothing else, and every other of the others for few and for many, so that steps without one pay
+nothing for them, and steps with few little.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import numpy as np
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.layout import Layout
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.padding import Padding
 
 _LINEAR_FROM = 256
 """Above this many tokens buckets grow by steps of this size, so that padding stays small."""
 
 FEW_HIDDEN = 8
-"""Decode steps with hidden rows are there for as much as this part of their rows, and for all."""
+"""Steps with hidden rows are there for as much as this part of their rows, and for all."""
 
 WIDEN_TOKENS = 128
 """Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
@@ -51,26 +53,27 @@ class Buckets:
         size = self.rows[bisect.bisect_left(self.rows, rows)]
         if hidden == rows:
             return self._decodes(size, size, kv=False)
-        return self._decodes(size, next((n for n in _some(size) if hidden <= n), size))
+        return self._decodes(size, _room(size, hidden))
 
     def _decodes(self, rows: int, hidden: int, *, kv: bool = True) -> Layout:
         return Layout(rows, rows, self.width, self.slots, True, hidden, kv)
 
-    def mixed(self, tokens: int, *, hidden: bool = False) -> Layout:
-        """The smallest step for that many tokens in any number of rows. hidden: some row has a
-        hidden cache. Raises IndexError beyond the last bucket."""
+    def mixed(self, tokens: int, *, hidden: int = 0) -> Layout:
+        """The smallest step for that many tokens in any number of rows. hidden: decodes with hidden
+        caches, but at least 1 if any row has one. Raises IndexError beyond the last bucket."""
         sizes = self.padding.hidden_tokens if hidden else self.tokens
         size = sizes[bisect.bisect_left(sizes, tokens)]
-        rows = self._rows_for(size)
-        return Layout(size, rows, self.width, self.slots, False, rows if hidden else 0)
+        return self._mixed(size, _room(self._rows_for(size), hidden))
 
-    def fitting(self, counts: np.ndarray, *, hidden: int = 0) -> Layout:
-        """The smallest step for rows of so many tokens each, `hidden` of them with hidden
-        caches."""
-        total = int(counts.sum())
+    def _mixed(self, tokens: int, hidden: int) -> Layout:
+        return Layout(tokens, self._rows_for(tokens), self.width, self.slots, False, hidden)
+
+    def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
+        """The smallest step for rows of so many tokens each, with caches of these kinds."""
+        total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
         if total == len(counts):
             return self.decode(total, hidden=hidden)
-        return self.mixed(total, hidden=hidden > 0)
+        return self.mixed(total, hidden=hidden)
 
     def widening(self) -> Layout:
         """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
@@ -80,11 +83,14 @@ class Buckets:
         """Every step there is, decode steps first."""
         decodes = [self.decode(rows) for rows in self.rows]
         mixed = [self.mixed(tokens) for tokens in self.tokens]
-        if self.hidden:
-            for rows in self.rows:
-                decodes += [self._decodes(rows, n) for n in _some(rows)[1:]]
-                decodes.append(self._decodes(rows, rows, kv=False))
-            mixed += [self.mixed(n, hidden=True) for n in self.padding.hidden_tokens]
+        if not self.hidden:
+            return decodes + mixed
+        for rows in self.rows:
+            # All but that of a single row, which is either.
+            decodes += [self._decodes(rows, room) for room in _rooms(rows) if rows > 1]
+            decodes.append(self._decodes(rows, rows, kv=False))
+        for size in self.padding.hidden_tokens:
+            mixed += [self._mixed(size, room) for room in _rooms(self._rows_for(size))]
         return decodes + mixed
 
     def _rows_for(self, tokens: int) -> int:
@@ -120,11 +126,20 @@ def make_buckets(
     return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group, decode_chunk)
 
 
-def _some(rows: int) -> tuple[int, ...]:
-    """Ascending: how many of the first rows of a decode step may have hidden caches, beside others
-    that have none."""
+def hidden_decodes(counts: np.ndarray, kinds: np.ndarray) -> int:
+    """Rows of one token with hidden caches; at least 1 if any row has one."""
+    hidden = kinds == CacheKind.HIDDEN
+    return max(int(hidden.any()), int(np.count_nonzero(hidden & (counts == 1))))
+
+
+def _rooms(rows: int) -> tuple[int, ...]:
+    """Ascending: for how many decodes with hidden caches, of so many rows, there are steps."""
     few = rows // FEW_HIDDEN
-    return tuple(sorted({0, few if few > 1 else 0, rows if rows > 1 else 0}))
+    return (few, rows) if few > 1 else (rows,)
+
+
+def _room(rows: int, hidden: int) -> int:
+    return next(room for room in (0, *_rooms(rows)) if hidden <= room)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

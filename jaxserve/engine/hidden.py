@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.layout import Format
 
-from jaxserve.engine.buckets import FEW_HIDDEN
 from jaxserve.engine.layout import Layout, attention_batch, positions
 from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
@@ -37,64 +35,41 @@ READS = (ABSORBED, PROJECTED)
 FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
 
 
-class HiddenDecodes(NamedTuple):
-    """The first so many rows of a step as a batch of decodes. token int32 [n]: each one's place on
-    the step's token axis, past its end for those that have no hidden cache. plan: of projecting."""
-
-    batch: AttentionBatch
-    token: jax.Array
-    plan: Any
-
-
 class HiddenRows(NamedTuple):
-    """What all layers have in common about a step's rows with hidden caches. decodes: the same
-    ones, in batches of ascending size; the first that has room for `number` of them, int32 [],
-    will do. chunks: the others, None in a step of decodes. plan: of projecting those."""
+    """What all layers have in common about a step's rows with hidden caches.
 
-    decodes: tuple[HiddenDecodes, ...]
-    number: jax.Array
+    decodes: the first rows of the step, those with a hidden decode among them, as a batch of their
+    own. token int32 [n]: each one's place on the step's token axis, past its end for those that
+    are none. chunks: the other rows, None in a step of decodes. plans: of projecting either; None
+    for what is not projected.
+    """
+
+    decodes: AttentionBatch
+    token: jax.Array
     chunks: AttentionBatch | None
-    plan: Any
+    plans: tuple[Any, Any]
 
 
 def hidden_rows(
     pool: jax.Array, batch: AttentionBatch, model: StepModel, layout: Layout
 ) -> HiddenRows:
-    """Of a batch of this layout, which has hidden rows. Steps of decodes come in a size of their
-    own for few of them; in others, which take longer, the device chooses."""
+    """Of a batch of this layout, which has hidden rows."""
+    options: dict[str, Any] = {
+        "kind": HIDDEN,
+        "sliding_window": model.config.sliding_window,
+        "backend": model.backend,
+        "mesh": model.mesh,
+    }
+    heads = model.config.num_heads
     is_decode = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
-    mine = is_decode & (batch.kind == HIDDEN)
-    token = jnp.where(mine, batch.query_start, batch.max_tokens)
-
-    def plan(rows: AttentionBatch, *, decode_only: bool) -> Any:
-        return plan_attention(
-            pool,
-            rows,
-            model.config.num_heads,
-            kind=HIDDEN,
-            sliding_window=model.config.sliding_window,
-            decode_only=decode_only,
-            backend=model.backend,
-            mesh=model.mesh,
-        )
-
-    sizes = [layout.hidden]
-    if not layout.decode_only and layout.hidden >= 2 * FEW_HIDDEN:
-        sizes.insert(0, layout.hidden // FEW_HIDDEN)
-    decodes = []
-    for size in sizes:
-        rows = batch.decodes(size)
-        made = None if model.hidden_read == ABSORBED else plan(rows, decode_only=True)
-        decodes.append(HiddenDecodes(rows, token[:size], made))
-    chunks = None
+    token = jnp.where(is_decode & (batch.kind == HIDDEN), batch.query_start, batch.max_tokens)
+    decodes, chunks, plans = batch.decodes(layout.hidden), None, [None, None]
+    if model.hidden_read == PROJECTED:
+        plans[0] = plan_attention(pool, decodes, heads, decode_only=True, **options)
     if not layout.decode_only:
         chunks = dataclasses.replace(batch, kind=jnp.where(is_decode, KV, batch.kind))
-    return HiddenRows(
-        tuple(decodes),
-        jnp.sum(mine, dtype=jnp.int32),
-        chunks,
-        None if chunks is None else plan(chunks, decode_only=False),
-    )
+        plans[1] = plan_attention(pool, chunks, heads, decode_only=False, **options)
+    return HiddenRows(decodes, token[: layout.hidden], chunks, (plans[0], plans[1]))
 
 
 def attend_hidden(
@@ -123,23 +98,14 @@ def attend_hidden(
         "mesh": model.mesh,
     }
 
-    def fill(decodes: HiddenDecodes, out: jax.Array) -> jax.Array:
-        q = inputs.q.at[decodes.token].get(mode="fill", fill_value=0)
-        given = q, pool, layer, decodes.batch
-        if model.hidden_read == ABSORBED:
-            done = _absorbed(*given, weights, options)
-        else:
-            done = projected_attention(
-                *given, projection, decode_only=True, plan=decodes.plan, **options
-            )
-        return out.at[decodes.token].set(done, mode="drop")
-
-    *smaller, largest = rows.decodes
-    if smaller:
-        enough = rows.number <= smaller[0].batch.max_rows
-        out = lax.cond(enough, partial(fill, smaller[0]), partial(fill, largest), out)
+    q = inputs.q.at[rows.token].get(mode="fill", fill_value=0)
+    given = q, pool, layer, rows.decodes
+    of_decodes, of_chunks = rows.plans
+    if model.hidden_read == ABSORBED:
+        done = _absorbed(*given, weights, options)
     else:
-        out = fill(largest, out)
+        done = projected_attention(*given, projection, decode_only=True, plan=of_decodes, **options)
+    out = out.at[rows.token].set(done, mode="drop")
     if rows.chunks is None:
         return out
     return out + projected_attention(
@@ -149,7 +115,7 @@ def attend_hidden(
         rows.chunks,
         projection,
         decode_only=False,
-        plan=rows.plan,
+        plan=of_chunks,
         **options,
     )
 

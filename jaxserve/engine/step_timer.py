@@ -107,12 +107,13 @@ class StepTimer:
 
         buckets, counts = self._executor.buckets, shape.counts
         n = len(counts)
-        layout = buckets.fitting(counts, hidden=n if shape.hidden else 0)
+        kind = np.full(n, CacheKind.HIDDEN if shape.hidden else CacheKind.KV)
+        layout = buckets.fitting(counts, kind)
         rows = Rows(
             counts=counts,
             contexts=shape.contexts,
             tables=self._tables(n),
-            kind=int(CacheKind.HIDDEN if shape.hidden else CacheKind.KV),
+            kind=kind,
             slots=np.arange(n),
             emits=1,
         )

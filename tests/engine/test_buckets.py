@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.kinds import CacheKind
 
 
 @given(max_rows=st.integers(1, 300), max_tokens=st.integers(1, 4096), data=st.data())
@@ -52,7 +53,7 @@ def test_a_batch_with_hidden_rows_is_padded_as_its_cost_is_predicted(
     counts[0] = data.draw(st.integers(1, max_tokens - count + 1))
     some = np.arange(count) == data.draw(st.integers(0, count - 1))
     for hidden in (some, some & False):
-        layout = buckets.fitting(counts, hidden=int(hidden.sum()))
+        layout = buckets.fitting(counts, np.where(hidden, CacheKind.HIDDEN, CacheKind.KV))
         assert layout in buckets.all() and bool(layout.hidden) == hidden.any()
         contexts = np.where(hidden | (counts == 1), 3, 0)
         features = BatchFeatures.of(
@@ -77,12 +78,20 @@ def test_decodes_with_hidden_caches_have_room_at_the_front(rows: int, data: st.D
 
 
 def test_hidden_caches_add_few_steps() -> None:
-    """Those that are not decodes take as long to compile as all that are."""
+    """Those that are not decodes take long to compile: there are no more of them than without."""
     plain, both = (make_buckets(16, 512, width=4, hidden=hidden) for hidden in (False, True))
     more = [layout for layout in both.all() if layout not in plain.all()]
     decodes = [(layout.rows, layout.hidden, layout.kv) for layout in more if layout.decode_only]
     beside_kv = [(2, 2, True), (4, 4, True), (8, 8, True), (16, 2, True), (16, 16, True)]
     assert sorted(decodes) == sorted([*beside_kv, *((n, n, False) for n in (1, 2, 4, 8, 16))])
-    assert [layout.tokens for layout in more if not layout.decode_only] == [32, 128, 512]
+    others = [(layout.tokens, layout.hidden) for layout in more if not layout.decode_only]
+    assert sorted(others) == [(n, room) for n in (32, 128, 512) for room in (2, 16)]
     assert set(plain.all()) < set(both.all())
     assert len(both.all()) == len(set(both.all()))
+
+
+def test_a_hidden_chunk_alone_wants_a_step_that_knows_of_them() -> None:
+    buckets = make_buckets(16, 512, width=4, hidden=True)
+    kinds = np.array([CacheKind.KV, CacheKind.HIDDEN])
+    assert buckets.fitting(np.array([1, 40]), kinds) == buckets.mixed(41, hidden=1)
+    assert buckets.mixed(41, hidden=1).hidden == 2

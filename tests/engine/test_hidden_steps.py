@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine import hidden
 from jaxserve.engine.hidden import ABSORBED, PROJECTED
 from jaxserve.engine.layout import Layout, Rows
 from jaxserve.engine.step_model import StepModel
@@ -39,7 +38,15 @@ def model() -> tuple[Family, ModelConfig, Params]:
 
 def step_model(read: str) -> StepModel:
     family, config, _ = model()
-    return StepModel(family, config, "xla", None, True, read, WIDTH * BLOCK_SIZE)
+    return StepModel(
+        family,
+        config,
+        backend="xla",
+        mesh=None,
+        unroll=True,
+        hidden_read=read,
+        max_len=WIDTH * BLOCK_SIZE,
+    )
 
 
 def random_pool() -> jax.Array:
@@ -84,25 +91,14 @@ def logits(layout: Layout, given: Rows, read: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("read", [ABSORBED, PROJECTED])
-def test_few_hidden_rows_are_found_at_the_front(read: str) -> None:
-    given = rows(2)
-    few, all_of_them = (Layout(ROWS, ROWS, WIDTH, ROWS, True, n) for n in (2, ROWS))
-    np.testing.assert_allclose(
-        logits(few, given, read), logits(all_of_them, given, read), rtol=1e-4, atol=1e-4
+@pytest.mark.parametrize("tokens", [ROWS, 2 * ROWS], ids=["decodes", "beside a chunk"])
+def test_few_hidden_rows_are_found_at_the_front(tokens: int, read: str) -> None:
+    given = rows(2, chunk=0 if tokens == ROWS else 9)
+    few, all_of_them = (
+        logits(Layout(tokens, ROWS, WIDTH, ROWS, tokens == ROWS, room), given, read)
+        for room in (2, ROWS)
     )
-
-
-@pytest.mark.parametrize("hidden_rows", [2, 3])
-def test_beside_chunks_the_device_chooses(
-    hidden_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for two, or for all."""
-    given, found = rows(hidden_rows, chunk=9), []
-    # The slots only tell the layouts apart: a step is traced once for each.
-    for few, slots in ((8, ROWS), (1 << 20, ROWS + 1)):
-        monkeypatch.setattr(hidden, "FEW_HIDDEN", few)
-        found.append(logits(Layout(32, ROWS, WIDTH, slots, False, ROWS), given, ABSORBED))
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(few, all_of_them, rtol=1e-4, atol=1e-4)
 
 
 def matmuls(layout: Layout) -> int:
