@@ -48,8 +48,11 @@ def test_each_write_that_takes_too_long_ends_and_no_other() -> None:
         for task in stuck:
             assert await task == "the call is read too slowly: server.write_timeout_s is 0.05"
             assert not task.cancelling()
-        late = asyncio.create_task(slow())  # once nobody is left to look at
-        assert "too slowly" in await late
+        first = asyncio.create_task(slow())  # once nobody is left to look at
+        await asyncio.sleep(LIMIT_S / 2)
+        second = asyncio.create_task(slow())  # whose time is not up with the first one's
+        for task in (first, second):
+            assert "too slowly" in await task
         go_on.set()
         assert await reading == "read"
 
