@@ -78,7 +78,7 @@ class FirstToken:
         lacking = total.starts - rows - (backlog.max_rows - self._holders)
         short = total.blocks - blocks - backlog.free_blocks
         seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
-        return Wait(max(alone, backlog.free_at + seconds - now), alone)
+        return Wait(max(alone, seconds + (backlog.free_at - now)), alone)
 
     # Who is before it.
 

@@ -274,13 +274,14 @@ class Engine:
         self._serving.woke(None)
         while self._receive(wait=pending is None and not self._serving.live):
             launched = self._serving.launch(idle=pending is None)
-            self._outlook.publish(pending, launched)
             if pending is not None:
                 self._serving.finish(pending)
             pending = None if launched is None else self._serving.draw(launched)
             if pending is not None and not self._options.overlap:
                 self._serving.finish(pending)
                 pending = None
+            # Last, so that nobody who has ended is waited for while the thread sleeps.
+            self._outlook.publish(pending)
 
     def _receive(self, *, wait: bool) -> bool:
         """Takes in what other threads asked for; False when the engine is to end."""

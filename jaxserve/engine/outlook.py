@@ -24,16 +24,17 @@ class Outlook:
         self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
         self._free_at = 0.0
         self._seen: FirstToken | None = None
-        self.publish(None, None)
+        self.publish(None)
 
-    def publish(self, flying: InFlight | None, launched: InFlight | None) -> None:
-        """What there is to do now. flying, launched: the steps that the device has, if any; the
-        latter since just now."""
+    def publish(self, flying: InFlight | None) -> None:
+        """What there is to do now. flying: the step that the device has, if any, new each time; the
+        one before it is done."""
         now = self._clock()
-        latest = now if flying is None else now + flying.watched.predicted
-        self._free_at = min(max(self._free_at, now), latest)
-        if launched is not None:
-            self._free_at += launched.watched.predicted
+        if flying is None:
+            self._free_at = now
+        else:  # it began when it was launched, or when the one before it was done
+            began = min(max(self._free_at, flying.watched.submitted), now)
+            self._free_at = began + flying.watched.predicted
         backlog = Backlog.of(self._scheduler, now, self._free_at)
         self._latest = backlog.received, FirstToken(backlog)
 

@@ -27,7 +27,9 @@ class Told(Served):
     """An engine that is asked about each request when it comes. share: of the slack, beyond which
     it is refused. told: by number."""
 
-    def __init__(self, folder: Path, workload: Workload, share: float, policy: str) -> None:
+    def __init__(
+        self, folder: Path, workload: Workload, share: float, policy: str, *, overlap: bool = True
+    ) -> None:
         self.told: dict[int, Wait] = {}
         self.refused: set[int] = set()
         self._share = share
@@ -38,6 +40,7 @@ class Told(Served):
             "scheduler__max_rows": 8,
             "scheduler__max_queue": len(workload),
             "scheduler__policy": policy,
+            "engine__overlap": overlap,
         }
         super().__init__(configured(folder, 200, PRIOR, **fields), workload, TRUE)
 
@@ -91,9 +94,12 @@ def test_in_an_overload(tmp_path: Path) -> None:
         assert len(times) == len(everybody.token_times[number])
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["sarathi", "bros", "fastserve"])
-def test_once_all_have_ended_nobody_waits(tmp_path: Path, policy: str) -> None:
-    told: Any = Told(tmp_path, load(30.0, 60), np.inf, policy)
+def test_once_all_have_ended_nobody_waits(tmp_path: Path, policy: str, overlap: bool) -> None:
+    told: Any = Told(tmp_path, load(30.0, 60), np.inf, policy, overlap=overlap)
+    backlog = told.engine._outlook._latest[1]._backlog
+    assert not len(backlog) and backlog.free_blocks == 800
     wait = told.engine.expected_wait(Request("new", (1,) * 20, SamplingParams(4)))
     assert wait.seconds == wait.alone
     assert not told.engine._outlook._since
