@@ -40,8 +40,9 @@ def _model() -> dict[str, Any]:
         "load_format": "auto",
         # A built-in shape for random weights, e.g. opt-125m.
         "preset": "",
-        # auto (float32 on CPU, else the checkpoint's; bfloat16 for float16 on TPUs) |
-        # float32 | bfloat16 | float16
+        # Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
+        # bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16 where
+        # the processor multiplies it faster. All else is computed in the same, on CPUs in float32.
         "dtype": "auto",
         # Seed of random weights.
         "seed": 0,

@@ -99,7 +99,7 @@ def _build(config: ConfigDict, progress: bool) -> Engine:
         chosen.pool_heads,
         chosen.block_size,
         model.head_dim,
-        chosen.dtype,
+        chosen.cache_dtype,
         sharding.named(mesh, pool_axes) if mesh else None,
     )
     executor = JaxExecutor(

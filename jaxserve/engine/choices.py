@@ -27,7 +27,7 @@ from jaxserve.engine.sizing import (
     pool_blocks,
     pool_room,
 )
-from jaxserve.engine.step_model import StepModel, unrolls
+from jaxserve.engine.step_model import StepModel, activations_in, unrolls
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
@@ -47,7 +47,8 @@ TABLES_GIB = 1  # of host memory, for what is kept of the requests
 @dataclass(frozen=True)
 class Choices:
     """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
-    see `array_blocks`; num_blocks: those of them that are used."""
+    see `array_blocks`; num_blocks: those of them that are used. dtype: of the
+    weights."""
 
     model: StepModel
     dtype: jnp.dtype
@@ -62,6 +63,11 @@ class Choices:
     host_slots: int
     profile: System | None
 
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """That of pool and activations."""
+        return jnp.dtype(self.model.activations or self.dtype)
+
 
 def choose(config: ConfigDict) -> Choices:
     """Raises ConfigError, or ValueError or OSError, with one clear line."""
@@ -74,7 +80,6 @@ def choose(config: ConfigDict) -> Choices:
     tensor = config.mesh.tensor
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
-    dtype = choose_dtype(config.model.dtype, hf)
     max_model_len = choose_max_len(config.engine.max_model_len, model)
     policy = _policy(config)
     limits = _limits(config, policy, max_model_len)
@@ -83,7 +88,9 @@ def choose(config: ConfigDict) -> Choices:
     pool_heads = sharding.pool_kv_heads(model, tensor)
     read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
-    backend, read = _backend(config, model, dtype, read, pool_heads=pool_heads, shards=tensor)
+    dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
+    cached = activations_in(jax.default_backend(), dtype)
+    backend, read = _backend(config, model, cached, read, pool_heads=pool_heads, shards=tensor)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -95,19 +102,19 @@ def choose(config: ConfigDict) -> Choices:
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
-    moving = moving_workspace(policy, model, dtype, pool_heads // tensor)
+    moving = moving_workspace(policy, model, cached, pool_heads // tensor)
     room = pool_room(
         demand,
         model,
-        dtype,
+        cached,
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
-        other_work=_hidden_work(model, dtype, buckets, demand, tensor) + moving,
+        other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
     )
     allocated = array_blocks(demand, room)
     unroll = unrolls(jax.default_backend())
-    step_model = StepModel(family, model, backend, mesh, unroll, read, max_model_len)
+    step_model = StepModel(family, model, backend, mesh, unroll, read, max_model_len, cached)
     return Choices(
         step_model,
         dtype,
@@ -119,7 +126,7 @@ def choose(config: ConfigDict) -> Choices:
         demand.block_size,
         pool_heads,
         given,
-        host_slots(config.cache.host_gib, policy, model, dtype, pool_heads),
+        host_slots(config.cache.host_gib, policy, model, cached, pool_heads),
         _profile(config, model, read if given is None else None),
     )
 

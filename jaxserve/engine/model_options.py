@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from jaxserve.engine.cpu_bfloat16 import bfloat16_pays
 from jaxserve.engine.detokenize import FILE_NAME
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.base import Family, ModelConfig
@@ -46,18 +47,21 @@ def tokenizer_path(config: ConfigDict) -> str | None:
     return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
 
 
-def choose_dtype(name: str, hf: dict[str, Any]) -> jnp.dtype:
-    """The dtype of parameters, activations and cache. name: as `model.dtype` gives it; hf: the
-    checkpoint's config.
+def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.dtype:
+    """The dtype of parameters. name: as `model.dtype` gives it; hf: the checkpoint's config;
+    hidden: there are hidden caches.
 
-    auto: float32 on CPU (its bf16 converts the weights at every call), the checkpoint's own
-    elsewhere, but on TPUs, which do not compute in float16, bfloat16 for that. Raises ConfigError
-    for other names.
+    auto: the checkpoint's own, but on TPUs, which do not compute in float16, bfloat16 for that. On
+    CPUs bfloat16 if the checkpoint says that it is, so that nothing of it is lost, the machine is
+    faster with it, and no hidden caches are to be read, whose parts of the weights would be
+    converted at every call; else float32. Raises ConfigError for other names.
     """
     if name == "auto":
-        stored = checkpoint_dtype(hf) or jnp.dtype(jnp.bfloat16)
+        stored = checkpoint_dtype(hf)
         if jax.default_backend() == "cpu":
-            return jnp.dtype(jnp.float32)
+            narrow = stored == jnp.bfloat16 and not hidden and bfloat16_pays()
+            return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        stored = stored or jnp.dtype(jnp.bfloat16)
         on_tpu = jax.default_backend() == "tpu"
         return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
     if name not in DTYPES:

@@ -84,6 +84,7 @@ def _key(config: ConfigDict, chosen: Choices) -> dict[str, Any]:
         "hidden_read": model.hidden_read,
         "moves_cache": chosen.policy.moves_cache,
         "dtype": chosen.dtype.name,
+        "cache_dtype": chosen.cache_dtype.name,
         "block_size": chosen.block_size,
         "max_model_len": model.max_len,
         "rows": chosen.buckets.rows,

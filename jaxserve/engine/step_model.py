@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig
 
@@ -32,6 +34,8 @@ class StepModel:
         hidden_read: how hidden caches are read, `hidden.ABSORBED` or `hidden.PROJECTED`; None
             without such caches.
         max_len: tokens of the longest context.
+        activations: what is computed in between the weights, and cached, see `activations_in`;
+            None: the dtype of the weights.
     """
 
     family: Family
@@ -41,6 +45,7 @@ class StepModel:
     unroll: bool
     hidden_read: str | None = None
     max_len: int = 0
+    activations: DTypeLike | None = None
 
     @property
     def fused(self) -> bool:
@@ -52,6 +57,13 @@ def unrolls(platform: str) -> bool:
     """Whether the layers run unrolled on a platform, "cpu", "gpu", "cuda" or "tpu": the engine's
     choice, see `SCANNED`."""
     return platform not in SCANNED
+
+
+def activations_in(platform: str, weights: DTypeLike) -> jnp.dtype:
+    """The dtype of activations and cache for weights of this one. On CPUs float32, whatever the
+    weights are: a matmul of 16 bits by 16 bits is faster there only where its sums come out in
+    float32, and everything else is faster in it."""
+    return jnp.dtype(jnp.float32 if platform == "cpu" else weights)
 
 
 def compiler_options(pool_format: Format) -> dict[str, str]:

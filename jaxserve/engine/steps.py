@@ -86,7 +86,15 @@ def _model_step(
 
     inputs = StepInputs(_feed(fields, last_token), positions(fields), fields["token_row"])
     pool, x = forward(
-        model.family, params, config, inputs, attend, pool, unroll=model.unroll, mesh=mesh
+        model.family,
+        params,
+        config,
+        inputs,
+        attend,
+        pool,
+        unroll=model.unroll,
+        dtype=model.activations,
+        mesh=mesh,
     )
     wanted = x if layout.decode_only else x[fields["last"]]
     found = logits(model.family, params, config, wanted, mesh=mesh)

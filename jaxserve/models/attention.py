@@ -150,10 +150,8 @@ def _project_apart(
 
 
 def attention_output(weights: AttentionParams | FusedAttention, mixed: jax.Array) -> jax.Array:
-    """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in the dtype of
-    the weights."""
-    flat = mixed.astype(weights.o.kernel.dtype).reshape(mixed.shape[0], -1)
-    return linear(flat, weights.o)
+    """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in its dtype."""
+    return linear(mixed.reshape(mixed.shape[0], -1), weights.o)
 
 
 def kv_weights(weights: AttentionParams) -> KVWeights:

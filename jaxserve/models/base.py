@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.rope import Rope
 
@@ -183,10 +184,16 @@ class Embed(Protocol):
     """A family's function from token ids to the input of its first layer."""
 
     def __call__(
-        self, params: Params, config: Any, inputs: StepInputs, *, mesh: Mesh | None
+        self,
+        params: Params,
+        config: Any,
+        inputs: StepInputs,
+        *,
+        dtype: DTypeLike,
+        mesh: Mesh | None,
     ) -> jax.Array:
-        """[T, d_model] in the dtype of the parameters. mesh: what they are cut over, None for one
-        device."""
+        """[T, d_model] in this dtype, in which the layers go on. mesh: what the parameters are cut
+        over, None for one device."""
         ...
 
 

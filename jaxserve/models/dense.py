@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.base import (
     Attend,
@@ -47,14 +48,17 @@ def sequence_logits(
     tokens: jax.Array,
     *,
     unroll: bool = True,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size].
-    unroll: see `jaxserve.models.forward.over_layers`."""
+    unroll, dtype: see `jaxserve.models.forward.forward`."""
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
     attend = causal_attend(config)
-    _, x = forward(family, params, config, inputs, attend, (), unroll=unroll, mesh=mesh)
+    _, x = forward(
+        family, params, config, inputs, attend, (), unroll=unroll, dtype=dtype, mesh=mesh
+    )
     return logits(family, params, config, x, mesh=mesh)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.attention import attention_input, attention_output
 from jaxserve.models.base import (
@@ -35,6 +36,7 @@ def forward(
     carry: Carry,
     *,
     unroll: bool,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Carry, jax.Array]:
     """Runs all layers.
@@ -42,10 +44,12 @@ def forward(
     Args:
         attend: called by each layer, in order, with the carry that the one before gave back.
         unroll: see `over_layers`.
+        dtype: of the activations, that of the parameters or a wider one, see `layers.matmul`;
+            None: that of the parameters.
         mesh: that the parameters are cut over.
 
     Returns:
-        The carry, and the last layer's output [T, d_model] in the dtype of the parameters.
+        The carry, and the last layer's output [T, d_model] in the dtype of the activations.
     """
     rotation = None
     if config.rope is not None:
@@ -59,11 +63,12 @@ def forward(
         def attention(h: jax.Array) -> tuple[Carry, jax.Array]:
             given = attention_input(weights.attn, config, h, rotation, mesh)
             after, mixed = attend(carry, index, given)
-            return after, attention_output(weights.attn, mixed)
+            return after, attention_output(weights.attn, mixed.astype(h.dtype))
 
         return family.layer(weights, config, x, attention, mesh=mesh)
 
-    x = family.embed(params, config, inputs, mesh=mesh)
+    dtype = dtype or params.embed_tokens.dtype
+    x = family.embed(params, config, inputs, dtype=dtype, mesh=mesh)
     return over_layers(one_layer, (carry, x), params.layers, unroll=unroll)
 
 

@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.sharding import constrain
@@ -27,9 +28,35 @@ class Norm:
     bias: Params = None
 
 
+# Fewer rows make a matrix-vector product, for which XLA's CPU compiler converts all of the weight.
+_FEWEST_ROWS = 4
+
+
+def matmul(
+    x: jax.Array,
+    weights: jax.Array,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x [T, in] @ weights [in, out] -> [T, out], in this dtype, else in that of x. transposed: the
+    weights are [out, in].
+
+    Where x is wider than the weights, float32 on 16 bits, it is rounded to their dtype and the sums
+    stay in its own: so XLA's CPU compiler takes its library's mixed matmul, which reads the weights
+    as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step.
+    """
+    numbers = (((1,), (1 if transposed else 0,)), ((), ()))
+    rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)
+    if x.dtype != weights.dtype:
+        x = jnp.pad(x.astype(weights.dtype), ((0, max(0, _FEWEST_ROWS - rows)), (0, 0)))
+    y = jax.lax.dot_general(x, weights, numbers, preferred_element_type=result)
+    return y[:rows]
+
+
 def linear(x: jax.Array, weights: Linear) -> jax.Array:
-    """x [..., in] -> [..., out], in the dtype of the weights."""
-    y = x @ weights.kernel
+    """x [T, in] -> [T, out], in the dtype of x, see `matmul`."""
+    y = matmul(x, weights.kernel)
     return y if weights.bias is None else y + weights.bias
 
 
@@ -53,16 +80,17 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def embed_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of table [V, d] at ids [T]; ids outside are clipped (padding tokens may hold any)."""
-    return jnp.take(table, ids, axis=0, mode="clip")
+def embed_rows(table: jax.Array, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of table [V, d] at ids [T], in this dtype; ids outside are clipped (padding tokens may
+    hold any)."""
+    return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
 
 
 def vocab_logits(
     hidden: jax.Array, table: jax.Array, vocab_size: int, mesh: Mesh | None
 ) -> jax.Array:
     """hidden [R, d] on table [padded vocabulary, d] -> float32 [R, vocab_size], replicated."""
-    logits = jnp.einsum("rd,vd->rv", hidden, table, preferred_element_type=jnp.float32)
+    logits = matmul(hidden, table, transposed=True, dtype=jnp.float32)
     logits = constrain(logits, mesh, None, "vocab")
     return constrain(logits[:, :vocab_size], mesh, None, None)
 

@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models import hf as fields
 from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
@@ -134,10 +135,16 @@ def leaves(config: LlamaConfig) -> LlamaParams:
 
 
 def embed(
-    params: LlamaParams, config: LlamaConfig, inputs: StepInputs, *, mesh: Mesh | None
+    params: LlamaParams,
+    config: LlamaConfig,
+    inputs: StepInputs,
+    *,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """Token embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
-    return constrain(embed_rows(params.embed_tokens, inputs.tokens), mesh, None, None)
+    x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
+    return constrain(x, mesh, None, None)
 
 
 def layer(

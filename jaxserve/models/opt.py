@@ -13,6 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxserve.models import hf as fields
 from jaxserve.models.attention import AttentionParams, FusedAttention, attention_leaves
@@ -147,13 +148,18 @@ def leaves(config: OPTConfig) -> OPTParams:
 
 
 def embed(
-    params: OPTParams, config: OPTConfig, inputs: StepInputs, *, mesh: Mesh | None
+    params: OPTParams,
+    config: OPTConfig,
+    inputs: StepInputs,
+    *,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """Token and position embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
-    x = embed_rows(params.embed_tokens, inputs.tokens)
+    x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
     if params.project_in is not None:
         x = linear(x, params.project_in)
-    places = embed_rows(params.embed_positions, inputs.positions + POSITION_OFFSET)
+    places = embed_rows(params.embed_positions, inputs.positions + POSITION_OFFSET, dtype)
     return constrain(x + places, mesh, None, None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from tests.models.fixtures import NAMES, Reference, hf_config, load_reference, s
 from tests.models.paged import PagedRun
 
 TOLERANCE = 1e-4
+BFLOAT16_TOLERANCE = 12 * 2**-8
 
 
 def test_every_family_has_a_reference():
@@ -27,6 +29,25 @@ def test_dense_logits(name):
     )
     got = run(case.params, case.tokens)
     np.testing.assert_allclose(got, case.logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["opt_post_norm", "llama2", "qwen3"])
+def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name):
+    """Weights of bfloat16 under float32 activations, as CPUs have it: off by some of bfloat16's
+    roundings of 2**-8 of the largest logit, and by more than float32 would be."""
+    case = load_reference(name)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params)
+    run = jax.jit(
+        jax.vmap(
+            lambda params, t: sequence_logits(
+                case.family, params, case.config, t, dtype=jnp.float32
+            ),
+            (None, 0),
+        )
+    )
+    got = run(rounded, case.tokens)
+    error = np.abs(got - case.logits).max() / np.abs(case.logits).max()
+    assert TOLERANCE < error < BFLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
