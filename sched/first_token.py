@@ -128,7 +128,9 @@ class FirstToken:
     def _given_up(self, place: float | None) -> tuple[int, int]:
         """Rows and blocks that those that run would lose to it."""
         backlog = self._backlog
-        if place is None or not backlog.policy.takes_room:
+        if place is None:  # it is taken to be served first, so all make room for it
+            return self._holders, int(backlog.blocks.sum())
+        if not backlog.policy.takes_room:
             return 0, 0
         standing, blocks = self._losers
         at = int(np.searchsorted(standing, place, side="right"))

@@ -85,6 +85,19 @@ def test_a_policy_that_says_nothing_serves_the_newcomer_first() -> None:
     assert seconds(drive, 30) == pytest.approx(seconds(Drive("fastserve"), 30))
 
 
+@pytest.mark.parametrize("scarce", [{"rows": 2}, {"blocks": 12, "block_size": 4}])
+def test_and_makes_room_for_it(scarce: dict[str, int]) -> None:
+    """It preempts those that run: nobody waits until they have written all that they will."""
+    drive = Drive("fastserve", **scarce)
+    for _ in range(40):
+        drive.table.output_lengths.add(20)
+    for _ in range(2):
+        drive.add(prompt=12, output=16)
+    served(drive, 3)
+    # Beside the tokens of the two.
+    assert seconds(drive, 12) <= seconds(Drive("fastserve", **scarce), 12) + 2 * TOKEN
+
+
 def test_the_earlier_deadline_comes_first() -> None:
     drive = Drive("edf", c=16, p=16)
     for _ in range(4):
