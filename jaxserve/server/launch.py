@@ -53,6 +53,11 @@ _DEFINE: dict[type, Any] = {
     bool: flags.DEFINE_boolean,
     str: flags.DEFINE_string,
 }
+_WANTED = {
+    "('Non-boolean argument": "must be true or false",
+    "invalid literal for int()": "must be a whole number",
+    "could not convert string to float": "must be a number",
+}
 
 
 class UsageError(ValueError):
@@ -98,7 +103,7 @@ def parse_flags(
         left = values(list(argv))
         _set_own(values["config"].value, own)
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_config_file_error(error) or str(error)) from None
+        raise UsageError(_config_file_error(error) or _wrong_value(error)) from None
     except flags.Error as error:
         raise UsageError(str(error)) from None
     except Exception as error:  # get_config() runs other people's code
@@ -315,6 +320,16 @@ def _config_file_error(error: Exception) -> str | None:
     if "Error whilst parsing config file" not in str(error):
         return None
     return f"the config file failed: {str(error).strip().splitlines()[-1]}"
+
+
+def _wrong_value(error: Exception) -> str:
+    """absl says what Python does, of text that is no such value; here, what would be one."""
+    text = str(error)
+    for words, wanted in _WANTED.items():
+        flag, found, _ = text.rpartition(f": {words}")
+        if found:
+            return f"{flag}: {wanted}"
+    return text
 
 
 def _hint(path: str, known: dict[str, Any]) -> str:
