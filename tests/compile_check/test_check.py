@@ -262,9 +262,14 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         toolchain, "mesh", lambda target, n: Mesh(np.asarray(jax.devices()[:n]), ("tensor",))
     )
-    wish = Wish(choose("write"), SIZES, "xla")
+    wish = Wish(choose("write,decode step"), SIZES, "xla")
     checked = [check("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
     page = report.page(checked, wish, ["--tensor=1"])
+    steps = page.split("| target | program | seconds |")[1].splitlines()
+    assert "| fits | bytes / floor | weights moved | kernels a layer | on chip |" in steps[0]
+    cells = steps[2].split(" | ")
+    moved, weights, kernels = cells[-4:-1]
+    assert float(moved) > 1 and weights == "0.0 MiB" and float(kernels) > 5
     assert 'make compile-check ARGS="--tensor=1"' in page
     assert "| v6e | TPU v6 lite | 1.00 GiB | 1 |" in page
     assert "not checked: nothing here" in page
