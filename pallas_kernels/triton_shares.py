@@ -49,9 +49,10 @@ class Segment(NamedTuple):
 
 def cut(tiles: jax.Array, heads: int, cutting: Cutting) -> Shares:
     """Items of `tiles` int32 [N] (0: none) tiles, for each of `heads` heads, in equal shares."""
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     number = jnp.arange(1, len(tiles) + 1, dtype=jnp.int32)
+    # A sum of its own for each, since XLA makes several kernels of a running one.
+    ends = jnp.sum(jnp.where(number <= number[:, None], tiles, 0), axis=1, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     used = jnp.max(jnp.where(tiles > 0, number, 0))
     total = ends[-1] * heads
     size = jnp.minimum(cutting.most, cdiv(total, cutting.fill))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from jaxserve.pallas_kernels import KV, AttentionBatch, triton_decode, tuned
+from jaxserve.pallas_kernels import KV, AttentionBatch, triton_decode, triton_prefill, tuned
 from jaxserve.pallas_kernels.triton_common import Geometry
 from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
 
@@ -144,3 +145,28 @@ def test_more_than_the_pool_should_hold_is_still_all_taken() -> None:
     more."""
     small = Geometry(1, 64, 40, 16, 128)
     assert tiles_by_program([8192] * 64, 64, small, tuned.A100).max() > 16
+
+
+@pytest.mark.parametrize("geometry", [OPT_13B, LLAMA_3_8B], ids=["opt-13b", "llama-3-8b"])
+@pytest.mark.parametrize("context", [2048, 8192])
+def test_a_chunk_of_128_tokens_is_work_for_every_multiprocessor(
+    geometry: Geometry, context: int
+) -> None:
+    """One tile of queries for each head of OPT-13B, four for each of Llama-3-8B's KV heads."""
+    heads, rows = 40 if geometry is OPT_13B else 32, 4
+    batch = batch_of([context], rows, context // geometry.block_size)
+    batch = dataclasses.replace(
+        batch,
+        query_lens=batch.query_lens * 128,
+        token_row=jnp.zeros(128, jnp.int32),
+        num_decodes=jnp.int32(0),
+    )
+    with tuned.compiling_for(tuned.A100):
+        launch = tuned.launch("prefill", 2, geometry.head_dim)
+        work = triton_prefill.plan(batch, geometry, 2, heads, sliding_window=None)
+    tiles = int(work.shares.starts[-1]) * geometry.kv_heads
+    programs = -(-tiles // int(work.shares.size[0]))
+    assert 0.9 * tuned.A100.processors <= programs <= tuned.A100.processors
+    # Every tile of queries reads all of its context.
+    queries = int(work.shares.used[0]) * geometry.kv_heads
+    assert tiles * launch.tile >= queries * (context - 128)
