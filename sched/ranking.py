@@ -75,7 +75,7 @@ def rank(
     running = table.in_state(RUNNING)
     if requeue:
         waiting, arrival = table.requeued(), table.arrival[running]
-        if np.count_nonzero(arrival[1:] == arrival[:-1]):
+        if np.count_nonzero(arrival[1:] <= arrival[:-1]):  # or it came to another replica first
             running = running[np.lexsort((table.last_batch_order[running], arrival))]
         if keys is None:
             return Ranking(table, waiting, running)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
+from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.hardware import HIDDEN_READS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
@@ -137,7 +138,7 @@ def add_what_is_simulated(parser: Parser) -> None:
         "does (nobody)",
     )
     add("--replicas", type=positive_int, default=1, help="(1)")
-    add("--routing", choices=tuple(simulator.ROUTERS), help="of replicas (round_robin)")
+    add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
     workload_flags.add_flags(
         parser,
         "a number; 'length', what each writes (by default as much as the longest request leaves)",

@@ -76,4 +76,4 @@ def _run_compiled(
     except run.NotCompilable as error:
         raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
     outcome = run.run(policy, form, key, workload, setting, progress, compiling)
-    return Served(workload, outcome, None, seed_read)
+    return Served(workload, outcome, None, seed_read or setting.routing.draws)

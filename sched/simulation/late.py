@@ -22,11 +22,10 @@ class Lateness:
         self._share = refuse_late
         self._expected: dict[int, float] = {}
 
-    def admits(self, machine: Replica, number: int, request: Request) -> bool:
+    def admits(self, machine: Replica, number: int, request: Request, now: float) -> bool:
         """Whether the request, which comes to that replica now, is taken."""
         if self._share is None:
             return True
-        now = request.arrival
         wait = FirstToken(Backlog.of(machine.scheduler, now, machine.device_free)).wait(
             request, now
         )

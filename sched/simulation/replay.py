@@ -256,7 +256,8 @@ def served(recording: Recording) -> SimulationResult:
     times = recording.columns["end"][at[order]] - origin
     ends = [recording.ends.get(number) for number in numbers.tolist()]
     preemptions = np.array([0 if end is None else end.preemptions for end in ends], np.int64)
-    requests = RequestRecords(workload, preemptions, np.zeros(len(there), np.int64), times, count)
+    served_by, failed = np.zeros(len(there), np.int64), np.zeros(len(there), bool)
+    requests = RequestRecords(workload, preemptions, served_by, times, count, failed)
     return SimulationResult(
         requests, _batches(recording, origin), None, _kv_tokens(recording), False
     )

@@ -18,6 +18,8 @@ from jaxserve.sched.kinds import HIDDEN
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
+from jaxserve.sched.routing.observe import Lately
+from jaxserve.sched.simulation.batch_rows import BatchRows
 from jaxserve.sched.simulation.clock import Clock
 from jaxserve.sched.simulation.coasting import Decoding, InFlight, Stretch, stretch
 from jaxserve.sched.simulation.compiled.setting import BATCH, Setting
@@ -27,20 +29,6 @@ from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.table import DRAINING, FREE
 from jaxserve.sched.tiers import lengthening
 from jaxserve.sched.watch import StepWatch, Watched
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRows:
-    """Who was in a batch: requests [n] by their number, the tokens each computed
-    and whether it was a decode; preempted: requests that lost their cache since the batch before it
-    was planned; lengthening: seconds that it took longer for those of best effort, see
-    `sched.tiers`."""
-
-    requests: np.ndarray
-    tokens: np.ndarray
-    decoding: np.ndarray
-    preempted: np.ndarray
-    lengthening: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +63,8 @@ class Replica:
         self.scheduler = scheduler
         self.next_time = math.inf
         self.live = 0
+        self.dead, self.slowdown = False, 1.0  # times as long as steps should take
+        self.lately = Lately()
         self.rows_log: list[BatchRows] = []
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
@@ -100,8 +90,8 @@ class Replica:
         """When the device has done all that it was told."""
         return self._clock.device_free
 
-    def receive(self, number: int, request: Request) -> None:
-        """The request, which has that number, arrives; not before `next_time` has passed what
+    def receive(self, number: int, request: Request, now: float) -> None:
+        """The request, which has that number, arrives now; not before `next_time` has passed what
         arrived earlier."""
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
         if row >= len(self._request_of):
@@ -112,9 +102,18 @@ class Replica:
         self.live += 1
         self._came += 1
         if self.next_time == math.inf:
-            self._woken = request.arrival
-        if request.arrival - self._woken <= BURST:
-            self.next_time = self._clock.wake(request.arrival)
+            self._woken = now
+        if now - self._woken <= BURST:
+            self.next_time = self._clock.wake(now)
+
+    def die(self) -> None:
+        """It does nothing any more, and what it had is lost."""
+        self.dead, self.next_time = True, math.inf
+        table = self.scheduler.table
+        for row in np.flatnonzero(table.state != FREE).tolist():
+            self._outputs.preemptions[self._request_of[row]] = table.preemptions[row]
+            self.scheduler.finish(row, complete=False)
+        self.live, self._pending = 0, None
 
     def run(self, horizon: float) -> None:
         """Once round the loop; several times, until `horizon`, where the outcome is certain.
@@ -175,7 +174,8 @@ class Replica:
                 self._move(step, moves)
             return None
         features = step.features(self._setting.padding)
-        duration = float(self._cost.batch_time(features))
+        duration = float(self._cost.batch_time(features)) * self.slowdown
+        self.lately.stepped(self.slowdown)
         admitted, idle = self._admit(step.rows), self._pending is None
         start, end = clock.launch(len(step), admitted, moves, duration, idle=idle)
         self._log.append(
@@ -253,6 +253,11 @@ class Replica:
         outputs.times[outputs.offsets[requests] + before] = now
         self.scheduler.receive(rows, now)
         over = before + 1 >= outputs.lengths[requests]
+        if self._setting.routing.looks:
+            first = rows[before == 0]
+            in_time = now - table.arrival[first] <= table.ttft[first]
+            self.lately.began(len(first), int(np.count_nonzero(in_time)))
+            self.lately.ended(outputs.lengths[requests[over]])
         if np.count_nonzero(over):
             for row in rows[over].tolist():
                 self._end(row)
@@ -290,7 +295,7 @@ class Replica:
             self._take_in(pending, found.reached_first)
         took = np.minimum(left, len(found))
         if self._record_rows:
-            self._record_stretch(rows, took)
+            self.rows_log += BatchRows.of_decodes(self._request_of[rows], took)
         self._flush_log()
         self._log_parts.append(found.log)
         self._book(rows, took, left, found)
@@ -311,6 +316,10 @@ class Replica:
             table.last_token[rows] = reached[there - 1]
         self._clock = found.clock
         over = (took == left) & (took <= len(reached))
+        if self._setting.routing.looks:
+            lengths = outputs.lengths[self._request_of[rows]]
+            for count in np.unique(took[over]).tolist():
+                self.lately.ended(lengths[over & (took == count)])
         for row in rows[over][np.argsort(took[over], kind="stable")].tolist():
             self._end(row)
         going = rows[~over]
@@ -339,10 +348,3 @@ class Replica:
         requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
         longer = lengthening(step, self.scheduler.view, took)
         self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))
-
-    def _record_stretch(self, rows: np.ndarray, took: np.ndarray) -> None:
-        requests, nobody = self._request_of[rows], np.zeros(0, np.int64)
-        for step in range(1, int(took.max()) + 1):
-            here = requests[took >= step]
-            ones = np.ones(len(here), np.int64)
-            self.rows_log.append(BatchRows(here, ones, ones > 0, nobody))

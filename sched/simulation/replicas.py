@@ -1,12 +1,14 @@
 """Simulations in Python: the event loop over replicas that each run the engine's own scheduler.
 
-The next thing to happen is an arrival, which is routed to a replica, or a replica's loop coming
-round (`replica.py`). Nothing depends on the machine's own clock.
+The next thing to happen is an arrival, which is routed to a replica, something before the replicas
+(`front.py`), or a replica's loop coming round (`replica.py`). Nothing depends on the machine's own
+clock.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +19,15 @@ from jaxserve.sched.free_blocks import OutOfBlocks
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Policy
+from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.arrivals import Arrivals
+from jaxserve.sched.simulation.batch_rows import BatchRows
 from jaxserve.sched.simulation.bounded_queue import BoundedQueue
 from jaxserve.sched.simulation.compiled.setting import REFUSED, Outcome, Setting
+from jaxserve.sched.simulation.events import Events
+from jaxserve.sched.simulation.front import Front
 from jaxserve.sched.simulation.late import Lateness
-from jaxserve.sched.simulation.replica import BatchRows, Replica
+from jaxserve.sched.simulation.replica import Replica
 from jaxserve.sched.simulation.state import SimulatedScheduler
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
@@ -48,8 +54,8 @@ class Options:
 @dataclass(frozen=True)
 class Served:
     """workload: all that came. rows: per replica and batch who was in it, if that was asked for.
-    seed_read: whether a policy asked for the seed. expected: seconds until the first token as each
-    was told when it came, float64 [n], if that was asked for."""
+    seed_read: whether a policy or a router asked for the seed. expected: seconds until the first
+    token as each was told when it came, float64 [n], if that was asked for."""
 
     workload: Workload
     outcome: Outcome
@@ -74,24 +80,38 @@ def run_in_python(
             setting,
             outputs=outputs,
             # What is learned may change any plan.
-            coasts=options.coast and policy.steady and options.online is None,
+            coasts=options.coast
+            and policy.steady
+            and options.online is None
+            and not setting.routing.faults,
             record_rows=options.record_rows,
         )
         for policy in policies
     ]
     queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
+    loops = Events(len(machines))
+    front = Front(setting, machines, loops, outputs)
     late = Lateness(options.refuse_late)
-    route = ROUTERS[setting.routing]
-    served_by = _serve(machines, arrivals, route, queue, late, options.until, progress)
+    doors = (front, loops, queue, late)
+    served_by = _serve(machines, arrivals, *doors, options.until, progress)
     logs = [machine.stop(options.until) for machine in machines]
+    if not setting.keeps_batches:
+        logs = [log[:0] for log in logs]
     outputs.cut(options.until)
+    failed = np.isin(np.arange(len(served_by)), list(front.failed))
     came, numbers = arrivals.came()
     rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
     return Served(
         came,
-        Outcome(outputs.in_order(numbers), outputs.preemptions[numbers], served_by[numbers], logs),
+        Outcome(
+            outputs.in_order(numbers),
+            outputs.preemptions[numbers],
+            served_by[numbers],
+            failed[numbers],
+            logs,
+        ),
         rows if options.record_rows else None,
-        any(machine.scheduler.view.seed_read for machine in machines),
+        setting.routing.draws or any(one.scheduler.view.seed_read for one in machines),
         late.expected(numbers),
     )
 
@@ -127,25 +147,11 @@ def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedS
     )
 
 
-# Which replica gets request number i.
-Router = Callable[[int, Sequence[Replica]], int]
-
-
-def _least_loaded(number: int, machines: Sequence[Replica]) -> int:
-    """The first of those with the fewest unfinished requests."""
-    return min(range(len(machines)), key=lambda i: machines[i].live)
-
-
-ROUTERS: dict[str, Router] = {
-    "round_robin": lambda number, machines: number % len(machines),
-    "least_loaded": _least_loaded,
-}
-
-
 def _serve(
     machines: list[Replica],
     arrivals: Arrivals,
-    route: Router,
+    front: Front,
+    loops: Events,
     queue: BoundedQueue,
     late: Lateness,
     until: float,
@@ -154,25 +160,43 @@ def _serve(
     """The event loop, until all is served or that time. The replica by number, int64 [n], REFUSED
     for who has none. InvalidPlan if a plan that is not checked wants more than the pool has."""
     served_by: dict[int, int] = {}
+
+    def place(number: int, request: Request, now: float) -> None:
+        served_by.pop(number, None)
+        chosen = front.choose(number, request, now)
+        if chosen is None:
+            return
+        machine = machines[chosen]
+        if not machine.dead:
+            taken = late.admits(machine, number, request, now)
+            if not (taken and queue.admits(chosen, number, now)):
+                return
+            machine.receive(number, request, now)
+            loops.at(chosen, machine.next_time)
+        served_by[number] = chosen
+        front.taken(chosen, number, request)
+
     while True:
-        machine = min(machines, key=lambda m: m.next_time)
-        arrival = arrivals.next_time
-        if not min(arrival, machine.next_time) < until:
+        (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
+        if not min(arrival, timer, time) < until:
             break
-        if arrival <= machine.next_time:
+        if arrival <= min(timer, time):
             number, request = arrivals.take()
-            chosen = route(number, machines)
-            taken = late.admits(machines[chosen], number, request)
-            if taken and queue.admits(chosen, number, arrival):
-                machines[chosen].receive(number, request)
-                served_by[number] = chosen
+            place(number, request, arrival)
             if progress is not None and number < arrivals.num_open:
                 progress(1)
+        elif timer <= time:
+            stranded = front.run(more=arrivals.next_time < math.inf or arrivals.horizon == 0.0)
+            if stranded is not None:
+                place(*stranded, timer)
         else:
+            machine = machines[index]
             try:
-                machine.run(min(arrivals.horizon, until))
+                machine.run(min(arrivals.horizon, timer, until))
             except OutOfBlocks as error:
                 raise InvalidPlan(f"more blocks than are free ({error})") from error
+            loops.at(index, machine.next_time)
+            front.changed(index)
             arrivals.follow()
     found = np.full(len(arrivals.outputs.lengths), REFUSED)
     found[list(served_by.keys())] = list(served_by.values())

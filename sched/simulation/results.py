@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxserve.sched.metrics import Times, attained, group_metrics, rate, span, split_metrics
 from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.batch_rows import BatchRows
 from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED, Outcome
-from jaxserve.sched.simulation.replica import BatchRows
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
@@ -28,7 +28,8 @@ class RequestRecords:
     the host; request i's are token_times[offsets[i] : offsets[i] + tokens[i]]. preemptions: int64
     [n], how often its cache was taken away. replica: int64 [n], who served it, or REFUSED. tokens:
     int64 [n], what each has written: output_len, less if it had not ended at `end`, when the run
-    was cut off, or nothing if it was refused.
+    was cut off, or nothing if it was refused. failed: bool [n], who ended with less since its
+    replica died.
     """
 
     workload: Workload
@@ -36,17 +37,19 @@ class RequestRecords:
     replica: np.ndarray
     token_times: np.ndarray
     tokens: np.ndarray
+    failed: np.ndarray
     end: float = math.inf
 
     @classmethod
     def of(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
         """What became of the workload. until: when the run was cut off."""
-        wrote = np.isfinite(outcome.token_times)
-        before = np.concatenate([[0], np.cumsum(wrote)])
-        ends = np.cumsum(workload.output_len)
-        tokens = before[ends] - before[ends - workload.output_len]
-        times = outcome.token_times[wrote]
-        return cls(workload, outcome.preemptions, outcome.replica, times, tokens, until)
+        tokens, times = workload.output_len, outcome.token_times
+        wrote = np.isfinite(times)
+        if not wrote.all():
+            tokens = np.add.reduceat(wrote, np.cumsum(tokens) - tokens, dtype=np.int64)
+            times = times[wrote]
+        by = (outcome.preemptions, outcome.replica)
+        return cls(workload, *by, times, tokens, outcome.failed, until)
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -79,7 +82,7 @@ class RequestRecords:
     @property
     def times(self) -> Times:
         """As load tests have them."""
-        going = ~self.finished & ~self.refused
+        going = ~self.finished & ~self.refused & ~self.failed
         return Times(self.arrival, self.token_times, self.tokens, self.finished, going, self.end)
 
     @property
@@ -99,8 +102,10 @@ class RequestRecords:
 
     @property
     def left(self) -> np.ndarray:
-        """When the last token came, or the run was cut off, float64 [n]; nan if it was refused."""
-        return np.where(self.finished | self.refused, self.finish, self.end)
+        """When the last token came, or the run was cut off, float64 [n]; nan if it was refused, or
+        failed without a token."""
+        over = self.finished | self.refused | self.failed
+        return np.where(over, self.times.last_token, self.end)
 
     @property
     def ttft(self) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from jaxserve.sched.policy import View
 
 
@@ -19,6 +22,13 @@ class SeedWatch(View):
     @seed.setter
     def seed(self, value: int) -> None:  # by the dataclass's own __init__
         vars(self)["seed"] = value
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Where it is not the policy that asks."""
+        before = self.seed_read
+        yield
+        vars(self)["seed_read"] = before
 
     @classmethod
     def of(cls, view: View) -> SeedWatch:

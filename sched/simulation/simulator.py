@@ -20,12 +20,13 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
-from jaxserve.sched.simulation.compiled.setting import Setting
+from jaxserve.sched.simulation.compiled.setting import Routing, Setting
 from jaxserve.sched.simulation.fast import NotCompiled, run
 from jaxserve.sched.simulation.oracle import Found, search
 from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.replicas import ROUTERS, Options, Served
+from jaxserve.sched.simulation.replicas import Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.sched.simulation.routed import routed
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
@@ -86,7 +87,7 @@ def simulate(
     rules: str = "jaxserve",
     overlap: bool | None = None,
     replicas: int = 1,
-    routing: str = "round_robin",
+    routing: str | Routing = "round_robin",
     max_queue: int | None = None,
     refuse_late: float | None = None,
     rho: float | Literal["system"] | None = "system",
@@ -98,6 +99,7 @@ def simulate(
     coast: bool = True,
     online: LinearCostModel | None = None,
     record_rows: bool = False,
+    record_batches: bool = True,
     progress: Callable[[int], None] | None = None,
     compiling: Callable[[], None] | None = None,
 ) -> SimulationResult:
@@ -107,24 +109,23 @@ def simulate(
     where they are not given; a bare cost model has none of them. limits: by default the system's C,
     P = 512 (C for policies that do not chunk), any number of rows. kv_tokens: M; num_blocks instead
     counts blocks, of which K and V of block_size tokens take two. host_tokens: of K and V that host
-    memory holds of checkpoints. overlap: instead of the rules'. max_queue: requests that may wait
-    beside max_rows; who comes then is refused. refuse_late: as `server.refuse_late`; inf predicts
-    waits and refuses nobody. rho: what a token read from a hidden cache costs a step, see `View`;
-    by default the system's, None for no hidden caches. best_effort: what comes beside the workload.
-    until: when the run is cut off, seconds; who comes later is not in it, and who goes on counts as
-    far as it got. checked: check plans as the engine does; by default all but those of
-    `registry.is_built_in` policies. compiled: with numba (`fast.py`); by default if it can be.
-    coast: in Python, take certain steps several at once. Neither changes the outcome. online:
-    policies see a model that begins as this one and learns from the steps, as a server's do, not
-    the true one. record_rows: keep who was in each batch. progress(n): n more of the workload's
-    have come. compiling(): half a minute begins in which numba compiles, the first time.
-    SimulationError for what cannot be simulated, InvalidPlan for what is not booked, or stuck.
+    memory holds of checkpoints. overlap: instead of the rules'. routing: a name stands for one
+    router that sees all. max_queue: requests that may wait beside max_rows; who comes then is
+    refused. refuse_late: as `server.refuse_late`; inf predicts waits and refuses nobody. rho: what
+    a token read from a hidden cache costs a step, see `View`; None for no hidden caches.
+    best_effort: what comes beside the workload. until: when the run is cut off, seconds. checked:
+    check plans as the engine does; by default all but those of built-in policies. compiled: with
+    numba (`fast.py`); by default if it can be. coast: in Python, take certain steps several at
+    once. Neither changes the outcome. online: policies see a model that begins as this one and
+    learns from the steps, as a server's do. record_rows, record_batches: keep who was in each
+    batch, and the batches. progress(n): n more have come. compiling(): numba begins to. InvalidPlan
+    for what cannot be booked, or gets nowhere, SimulationError for what cannot be simulated so.
     """
     chosen = rules_named(rules)
     policies = _policies(policy, chosen, replicas)
     limits = limits or default_limits(policies[0], system)
     setting = _setting(system, chosen, limits, overlap, kv_tokens, num_blocks, block_size)
-    setting = _several(setting, replicas, routing, max_queue, seed)
+    setting = _several(setting, policies[0], replicas, routing, max_queue, seed, record_batches)
     longest, fixed = _check_fits(workload, policies[0], setting), _checked(checked, policy)
     longest = max(longest, _check_end(until, best_effort, policies[0], setting))
     slots, cut = int(slots_for(host_tokens)), (best_effort, until)
@@ -173,14 +174,24 @@ def _setting(
 
 
 def _several(
-    setting: Setting, replicas: int, routing: str, max_queue: int | None, seed: int
+    setting: Setting,
+    policy: Policy,
+    replicas: int,
+    routing: str | Routing,
+    max_queue: int | None,
+    seed: int,
+    keeps_batches: bool,
 ) -> Setting:
     """The same with what is of all replicas."""
     if not 0 <= seed < 1 << 63:
         raise SimulationError(f"seed must be at least 0 and below 2**63, got {seed}")
     capacity = _capacity(max_queue, setting.limits)
-    routing = _routing(routing)
-    return replace(setting, replicas=replicas, routing=routing, capacity=capacity, seed=seed)
+    try:
+        setting = replace(setting, replicas=replicas, capacity=capacity, seed=seed)
+        setting = replace(setting, keeps_batches=keeps_batches)
+        return routed(setting, policy, routing)
+    except ValueError as error:
+        raise SimulationError(str(error)) from error
 
 
 def _compiled(wanted: bool | None, options: Options, checked: bool) -> bool | None:
@@ -209,12 +220,6 @@ def _run(policy: str | Policy, policies: list[Policy], *known: Any) -> tuple[Ser
     except InvalidPlan as error:
         name = policy if isinstance(policy, str) else type(policy).__name__
         raise InvalidPlan(f"policy {name}: {error}") from error
-
-
-def _routing(routing: str) -> str:
-    if routing not in ROUTERS:
-        raise SimulationError(f"there is no routing {routing!r}; known: {', '.join(ROUTERS)}")
-    return routing
 
 
 def _result(

@@ -143,7 +143,7 @@ def test_means_of_nothing_are_none(
     def refuse_all(policy: str, workload: Workload, place: System, **_: Any) -> SimulationResult:
         nobody = np.full(len(workload), REFUSED)
         none = np.zeros_like(nobody)
-        requests = RequestRecords(workload, none, nobody, np.zeros(0), none)
+        requests = RequestRecords(workload, none, nobody, np.zeros(0), none, none > 0)
         nothing = BatchRecords.of([np.zeros(0, BATCH)])
         return SimulationResult(requests, nothing, None, place.kv_tokens, False)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled.blocks import PLANES, a_plane
+from jaxserve.sched.simulation.compiled.front import lately
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.lengths import learn
 from jaxserve.sched.simulation.compiled.order import leave_running, leave_waiting, wait
@@ -122,18 +123,23 @@ def receive(
     """The tokens of a step have reached the host, now: of the `count` requests in flight on that
     side. Those of requests that are over belong to nobody."""
     me = m.me[0]
-    stopped = requeued = 0
+    stopped = requeued = firsts = in_time = ends = tokens = 0
     for i in range(count):
         number = m.flying[side, i]
         r = m.requests[number]
         if r.state == FREE:
             continue
+        if r.received == 0:
+            firsts += 1
+            in_time += me.clock - r.arrival <= r.ttft
         token_times[r.offset + r.received] = me.clock
         r.received += 1
         r.last_token = me.clock
         if r.received >= r.output_len:
             stopped += r.state == RUNNING
             requeued += r.state == WAITING
+            ends += 1
+            tokens += r.output_len
             _end(m, settings, r)
         elif r.state == WAITING and settings.keyed:
             requeued += 1
@@ -141,6 +147,17 @@ def receive(
         leave_running(m, RUNNING)
     if requeued:
         _wait_again(m, settings, key, side, count)
+    if settings.looks:
+        _learn(me, ends, tokens, firsts, in_time)
+
+
+@kernel
+def _learn(me: np.record, ends: int, tokens: int, firsts: int, in_time: int) -> None:
+    """As `routing.observe.Lately`."""
+    if ends:
+        me.mean_output, me.seen_outputs = lately(me.mean_output, me.seen_outputs, ends, tokens)
+    if firsts:
+        me.attainment, me.seen_firsts = lately(me.attainment, me.seen_firsts, firsts, in_time)
 
 
 @kernel

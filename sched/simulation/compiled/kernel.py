@@ -25,6 +25,7 @@ from jaxserve.sched import (
     unified,
 )
 from jaxserve.sched.keys import Key
+from jaxserve.sched.routing import draws, estimate, observe, routers, snapshot
 from jaxserve.sched.simulation.compiled import kept
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
@@ -116,7 +117,10 @@ def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
 
 
 def _digest() -> str:
-    modules = (block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, unified)
+    modules = (
+        *(block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, unified),
+        *(draws, estimate, observe, routers, snapshot),
+    )
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

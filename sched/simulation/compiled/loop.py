@@ -9,44 +9,99 @@ import numpy as np
 from jaxserve.sched.host_terms import BURST
 from jaxserve.sched.keys import Key
 from jaxserve.sched.progress import FUTILE
+from jaxserve.sched.routing.observe import PACE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample
 from jaxserve.sched.simulation.compiled.cost import Costs, Features, batch_time, features
+from jaxserve.sched.simulation.compiled.events import LOOP, NOTICE
+from jaxserve.sched.simulation.compiled.front import (
+    choose,
+    event_at,
+    next_stranded,
+    send,
+    timer,
+)
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import refresh, wait
 from jaxserve.sched.simulation.compiled.plan import plan
 from jaxserve.sched.simulation.compiled.setting import REFUSED
 from jaxserve.sched.simulation.compiled.state import NOTHING, Machine, Rules, World
+from jaxserve.sched.table import State
 
 DONE, PAUSED, FULL, STUCK, NOWHERE, ON = range(6)
+REFUSED_BY_ALL = -2  # as a choice
+WAITING = int(State.WAITING)
 
 
 def serve(world: World, rules: Rules, costs: Costs, key: Key, until: int) -> int:
     """Lets the world go on until all requests are over (DONE), `until` of them have arrived
     (PAUSED), its arrays have no room for more (FULL), or a policy plans nothing (STUCK) or gets
     nowhere (NOWHERE)."""
-    replicas, requests = world.replicas, world.requests
+    replicas, requests, settings = world.replicas, world.requests, rules.settings[0]
+    cursor = world.cursor[0]
     while True:
-        soonest = 0
-        for i in range(1, len(replicas)):
-            if replicas[i].next_time < replicas[soonest].next_time:
-                soonest = i
-        number, next_time = world.arrived[0], replicas[soonest].next_time
-        if number < len(requests) and requests[number].arrival <= next_time:
-            if number >= until:
+        event = world.event_heap[0]
+        now = world.event_times[event]
+        kind, index = event // len(replicas), event % len(replicas)
+        number = NOTHING
+        if cursor.arrived < len(requests) and requests[cursor.arrived].arrival <= now:
+            if cursor.arrived >= until:
                 return PAUSED
-            chosen = _route(replicas, rules.settings[0], number)
-            if replicas[chosen].live >= world.running.shape[1]:
+            number, now = cursor.arrived, requests[cursor.arrived].arrival
+        elif now == math.inf:
+            return DONE
+        elif kind == NOTICE:
+            number = next_stranded(world, index)
+            if number == NOTHING:
+                event_at(world, NOTICE, index, math.inf)
+                continue
+        if number != NOTHING:
+            if not _place(world, rules, key, number, now):
                 return FULL
-            _arrive(_machine(world, chosen), rules, key, number, chosen)
-            world.arrived[0] += 1
-        elif next_time < math.inf:
-            if replicas[soonest].batches >= world.log.shape[1]:
+        elif kind != LOOP:
+            timer(world, settings, kind, index, now)
+        else:
+            if settings.keeps_batches and replicas[index].batches >= world.log.shape[1]:
                 return FULL
-            status = _once(_machine(world, soonest), rules, costs, key, world.token_times)
+            status = _once(_machine(world, index), rules, costs, key, world.token_times)
             if status != ON:
                 return status
-        else:
-            return DONE
+            replicas[index].changed = True
+            event_at(world, LOOP, index, replicas[index].next_time)
+
+
+@kernel
+def _place(world: World, rules: Rules, key: Key, number: int, now: float) -> bool:
+    """Sends a request to a replica, for the first time or again; False if the arrays have no room
+    for it there."""
+    r, cursor, settings = world.requests[number], world.cursor[0], rules.settings[0]
+    if cursor.chosen == NOTHING:
+        cursor.chosen = choose(world, settings, number, now)
+        if cursor.chosen == NOTHING:
+            cursor.chosen = REFUSED_BY_ALL
+    index = cursor.chosen
+    alive = index != REFUSED_BY_ALL and not world.replicas[index].dead
+    if alive and world.replicas[index].live >= world.running.shape[1]:
+        return False
+    cursor.chosen = NOTHING
+    if number < cursor.arrived:
+        _again(r)
+    else:
+        cursor.arrived += 1
+    r.replica = REFUSED if index == REFUSED_BY_ALL else index
+    if index != REFUSED_BY_ALL and settings.looks:
+        send(world, index, number, now)
+    if alive:
+        _arrive(_machine(world, index), rules, key, number, now)
+        event_at(world, LOOP, index, world.replicas[index].next_time)
+    return True
+
+
+@kernel
+def _again(r: np.record) -> None:
+    """What its dead replica did for it is gone."""
+    r.again, r.decided, r.state = True, False, WAITING
+    r.computed = r.generated = r.held = r.growth = r.lost_from = r.losses = r.losses_since = 0
+    r.preemptions = r.preempted_order = r.last_batch_order = 0
 
 
 @kernel
@@ -72,34 +127,22 @@ def _machine(world: World, index: int) -> Machine:
 
 
 @kernel
-def _route(replicas: np.ndarray, settings: np.record, number: int) -> int:
-    """As `replicas.ROUTERS`."""
-    if not settings.least_loaded:
-        return number % len(replicas)
-    least = 0
-    for i in range(1, len(replicas)):
-        if replicas[i].live < replicas[least].live:
-            least = i
-    return least
-
-
-@kernel
-def _arrive(m: Machine, rules: Rules, key: Key, number: int, replica: int) -> None:
+def _arrive(m: Machine, rules: Rules, key: Key, number: int, now: float) -> None:
     """Unless it finds the queue full: who has ended counts until its last token is there."""
     me, r = m.me[0], m.requests[number]
-    unfinished = me.live + (me.ended if me.landed > r.arrival else 0)
+    unfinished = me.live + (me.ended if me.landed > now else 0)
     if unfinished >= rules.settings[0].capacity:
         r.replica = REFUSED
         return
-    r.seq, r.replica = me.arrivals, replica
+    r.seq = me.arrivals
     me.arrivals += 1
     me.live += 1
     me.came += 1
     wait(m, rules.settings[0], key, number)
     if me.next_time == math.inf:
-        me.woken = r.arrival
-    if r.arrival - me.woken <= BURST:
-        me.clock = me.next_time = max(me.clock, r.arrival + rules.host[0].wake)
+        me.woken = now
+    if now - me.woken <= BURST:
+        me.clock = me.next_time = max(me.clock, now + rules.host[0].wake)
 
 
 @kernel
@@ -142,8 +185,11 @@ def _launch(
     start = max(me.clock, me.device_free)
     if idle:
         start += host.idle
+    seconds *= me.slowdown
+    if me.slowdown != me.pace:
+        me.pace += PACE * (me.slowdown - me.pace)
     me.device_free = me.flying_end = start + seconds
-    record = m.log[me.batches]
+    record = m.log[me.batches if settings.keeps_batches else 0]
     me.batches += 1
     record.start, record.duration = start, seconds
     record.num_tokens = batch.num_tokens

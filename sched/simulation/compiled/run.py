@@ -15,16 +15,24 @@ from jaxserve.sched.keys import Form
 from jaxserve.sched.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.progress import futile
+from jaxserve.sched.routing.draws import seeded
+from jaxserve.sched.routing.observe import idle
+from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, take
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
+from jaxserve.sched.simulation.compiled.events import FAULT, KINDS, PUBLISH, first_heap
 from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
 from jaxserve.sched.simulation.compiled.loop import DONE, FULL, NOWHERE, STUCK
 from jaxserve.sched.simulation.compiled.setting import BATCH, Outcome, Setting
 from jaxserve.sched.simulation.compiled.state import (
+    CURSOR,
+    FAULTS,
     GROUP,
     HOST,
     NOTHING,
     REPLICA,
     REQUEST,
+    ROUTER,
     SETTINGS,
     Rules,
     World,
@@ -34,7 +42,6 @@ from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.unified import Phase, Reserve, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
-LEAST_LOADED = "least_loaded"
 NO_CAPACITY = np.iinfo(np.int64).max
 _FIRST_LIVE, _FIRST_BATCHES = 256, 4096
 _PAUSES = 200  # for the progress
@@ -72,7 +79,7 @@ def run(
     every = count if progress is None else max(count // _PAUSES, 1)
     while True:
         status = serve(world, rules, costs, key, min(seen + every, count))
-        arrived = int(world.arrived[0])
+        arrived = int(world.cursor["arrived"][0])
         if progress is not None and arrived > seen:
             progress(arrived - seen)
         seen = arrived
@@ -85,10 +92,11 @@ def run(
             world = _larger(world)
         elif status == DONE:
             break
-    logs = [log[:n].copy() for log, n in zip(world.log, world.replicas["batches"], strict=True)]
-    requests = world.requests
-    preemptions, replica = requests["preemptions"].copy(), requests["replica"].copy()
-    return Outcome(world.token_times, preemptions, replica, logs)
+    kept = world.replicas["batches"] if setting.keeps_batches else np.zeros(setting.replicas, int)
+    logs = [log[:n].copy() for log, n in zip(world.log, kept, strict=True)]
+    names = ("preemptions", "replica", "failed")
+    columns = {name: world.requests[name].copy() for name in names}
+    return Outcome(world.token_times, **columns, batches=logs)
 
 
 def _no_key(request: Any) -> float:
@@ -111,7 +119,11 @@ def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
         s[name] = getattr(policy, name)
     s["keyed"] = form.key is not None
     s["expects"], s["promises"], s["enough"] = form.expects, form.promises, form.enough
-    s["overlap"], s["least_loaded"] = setting.overlap, setting.routing == LEAST_LOADED
+    s["overlap"], s["keeps_batches"] = setting.overlap, setting.keeps_batches
+    s["routing"], s["looks"] = list(ROUTERS).index(setting.routing.name), setting.routing.looks
+    s["routers"] = setting.routing.routers
+    for name in ("interval", "age", "loss"):
+        s[name] = getattr(setting.routing, name)
     s["capacity"] = min(setting.capacity, NO_CAPACITY)
     groups = np.zeros(len(policy.groups), GROUP)
     for i, group in enumerate(policy.groups):
@@ -154,12 +166,15 @@ def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, kn
     machines["flying"], machines["woken"] = NOTHING, -math.inf
     room = min(_FIRST_LIVE, max(count, 2))
     machines["first"] = machines["end"] = room
+    machines["slowdown"] = machines["pace"] = machines["attainment"] = 1.0
+    machines["draw"] = [seeded(setting.seed, setting.routing.routers + i) for i in range(replicas)]
     longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing
     return World(
         requests,
         np.full(int(workload.output_len.sum()), np.nan),
-        np.zeros(1, np.int64),
-        machines,
+        np.array([(0, NOTHING)], CURSOR),
+        replicas=machines,
+        **_front(setting),
         running=np.zeros((replicas, room), np.int64),
         waiting=np.zeros((replicas, 2 * room), np.int64),
         needs=np.zeros(count, np.int64),
@@ -175,6 +190,37 @@ def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, kn
         bins_above=bins_above(np.arange(longest + 1)),
         bin_of=np.array([0, *map(bin_of, range(1, longest + 1))]),
     )
+
+
+def _front(setting: Setting) -> dict[str, np.ndarray]:
+    """Of a world that begins, what is before its replicas."""
+    count = setting.replicas
+    known, published = np.zeros(count, KNOWN), np.zeros(count, SNAPSHOT)
+    known["first_sent"] = known["last_sent"] = NOTHING
+    times = np.full((KINDS, count), math.inf)
+    if setting.routing.looks:
+        said = idle(setting.fixed)
+        published[:] = tuple(said.as_dict().values())
+        for one in known.view(np.recarray):
+            take(one, said)
+        if setting.routing.interval:
+            times[PUBLISH] = setting.routing.first_times(count)
+    faults = np.array([(math.inf, 1.0, 0.0)] * count, FAULTS)
+    for fault in setting.routing.faults:
+        faults[fault.replica] = (fault.time, fault.slowdown, fault.notice)
+    times[FAULT] = faults["time"]
+    flat = times.reshape(-1)
+    heap, place = first_heap(flat)
+    lots = [(0, seeded(setting.seed, i)) for i in range(setting.routing.routers)]
+    return {
+        "routers": np.array(lots, ROUTER),
+        "known": known,
+        "published": published,
+        "faults": faults,
+        "event_times": flat,
+        "event_heap": heap,
+        "event_place": place,
+    }
 
 
 def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarray:

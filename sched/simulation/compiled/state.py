@@ -18,8 +18,10 @@ from jaxserve.sched.keys import FLOATS, INTEGERS
 # tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
 # reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
 # it. state, lost_from: as in `sched/table.py`. losses, losses_since: as in `sched/progress.py`.
+# sent: when a router sent it to its replica; next_sent: who was sent there next, -1 for nobody;
+# again: it went elsewhere, since its replica died; failed: it ended with it.
 REQUEST = np.dtype(
-    [(name, np.float64) for name in (*FLOATS, "given", "key", "first")]
+    [(name, np.float64) for name in (*FLOATS, "given", "key", "first", "sent")]
     + [
         (name, np.int64)
         for name in (
@@ -27,10 +29,12 @@ REQUEST = np.dtype(
             *("seed", "most_output", "max_tokens", "output_len", "offset", "replica"),
             *("behind", "second", "received", "held", "growth", "tokens", "reserve", "state"),
             *("preemptions", "preempted_order", "last_batch_order"),
-            *("lost_from", "losses", "losses_since"),
+            *("lost_from", "losses", "losses_since", "next_sent"),
         )
     ]
-    + [(name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy")],
+    + [
+        (name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy", "again", "failed")
+    ],
     align=True,
 )
 
@@ -42,7 +46,9 @@ REQUEST = np.dtype(
 # flying_end: when it ends; side: which list has them. got_on: steps that computed something new;
 # most_losses: of any one request since the last of them. outputs: how many have ended; ended: with
 # the last tokens that reached the host, at `landed`. came: requests that the host has not taken
-# in.
+# in. slowdown: times as long as its steps should take; pace, mean_output, attainment, seen_outputs,
+# seen_firsts: as `routing.observe.Lately`; draw: for the losses of its snapshots; dead; stranded:
+# up to whom those that it had have been looked at since; changed: since its last snapshot.
 #
 # Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
 # promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
@@ -53,19 +59,22 @@ REQUEST = np.dtype(
 REPLICA = np.dtype(
     [
         (name, np.float64)
-        for name in ("clock", "device_free", "next_time", "woken", "flying_end", "landed")
+        for name in (
+            *("clock", "device_free", "next_time", "woken", "flying_end", "landed"),
+            *("slowdown", "pace", "mean_output", "attainment"),
+        )
     ]
     + [
         (name, np.int64)
         for name in (
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
             *("gone", "again", "flying", "side", "batches", "outputs", "ended", "came"),
-            *("got_on", "most_losses"),
+            *("got_on", "most_losses", "seen_outputs", "seen_firsts", "draw", "stranded"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
             *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
         )
     ]
-    + [("prefills", np.bool_)],
+    + [(name, np.bool_) for name in ("prefills", "dead", "changed")],
     align=True,
 )
 
@@ -75,18 +84,25 @@ SETTINGS = np.dtype(
         (name, np.int64)
         for name in (
             *("max_batch_tokens", "max_prefill_tokens", "max_rows", "watermark", "reserve"),
-            *("num_blocks", "block_size", "enough", "capacity"),
+            *("num_blocks", "block_size", "enough", "capacity", "routing", "routers"),
         )
     ]
+    + [(name, np.float64) for name in ("interval", "age", "loss")]
     + [
         (name, np.bool_)
         for name in (
             *("mixed_batches", "chunked", "keyed", "requeue", "probing", "expects", "promises"),
-            *("overlap", "least_loaded"),
+            *("overlap", "looks", "keeps_batches"),
         )
     ],
     align=True,
 )
+# Of a router. turn, state: as `routing.routers.Lots`.
+ROUTER = np.dtype([(name, np.int64) for name in ("turn", "state")])
+# Of all. arrived: requests so far; chosen: the replica of the one that is on its way, or NOTHING.
+CURSOR = np.dtype([(name, np.int64) for name in ("arrived", "chosen")])
+# Of a replica, as `setting.Fault`; time: inf for none.
+FAULTS = np.dtype([(name, np.float64) for name in ("time", "slowdown", "notice")])
 HOST = np.dtype([(field.name, np.float64) for field in fields(HostTerms)])
 GROUP = np.dtype([(name, np.bool_) for name in ("decode", "prefill", "waiting", "preempts")])
 
@@ -105,7 +121,9 @@ class Rules(NamedTuple):
 class World(NamedTuple):
     """All there is, as arrays by replica where nothing else is said.
 
-    requests, token_times: of all, [n] and [tokens]. arrived: [1], how many have. running: those
+    requests, token_times: of all, [n] and [tokens]. cursor: [1]. known: what routers know of each;
+    published: its snapshot that is on its way; routers: [routers]; faults. event_times, event_heap,
+    event_place: see `events.py`. running: those
     that hold cache. waiting: those that wait; needs: [n], by request, the blocks
     for which such a one would start. chosen, victims: of the batch in the making. flying:
     [replicas, 2, :], those that sample in the launched step, and in the one before. scratch: for
@@ -115,7 +133,14 @@ class World(NamedTuple):
 
     requests: np.ndarray
     token_times: np.ndarray
-    arrived: np.ndarray
+    cursor: np.ndarray
+    routers: np.ndarray
+    known: np.ndarray
+    published: np.ndarray
+    faults: np.ndarray
+    event_times: np.ndarray
+    event_heap: np.ndarray
+    event_place: np.ndarray
     replicas: np.ndarray
     running: np.ndarray
     waiting: np.ndarray

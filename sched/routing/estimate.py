@@ -1,0 +1,42 @@
+"""How well a replica would serve a request: its predicted first token, and what it would miss.
+
+The same fluid view as of a step: prompts are computed one after the other in steps full of them,
+and blocks and rows become free as outputs end. See `snapshot.py` for what is known of a replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.routing.snapshot import PLANES
+
+NEAR = 0.6  # of a target, from where a miss is possible: predictions are not exact
+DISTRUST = 0.5  # targets that a replica loses where nobody attained any there lately
+START = 0.05  # targets that a request loses for a first token a whole target later
+
+
+def first_token(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
+    """Seconds until the request's first token. work, short: those of its tier in s."""
+    need = np.ceil(q.prompt_len / s.block_size) * PLANES
+    room = np.maximum((short + need) * s.per_block, (s.rows_short + 1.0) * s.per_row)
+    wait = np.maximum(np.maximum(work, room) - (now - s.time), 0.0)
+    own = q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad
+    return wait + own + s.decode
+
+
+def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
+    """Targets that are missed if it goes there: its own TTFT, TBT and JCT, and the tightest TBT of
+    those that run there, each from 0 to 1; and a little for what else there is to choose by. work,
+    short: as in `first_token`."""
+    first = first_token(s, work, short, q, now)
+    decode = s.decode + s.row + q.prompt_len * s.read
+    tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)
+    missed = _miss(first / q.ttft) + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
+    return missed + START * first / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
+
+
+def _miss(share: Any) -> Any:
+    """How likely a target is missed of which so much is predicted to be used, 0 to 1."""
+    return np.minimum(np.maximum((share - NEAR) / (2.0 * (1.0 - NEAR)), 0.0), 1.0)

@@ -1,0 +1,89 @@
+"""What one router knows of its replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.request import Request
+from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add, take
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a router sees of a request. prompt_len: tokens; tier: 0 for real-time; ttft, tbt, jct:
+    targets in seconds, inf for none."""
+
+    prompt_len: int
+    tier: int = 0
+    ttft: float = np.inf
+    tbt: float = np.inf
+    jct: float = np.inf
+
+    @classmethod
+    def of(cls, request: Request) -> Ask:
+        """The request's."""
+        slo = request.slo
+        ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
+        return cls(len(request.prompt), int(request.tier), ttft, tbt, jct)
+
+
+class Columns:
+    """All replicas at once: the fields of KNOWN, arrays [replicas], by name."""
+
+    def __init__(self, known: np.ndarray) -> None:
+        for name in KNOWN.names or ():
+            setattr(self, name, known[name])
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: they are set above
+        raise AttributeError(name)
+
+
+class Fleet:
+    """Replicas 0 to count - 1, of which nothing is known at first: they are up once they have been
+    found, or heard of. columns: what is known, the snapshots with what has been sent since."""
+
+    def __init__(self, count: int) -> None:
+        self._known = np.zeros(count, KNOWN).view(np.recarray)
+        self._known.dead = True
+        self.columns = Columns(self._known.view(np.ndarray))
+        self._sent: list[deque[tuple[float, Ask]]] = [deque() for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def up(self) -> np.ndarray:
+        """Those that may get requests, bool [replicas]."""
+        return np.asarray(~(self.columns.dead | self.columns.draining))
+
+    def find(self, replica: int) -> None:
+        """It lives, and has said nothing yet."""
+        self._known[replica].dead = False
+
+    def hear(self, replica: int, snapshot: Snapshot) -> None:
+        """A snapshot has come from a replica that lives. An older one than the last says nothing
+        new."""
+        known = self._known[replica]
+        if snapshot.time < known.time:
+            return
+        sent = self._sent[replica]
+        while sent and sent[0][0] <= snapshot.time:
+            sent.popleft()
+        take(known, snapshot)
+        for _, ask in sent:
+            add(known, ask)
+        known.dead = False
+
+    def send(self, replica: int, ask: Ask, now: float) -> None:
+        """A request is sent there, now."""
+        self._sent[replica].append((now, ask))
+        add(self._known[replica], ask)
+
+    def lose(self, replica: int) -> None:
+        """It is dead: nothing goes there until it is heard of again."""
+        self._known[replica].dead = True
+        self._sent[replica].clear()

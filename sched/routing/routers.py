@@ -1,0 +1,110 @@
+"""The ways of choosing a replica, by name.
+
+A router decides from what its own `Fleet` knows, alone: there is no lock and no state that several
+share. Where one is too slow, several have disjoint samples of the replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.routing.draws import below, drawn, seeded
+from jaxserve.sched.routing.estimate import violation
+from jaxserve.sched.routing.fleet import Ask, Fleet
+
+
+class NoReplica(LookupError):
+    """No replica takes requests."""
+
+
+@dataclass
+class Lots:
+    """turn: the replica after the last one that had its turn; state: of the draws."""
+
+    turn: int
+    state: int
+
+
+Choose = Callable[[Fleet, np.ndarray, Lots, Ask, float], int]
+
+
+@dataclass(frozen=True)
+class Way:
+    """choose: from the fleet, who of it is up (bool, at least one), the lots, the request and the
+    time. looks: whether it looks at snapshots; draws: whether at random numbers."""
+
+    summary: str
+    source: str
+    choose: Choose
+    looks: bool = True
+    draws: bool = False
+
+
+def _round_robin(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+    later = int(up[lots.turn :].argmax()) + lots.turn if up[lots.turn :].any() else -1
+    chosen = later if later >= 0 else int(up.argmax())
+    lots.turn = (chosen + 1) % len(up)
+    return chosen
+
+
+def _least_loaded(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+    return int(np.where(up, fleet.columns.unfinished, np.inf).argmin())
+
+
+def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+    there = up.nonzero()[0]
+    lots.state = drawn(lots.state)
+    one = below(lots.state, len(there))
+    if len(there) == 1:
+        return int(there[0])
+    lots.state = drawn(lots.state)
+    other = below(lots.state, len(there) - 1)
+    first, second = int(there[one]), int(there[other + (other >= one)])
+    unfinished = fleet.columns.unfinished
+    return second if unfinished[second] < unfinished[first] else first
+
+
+def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+    s = fleet.columns
+    work, short = s.best_effort_work, s.best_effort_short
+    if ask.tier == 0:
+        work, short = s.realtime_work, s.realtime_short
+    return int(np.where(up, violation(s, work, short, ask, now), np.inf).argmin())
+
+
+ROUTERS: dict[str, Way] = {
+    "round_robin": Way("in turn", "Ray Serve and NGINX", _round_robin, looks=False),
+    "least_loaded": Way(
+        "the fewest unfinished requests", "join the shortest queue (Winston 1977)", _least_loaded
+    ),
+    "two_choices": Way(
+        "the less loaded of two drawn ones",
+        "power of two choices (Mitzenmacher, TPDS 12(10), 2001); Ray Serve's own",
+        _two_choices,
+        draws=True,
+    ),
+    "slo": Way("the least predicted SLO violation", "ours", _slo),
+}
+
+
+class Router:
+    """Chooses for one stream of requests. name: of ROUTERS; fleet: its replicas; seed and number,
+    both at least 0: of its draws, and of it among those that share the seed. ValueError for an
+    unknown name."""
+
+    def __init__(self, name: str, fleet: Fleet, seed: int = 0, number: int = 0) -> None:
+        if name not in ROUTERS:
+            raise ValueError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
+        self.way, self.fleet = ROUTERS[name], fleet
+        self._lots = Lots(0, seeded(seed, number))
+
+    def choose(self, ask: Ask, now: float) -> int:
+        """The replica that gets it; `Fleet.send` says so when it is sent. now: on the snapshots'
+        clock. NoReplica if none is up."""
+        up = self.fleet.up
+        if not up.any():
+            raise NoReplica("no replica takes requests")
+        return self.way.choose(self.fleet, up, self._lots, ask, now)

@@ -1,0 +1,183 @@
+"""What a replica says of itself from time to time, plain numbers; and what a router makes of it.
+
+Whoever serves publishes a `Snapshot` every 0.1 to 1 s; it may be late, or lost. The functions here
+and in `estimate.py` are for one record or for columns of them, with operators and NumPy's functions
+alone, so that the compiled simulation runs the very same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.block_sizes import blocks_for
+from jaxserve.sched.cost_model import CostModel, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.online_cost import OnlineCostModel
+
+PLANES = int(blocks_for(1, 1))  # a cache is K and V
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """The step-time model of a replica, seconds (InferMax section 3.2), all layers together. step:
+    of every one; token: of each token; decode: of each request that decodes, beside its token;
+    read: of each cached token that it reads; prefill: of a step that computes prompts; quad: of
+    each unit of c^2 + 2cm of a chunk of c tokens after m; cached_token: of each of those m."""
+
+    step: float
+    token: float
+    decode: float
+    read: float
+    prefill: float
+    quad: float
+    cached_token: float
+
+    @classmethod
+    def of(cls, model: CostModel) -> Prices:
+        """The model's, padding and moves apart. ValueError for one that is none of the product's
+        own."""
+        if isinstance(model, OnlineCostModel):
+            model = model.model
+        if isinstance(model, InferMaxCostModel):
+            model = model.linear
+        if not isinstance(model, LinearCostModel):
+            raise ValueError(f"{type(model).__name__} has no linear prices to publish")
+        k, layers = model.coefficients, model.num_layers
+        return cls(
+            step=layers * (k.token_bias + k.batch_bias + k.decode_bias),
+            token=layers * k.per_token,
+            decode=layers * k.per_decode,
+            read=layers * k.decode_kv,
+            prefill=layers * (k.prefill_bias + k.per_prefill),
+            quad=layers * k.prefill_quad,
+            cached_token=layers * k.prefill_m,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica at one moment; all its fields are numbers.
+
+    time: of that moment, seconds on a clock that it shares with the routers. unfinished: requests
+    that are there and not over. running: those of them that hold cache; cached: tokens of it.
+    realtime_tokens, best_effort_tokens: prompt tokens, by tier, that are still to be computed,
+    those of requests that lost their cache included; realtime_quad, best_effort_quad: the sum of
+    c^2 + 2cm over what each of these has to compute; realtime_blocks, best_effort_blocks: blocks
+    that those of them lack who hold no cache; waiting: how many those are. free_blocks: of
+    num_blocks. tbt: the tightest target of those that run, seconds, inf for none. mean_output:
+    tokens of the outputs that ended lately, 0 before the first. attainment: share of the first
+    tokens that came within their target lately. pace: how long its steps take over what `prices`
+    say. by_tier: whether real-time requests are served before best-effort ones. prefill_tokens: how
+    far prompts may fill a step; max_rows: requests that may hold cache; block_size: tokens a block
+    holds. draining: it takes no more requests.
+    """
+
+    time: float
+    unfinished: int
+    running: int
+    cached: int
+    waiting: int
+    realtime_tokens: int
+    best_effort_tokens: int
+    realtime_quad: int
+    best_effort_quad: int
+    realtime_blocks: int
+    best_effort_blocks: int
+    free_blocks: int
+    num_blocks: int
+    block_size: int
+    prefill_tokens: int
+    max_rows: int
+    tbt: float
+    mean_output: float
+    attainment: float
+    pace: float
+    by_tier: bool
+    draining: bool
+    step: float
+    token: float
+    decode: float
+    read: float
+    prefill: float
+    quad: float
+    cached_token: float
+
+    @classmethod
+    def of(cls, prices: Prices, **numbers: Any) -> Snapshot:
+        """numbers: the other fields, by name."""
+        return cls(**numbers, **asdict(prices))
+
+    def as_dict(self) -> dict[str, float]:
+        """By name, ready for JSON."""
+        return asdict(self)
+
+
+SNAPSHOT = np.dtype([(field.name, np.float64) for field in fields(Snapshot)], align=True)
+
+# What a router knows of a replica: its last snapshot, and what it has sent there since. time,
+# unfinished, running, tbt, mean_output, attainment, by_tier, block_size: as above. realtime_work,
+# best_effort_work: seconds of the prompts that are computed before a newcomer's of that tier;
+# realtime_short, best_effort_short: blocks that are lacking for all of those, negative if some are
+# free; rows_short: as many requests. token, quad: seconds of a prompt's token, its share of the
+# steps included, and of the square of its length. decode: seconds of a step of all decodes; row,
+# read: by how much another one makes it longer, and each token that it has cached; prefill: by how
+# much a step is longer that is full of prompts. per_block, per_row: seconds until one becomes free.
+# dead, draining: it gets nothing. first_sent, last_sent: for the compiled simulation.
+KNOWN = np.dtype(
+    [
+        (name, np.float64)
+        for name in (
+            *("time", "unfinished", "tbt", "mean_output", "attainment", "by_tier", "block_size"),
+            *("realtime_work", "best_effort_work", "realtime_short", "best_effort_short"),
+            *("rows_short", "token", "quad", "decode", "row", "read", "prefill"),
+            *("per_block", "per_row"),
+        )
+    ]
+    + [("first_sent", np.int64), ("last_sent", np.int64)]
+    + [("dead", np.bool_), ("draining", np.bool_)],
+    align=True,
+)
+
+
+def take(s: Any, n: Any) -> None:
+    """Makes of s, a record of KNOWN, what a snapshot n says, with nothing sent since."""
+    decode = n.pace * (n.step + n.running * (n.token + n.decode) + n.cached * n.read)
+    room = max(n.prefill_tokens - n.running, 1.0)
+    s.time, s.unfinished, s.tbt = n.time, n.unfinished, n.tbt
+    s.mean_output, s.attainment, s.by_tier = n.mean_output, n.attainment, n.by_tier
+    s.block_size, s.draining = n.block_size, n.draining > 0
+    s.decode, s.row, s.read = decode, n.pace * (n.token + n.decode), n.pace * n.read
+    s.prefill = n.pace * (n.prefill + room * n.token)
+    # Steps that are full of prompts, beside all decodes; what they read of their own cache grows
+    # with every chunk.
+    s.token = n.pace * n.token + (decode + n.pace * n.prefill) / room
+    s.quad = n.pace * (n.quad + n.cached_token / (2.0 * room))
+    late = n.best_effort_tokens * s.token + n.best_effort_quad * s.quad
+    s.realtime_work = n.realtime_tokens * s.token + n.realtime_quad * s.quad
+    s.best_effort_work = s.realtime_work + late
+    s.realtime_short = n.realtime_blocks - n.free_blocks
+    s.best_effort_short = s.realtime_short + n.best_effort_blocks
+    if not n.by_tier:
+        s.realtime_work, s.realtime_short = s.best_effort_work, s.best_effort_short
+    s.rows_short = n.waiting + n.running - n.max_rows
+    # All that is held now is free once in as many steps as an output has tokens.
+    outputs = decode * n.mean_output
+    s.per_block = outputs / max(n.num_blocks - n.free_blocks, 1.0)
+    s.per_row = outputs / max(n.running, 1.0)
+
+
+def add(s: Any, q: Any) -> None:
+    """Adds a request that has been sent there, with prompt_len, tier (0 for real-time) and tbt."""
+    seconds = q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad
+    blocks = np.ceil(q.prompt_len / s.block_size) * PLANES
+    s.best_effort_work += seconds
+    s.best_effort_short += blocks
+    if q.tier == 0 or s.by_tier == 0:
+        s.realtime_work += seconds
+        s.realtime_short += blocks
+    s.rows_short += 1.0
+    s.unfinished += 1.0
+    s.decode += s.row + q.prompt_len * s.read
+    s.tbt = min(s.tbt, q.tbt)

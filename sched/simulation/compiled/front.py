@@ -1,0 +1,227 @@
+"""What is before the replicas in the compiled simulation: snapshots and how they get to the
+routers, who choose, and who dies. As `simulation/front.py`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba.extending import register_jitable
+
+from jaxserve.sched.block_sizes import blocks_a_plane
+from jaxserve.sched.routing import draws, estimate, observe, snapshot
+from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.simulation.compiled.blocks import PLANES
+from jaxserve.sched.simulation.compiled.events import (
+    DELIVER,
+    FAULT,
+    LOOP,
+    NOTICE,
+    PUBLISH,
+    at,
+)
+from jaxserve.sched.simulation.compiled.jit import OPTIONS, kernel
+from jaxserve.sched.simulation.compiled.state import NOTHING, World
+from jaxserve.sched.table import State
+
+FREE = int(State.FREE)
+ROUND_ROBIN, LEAST_LOADED, TWO_CHOICES, SLO = map(
+    list(ROUTERS).index, ("round_robin", "least_loaded", "two_choices", "slo")
+)
+for _called in (estimate.first_token, estimate._miss):
+    register_jitable(**OPTIONS)(_called)
+_a_plane = kernel(blocks_a_plane)
+_take, _add = kernel(snapshot.take), kernel(snapshot.add)
+_violation = kernel(estimate.violation)
+_drawn, _below = kernel(draws.drawn), kernel(draws.below)
+lately = kernel(observe.lately)
+
+
+@kernel
+def event_at(world: World, kind: int, index: int, time: float) -> None:
+    """When that happens to the replica."""
+    event = kind * len(world.replicas) + index
+    at(world.event_times, world.event_heap, world.event_place, event, time)
+
+
+@kernel
+def timer(world: World, settings: np.record, kind: int, index: int, now: float) -> None:
+    """A fault, or a snapshot that is taken or arrives."""
+    me = world.replicas[index]
+    event_at(world, kind, index, math.inf)
+    if kind == FAULT:
+        fault = world.faults[index]
+        if fault.slowdown < math.inf:
+            me.slowdown = fault.slowdown
+            return
+        me.dead, me.next_time = True, math.inf
+        event_at(world, LOOP, index, math.inf)
+        event_at(world, PUBLISH, index, math.inf)
+        event_at(world, NOTICE, index, now + fault.notice)
+    elif kind == PUBLISH:
+        _observe(world, settings, index, now)
+        lost = False
+        if settings.loss > 0.0:
+            me.draw = _drawn(me.draw)
+            lost = me.draw <= settings.loss * draws.MODULUS
+        if not lost:
+            if settings.age > 0.0:
+                event_at(world, DELIVER, index, now + settings.age)
+            else:
+                _hear(world, index)
+        if world.cursor[0].arrived < len(world.requests):
+            event_at(world, PUBLISH, index, now + settings.interval)
+    elif kind == DELIVER and not world.known[index].dead:
+        _hear(world, index)
+
+
+@kernel
+def next_stranded(world: World, index: int) -> int:
+    """The next request without a token that a dead replica has left; NOTHING if there is none. Who
+    has some, or was left twice, ends."""
+    me, s = world.replicas[index], world.known[index]
+    s.dead = True
+    s.first_sent = s.last_sent = NOTHING
+    while me.stranded < world.cursor[0].arrived:
+        r = world.requests[me.stranded]
+        if r.replica == index and r.state != FREE:
+            if r.received == 0 and not r.again:
+                return int(me.stranded)
+            r.failed, r.state = True, FREE
+        me.stranded += 1
+    return NOTHING
+
+
+@kernel
+def send(world: World, index: int, number: int, now: float) -> None:
+    """Its router notes that a request goes there."""
+    s, r = world.known[index], world.requests[number]
+    r.sent, r.next_sent = now, NOTHING
+    if s.last_sent == NOTHING:
+        s.first_sent = number
+    else:
+        world.requests[s.last_sent].next_sent = number
+    s.last_sent = number
+    _add(s, r)
+    world.replicas[index].changed = True
+
+
+@kernel
+def choose(world: World, settings: np.record, number: int, now: float) -> int:
+    """The replica for a request, by its router; NOTHING if none is up. As `routing.routers`, whose
+    indices are of the router's own replicas: every so many-th."""
+    count, step, first = len(world.replicas), settings.routers, number % settings.routers
+    router, there = world.routers[first], 0
+    fresh = settings.looks and settings.interval == 0.0
+    for i in range(first, count, step):
+        me = world.replicas[i]
+        if fresh and me.changed and not me.dead:
+            _observe(world, settings, i, now)
+            _hear(world, i)
+        there += not world.known[i].dead
+    if there == 0:
+        return NOTHING
+    if settings.routing == ROUND_ROBIN:
+        size = (count - first + step - 1) // step
+        turn = router.turn
+        while world.known[first + turn * step].dead:
+            turn = (turn + 1) % size
+        router.turn = (turn + 1) % size
+        return int(first + turn * step)
+    if settings.routing == TWO_CHOICES:
+        return _two_choices(world, router, first, step, there)
+    r = world.requests[number]
+    chosen, least = NOTHING, math.inf
+    for i in range(first, count, step):
+        s = world.known[i]
+        if s.dead:
+            continue
+        value = s.unfinished
+        if settings.routing == SLO:
+            work, short = s.best_effort_work, s.best_effort_short
+            if r.tier == 0:
+                work, short = s.realtime_work, s.realtime_short
+            value = _violation(s, work, short, r, now)
+        if value < least or chosen == NOTHING:
+            chosen, least = i, value
+    return chosen
+
+
+@kernel
+def _two_choices(world: World, router: np.record, first: int, step: int, there: int) -> int:
+    router.state = _drawn(router.state)
+    one = _nth_up(world, first, step, _below(router.state, there))
+    if there == 1:
+        return one
+    router.state = _drawn(router.state)
+    nth = _below(router.state, there - 1)
+    # The draw before decided who is left out.
+    other = _nth_up(world, first, step, nth)
+    if other >= one:
+        other = _nth_up(world, first, step, nth + 1)
+    return other if world.known[other].unfinished < world.known[one].unfinished else one
+
+
+@kernel
+def _nth_up(world: World, first: int, step: int, nth: int) -> int:
+    for i in range(first, len(world.replicas), step):
+        if not world.known[i].dead:
+            if nth == 0:
+                return i
+            nth -= 1
+    return NOTHING
+
+
+@kernel
+def _hear(world: World, index: int) -> None:
+    """As `Fleet.hear`."""
+    s, n = world.known[index], world.published[index]
+    while s.first_sent != NOTHING and world.requests[s.first_sent].sent <= n.time:
+        s.first_sent = world.requests[s.first_sent].next_sent
+    if s.first_sent == NOTHING:
+        s.last_sent = NOTHING
+    _take(s, n)
+    number = s.first_sent
+    while number != NOTHING:
+        _add(s, world.requests[number])
+        number = world.requests[number].next_sent
+
+
+@kernel
+def _observe(world: World, settings: np.record, index: int, now: float) -> None:
+    """As `routing.observe.observe`."""
+    me, n = world.replicas[index], world.published[index]
+    me.changed = False
+    cached = 0
+    tbt = math.inf
+    n.realtime_tokens = n.best_effort_tokens = n.realtime_quad = n.best_effort_quad = 0.0
+    n.realtime_blocks = n.best_effort_blocks = 0.0
+    for i in range(me.running):
+        r = world.requests[world.running[index, i]]
+        cached += r.computed
+        tbt = min(tbt, r.tbt)
+        tokens = r.prompt_len + r.generated - r.computed
+        if tokens > 1 or r.generated == 0:
+            quad = tokens * (tokens + 2 * r.computed)
+            if r.tier == 0:
+                n.realtime_tokens += tokens
+                n.realtime_quad += quad
+            else:
+                n.best_effort_tokens += tokens
+                n.best_effort_quad += quad
+    for i in range(me.first, me.end):
+        r = world.requests[world.waiting[index, i]]
+        tokens = r.prompt_len + r.generated - r.computed
+        quad = tokens * (tokens + 2 * r.computed)
+        blocks = _a_plane(r.prompt_len + r.generated, settings.block_size) * PLANES
+        if r.tier == 0:
+            n.realtime_tokens += tokens
+            n.realtime_quad += quad
+            n.realtime_blocks += blocks
+        else:
+            n.best_effort_tokens += tokens
+            n.best_effort_quad += quad
+            n.best_effort_blocks += blocks
+    n.time, n.unfinished, n.running, n.waiting = now, me.live, me.running, me.end - me.first
+    n.cached, n.free_blocks, n.tbt = cached, me.free, tbt
+    n.mean_output, n.attainment, n.pace = me.mean_output, me.attainment, me.pace
