@@ -1,7 +1,5 @@
-"""Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock.
-
-In Python (`replicas.py`), which is the reference, or compiled (`fast.py`), with the same outcome.
-"""
+"""Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock; in
+Python (`replicas.py`), which is the reference, or compiled (`fast.py`), with the same outcome."""
 
 from __future__ import annotations
 

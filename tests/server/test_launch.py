@@ -119,7 +119,10 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--noconfig.engine.overlp", "engine.overlp; did you mean engine.overlap"),
         ("--config.sheduler.policy=x", "did you mean scheduler.policy"),
         ("--config.zzz=1", "fields are .*cache.block_size"),
-        ("--config.scheduler.max_rows=abc", "config.scheduler.max_rows=abc: must be a whole number$"),
+        (
+            "--config.scheduler.max_rows=abc",
+            "config.scheduler.max_rows=abc: must be a whole number$",
+        ),
         ("--config.scheduler.max_rows=2.5", "max_rows=2.5: must be a whole number$"),
         ("--config.engine.overlap=maybe", "engine.overlap=maybe: must be true or false$"),
         ("--config.server.refuse_late=x", "server.refuse_late=x: must be a number$"),
