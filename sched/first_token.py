@@ -47,14 +47,35 @@ class _Work(NamedTuple):
     blocks: int
 
 
+class _Came:
+    """Work by standing, in arrays that double: as many may come in a step as the queue holds."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._standing = np.empty(16)
+        self._work = np.empty((16, len(_Work._fields)), np.int64)
+
+    def add(self, standing: float, work: _Work) -> None:
+        """One more."""
+        if self._count == len(self._standing):
+            twice = (np.concatenate([a, a]) for a in (self._standing, self._work))
+            self._standing, self._work = twice
+        self._standing[self._count], self._work[self._count] = standing, work
+        self._count += 1
+
+    def until(self, place: float) -> np.ndarray:
+        """Of those that stand no later, the sums, int64 [6]."""
+        before = self._standing[: self._count] <= place
+        return self._work[: self._count][before].sum(axis=0)
+
+
 class FirstToken:
     """Predicts from one backlog. What takes long is done once, when it is first asked for; then
     each question takes two bisections. Any thread may ask, one at a time."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
-        self._standings: list[float] = []  # of those that came since
-        self._came: list[_Work] = []
+        self._came = _Came()  # since
         self._count = backlog.received
 
     def arrived(self, request: Request, now: float) -> None:
@@ -63,8 +84,8 @@ class FirstToken:
         place = self._place(request, now)
         self._count += request.sampling.n
         if place is not None:
-            self._standings.append(place)
-            self._came.append(_Work(*(request.sampling.n * part for part in self._own(request))))
+            own = _Work(*(request.sampling.n * part for part in self._own(request)))
+            self._came.add(place, own)
 
     def wait(self, request: Request, now: float) -> Wait:
         """Of a request that comes now. Of its continuations, of the first."""
@@ -97,9 +118,7 @@ class FirstToken:
             return _NOTHING
         standing, sums = self._queue
         found = sums[:, int(np.searchsorted(standing, place, side="right"))]
-        if self._came:
-            found = found + np.array(self._came)[np.array(self._standings) <= place].sum(axis=0)
-        return _Work(*map(int, found))
+        return _Work(*map(int, found + self._came.until(place)))
 
     @cached_property
     def _queue(self) -> tuple[np.ndarray, np.ndarray]:

@@ -49,12 +49,13 @@ def test_prompts_before_it_are_computed_first() -> None:
 
 
 def test_those_that_came_since_count_too() -> None:
-    first = waits(Drive("sarathi", c=16, p=16))
+    first = waits(Drive("sarathi", c=16, p=16, rows=64, blocks=1024))
     alone = first.wait(request(16), 0.0)
-    for _ in range(2):
+    for count in range(1, 41):
         first.arrived(request(16), 0.0)
-    behind = first.wait(request(16), 0.0)
-    assert behind.seconds == pytest.approx(3 * alone.seconds) and behind.alone == alone.alone
+        behind = first.wait(request(16), 0.0)
+        assert behind.seconds == pytest.approx((count + 1) * alone.seconds)
+        assert behind.alone == alone.alone
 
 
 def test_the_step_on_the_device_is_waited_for() -> None:
