@@ -9,6 +9,7 @@ from jaxserve.pallas_kernels.attention import (
     absorbed_attention,
     paged_attention,
     plan_attention,
+    plan_write,
     projected_attention,
     write,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "move_slots",
     "paged_attention",
     "plan_attention",
+    "plan_write",
     "project",
     "projected_attention",
     "read_tokens",

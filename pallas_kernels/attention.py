@@ -34,6 +34,7 @@ def write(
     batch: AttentionBatch,
     *,
     x: jax.Array | None = None,
+    plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -43,18 +44,38 @@ def write(
 
     Rows fill their blocks from either end (BROS section 5.1); a hidden row has one vector a token
     (Apt-Serve section 4.2). In place where the pool is donated (or a loop's carry). layer: index
-    into the whole pool, may be traced. x: None says that no row of the batch is hidden. Values are
-    converted to the pool's dtype; padding tokens are dropped. With a mesh, kv heads are sharded
-    over its axis "tensor". ValueError for a wrong shape or dtype.
+    into the whole pool, may be traced. x: None says that no row of the batch is hidden. plan: of
+    `plan_write`; None: it is made here. Values are converted to the pool's dtype; padding tokens
+    are dropped. With a mesh, kv heads are sharded over its axis "tensor". ValueError for a wrong
+    shape or dtype.
     """
     checks.check_step(pool, layer, batch)
     want = (batch.max_tokens, pool.shape[2], pool.shape[4])
     given = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
     for name, value in given.items():
         checks.check_tokens(name, value, want, "tokens, kv_heads, head_dim")
-    takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE)
-    run = over_heads(get_backend(backend).write, mesh, takes, POOL, k=want[1])
-    return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch)
+    if plan is None:
+        plan = plan_write(pool, batch, hidden=x is not None, backend=backend)
+    takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE, WHOLE)
+    put = partial(_planned, get_backend(backend).write)
+    run = over_heads(put, mesh, takes, POOL, k=want[1])
+    return run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch, plan)
+
+
+def plan_write(
+    pool: jax.Array, batch: AttentionBatch, *, hidden: bool, backend: str = "xla"
+) -> Any:
+    """What all layers of a step have in common about `write`: which token goes where, a tree of
+    arrays to be given with the same batch, on any mesh. None where the backend plans nothing.
+
+    hidden: whether x is given. ValueError for a wrong shape or dtype.
+    """
+    planned = get_backend(backend).plan_write
+    if planned is None:
+        return None
+    checks.check_pool(pool)
+    batch.validate()
+    return planned(batch, pool.shape, hidden=hidden)
 
 
 def plan_attention(

@@ -18,6 +18,8 @@ class Backend:
     in `attention` and `move` for shapes and meaning. `layer` is a traced index into the whole pool.
 
     write(pool, layer, k, v, x, batch) -> pool. x None: no row can be hidden.
+    plan_write(batch, pool's shape, *, hidden) -> a tree of arrays for write, whose last argument it
+        is, for all layers of a step; hidden: x is given. None: no such argument.
     plan(kind, batch, pool's shape, its dtype, num_heads, *, sliding_window, decode_only) -> a tree
         of arrays: what the layers of a step need not find out each by itself. Of kind KV it is for
         attend, of HIDDEN for projected: there their next argument, `plan`. None: no such argument.
@@ -47,6 +49,7 @@ class Backend:
     stage_in: Callable[..., jax.Array]
     supports: Callable[..., str | None]
     plan: Callable[..., Any] | None = None
+    plan_write: Callable[..., Any] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

@@ -35,7 +35,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     decode_items,
     interpreted,
     make_chunk,
-    scalars,
+    make_work,
 )
 from jaxserve.pallas_kernels.tpu_softmax import dot
 from jaxserve.pallas_kernels.tpu_stream import Stream, clean
@@ -245,7 +245,7 @@ def _two_passes(
 ) -> jax.Array:
     """queries [R, parts, H, head_dim] -> float32 of the same shape."""
     rows, parts, num_heads, head_dim = queries.shape
-    chunk = make_chunk(pool, batch, parts, sizes)
+    chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     chunks = -(-batch.table_width // chunk.blocks)
     items, number = _split(*decode_items(live, batch, chunk, options.sliding_window), chunks)
     row = pl.BlockSpec(
@@ -255,7 +255,7 @@ def _two_passes(
         (1, 1, num_heads, chunk.tokens),
         lambda i, items, *_: (items[ROW, i], items[BEGIN, i], 0, 0),
     )
-    prefetched = scalars(items, batch, layer)
+    prefetched = make_work(items, number, batch).scalars(layer)
     shape = jax.ShapeDtypeStruct((rows, chunks, num_heads, chunk.tokens), jnp.float32)
     sums = [pltpu.VMEM((num_heads, chunk.tokens), jnp.float32)]
     launch = functools.partial(_launch, number=number, sizes=sizes, chunk=chunk, options=options)
@@ -317,7 +317,7 @@ def absorbed(
     token = jnp.where(live, batch.query_start, tokens)
     queries = qx.at[token].get(mode="fill", fill_value=0).astype(pool.dtype)
     queries = queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3)
-    chunk = make_chunk(pool, batch, parts, sizes)
+    chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     if axis_name is not None or not _fits(queries, chunk, sizes):
         out = _two_passes(queries, pool, layer, batch, live, options, sizes, axis_name)
     else:
@@ -325,7 +325,7 @@ def absorbed(
         spec = pl.BlockSpec((1, *queries.shape[1:]), lambda i, items, *_: (items[ROW, i], 0, 0, 0))
         out = _launch(
             _one_pass,
-            (*scalars(items, batch, layer), queries, pool),
+            (*make_work(items, number, batch).scalars(layer), queries, pool),
             (spec, spec),
             jax.ShapeDtypeStruct(queries.shape, qx.dtype),
             [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import (
     tpu_absorbed,
@@ -18,8 +20,57 @@ from jaxserve.pallas_kernels import (
     tpu_write,
 )
 from jaxserve.pallas_kernels.backends import Backend
-from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.tpu_common import Options
+from jaxserve.pallas_kernels.tpu_decode import Decodes
+from jaxserve.pallas_kernels.tpu_granules import Puts
+from jaxserve.pallas_kernels.tpu_tiles import Tiles
+
+
+class PagedPlan(NamedTuple):
+    """What decodes and, in a step that has any, chunks of KV rows want done. token: int32 [R], the
+    token of each row that decodes, past their end for the others."""
+
+    decodes: Decodes
+    token: jax.Array
+    chunks: Tiles | None
+
+
+def _plan_write(batch: AttentionBatch, shape: tuple[int, ...], *, hidden: bool) -> Puts:
+    """See `backends.Backend.plan_write`."""
+    return tpu_write.plan(batch, shape[3], hidden=hidden)
+
+
+def _plan(
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+    interpret: bool,
+) -> PagedPlan | Tiles:
+    """See `backends.Backend.plan`."""
+    if kind == HIDDEN:
+        return tpu_projected.plan(
+            batch,
+            shape,
+            dtype,
+            sliding_window=sliding_window,
+            decode_only=decode_only,
+            interpret=interpret,
+        )
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    live = (batch.kind == KV) & (batch.query_lens > 0)
+    chunks = None
+    if not decode_only:
+        ragged = live & (row >= batch.num_decodes) & (row < batch.num_rows)
+        chunks = tpu_prefill.plan(ragged, batch, shape, dtype, num_heads, sliding_window, interpret)
+        live &= row < batch.num_decodes
+    decodes = tpu_decode.plan(live, batch, shape, dtype, sliding_window, interpret)
+    return PagedPlan(decodes, jnp.where(live, batch.query_start, batch.max_tokens), chunks)
 
 
 def _attend(
@@ -27,6 +78,7 @@ def _attend(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
+    plan: PagedPlan,
     *,
     scale: float,
     sliding_window: int | None,
@@ -36,21 +88,17 @@ def _attend(
 ) -> jax.Array:
     """See `attention.paged_attention`."""
     options = Options(scale, sliding_window, soft_cap, interpret)
-    mine = (batch.kind == KV) & (batch.query_lens > 0)
-    if decode_only:
-        return tpu_decode.decode(q, pool, layer, batch, mine, options)
-    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
-    chunks = mine & (row >= batch.num_decodes) & (row < batch.num_rows)
-    out = tpu_prefill.prefill(q, pool, layer, batch, chunks, options)
-    decodes = mine & (row < batch.num_decodes)
-    token = jnp.where(decodes, batch.query_start, batch.max_tokens)
-    picked = q.at[token].get(mode="fill", fill_value=0)
-    decoded = tpu_decode.decode(picked, pool, layer, batch, decodes, options)
-    return out.at[token].set(decoded, mode="drop")
+    width = batch.table_width
+    if plan.chunks is None:
+        return tpu_decode.decode(q, pool, layer, width, plan.decodes, options)
+    out = tpu_prefill.prefill(q, pool, layer, width, plan.chunks, options)
+    picked = q.at[plan.token].get(mode="fill", fill_value=0)
+    decoded = tpu_decode.decode(picked, pool, layer, width, plan.decodes, options)
+    return out.at[plan.token].set(decoded, mode="drop")
 
 
 def _backend(interpret: bool) -> Backend:
-    def with_mode(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def with_mode(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(function, interpret=interpret)
 
     return Backend(
@@ -62,6 +110,8 @@ def _backend(interpret: bool) -> Backend:
         stage_out=with_mode(tpu_move.stage_out),
         stage_in=with_mode(tpu_move.stage_in),
         supports=tpu_common.supports,
+        plan=with_mode(_plan),
+        plan_write=_plan_write,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tuned_tpu import Sizes
@@ -78,15 +79,18 @@ class Chunk:
         return j * self.tokens + jnp.where(side == RIGHT, mirrored, slot)
 
 
-def make_chunk(pool: jax.Array, batch: AttentionBatch, heads: int, sizes: Sizes) -> Chunk:
-    """As many blocks as the sizes allow, at least one."""
-    _, _, _, block_size, head_dim = pool.shape
-    token_bytes = heads * max(head_dim, LANES) * pool.dtype.itemsize
+def make_chunk(
+    shape: tuple[int, ...], dtype: DTypeLike, heads: int, width: int, sizes: Sizes
+) -> Chunk:
+    """Of a pool of this shape and dtype, for tables of `width` entries: as many blocks as the sizes
+    allow, at least one."""
+    _, _, _, block_size, head_dim = shape
+    token_bytes = heads * max(head_dim, LANES) * jnp.dtype(dtype).itemsize
     tokens = min(sizes.chunk_bytes // token_bytes, sizes.chunk_tokens)
     if tokens > LANES:
         tokens -= tokens % LANES
-    blocks = max(1, min(tokens // block_size, batch.table_width))
-    return Chunk(heads, blocks, block_size, head_dim, batch.table_width)
+    blocks = max(1, min(tokens // block_size, width))
+    return Chunk(heads, blocks, block_size, head_dim, width)
 
 
 def heads_a_program(heads: int, most: int, groups: int, multiple: int = 1) -> int:
@@ -123,6 +127,30 @@ def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(~live, stable=True).astype(jnp.int32), live.sum(dtype=jnp.int32)
 
 
+class Work(NamedTuple):
+    """What a kernel has to do, the same in all layers. items: int32 [7, N], of which the first
+    `number`, int32 [], count; tables: int32 [R * 2 * W], flat, since SMEM would pad them."""
+
+    items: jax.Array
+    tables: jax.Array
+    number: jax.Array
+
+    def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The scalar-prefetch operands (items, tables, layer)."""
+        return self.items, self.tables, jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def make_work(items: jax.Array, number: jax.Array, batch: AttentionBatch) -> Work:
+    """ValueError if items and tables are more than scalar memory has."""
+    size = 4 * (items.size + batch.tables.size)
+    if size > SMEM_LIMIT:
+        raise ValueError(
+            f"batch.tables: {list(batch.tables.shape)} and the items take {size} bytes of a TPU's "
+            f"scalar memory, more than {SMEM_LIMIT}: use a larger block_size or fewer rows"
+        )
+    return Work(items, batch.tables.reshape(-1), number)
+
+
 def decode_items(
     live: jax.Array, batch: AttentionBatch, chunk: Chunk, sliding_window: int | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -131,18 +159,6 @@ def decode_items(
     first = batch.context_lens[rows] - 1
     items = make_items(rows, first, jnp.ones_like(rows), rows, batch, chunk, sliding_window)
     return items, number
-
-
-def scalars(items: jax.Array, batch: AttentionBatch, layer: jax.Array | int) -> tuple[Any, ...]:
-    """The scalar-prefetch operands (items, tables, layer), flat where SMEM would pad them.
-    ValueError if they are more than SMEM has."""
-    size = 4 * (items.size + batch.tables.size)
-    if size > SMEM_LIMIT:
-        raise ValueError(
-            f"batch.tables: {list(batch.tables.shape)} and the items take {size} bytes of a TPU's "
-            f"scalar memory, more than {SMEM_LIMIT}: use a larger block_size or fewer rows"
-        )
-    return items, batch.tables.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Array, jax.Array]:

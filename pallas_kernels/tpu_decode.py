@@ -8,12 +8,13 @@ split, which balances whatever the number and lengths of the rows.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
 from jaxserve.pallas_kernels.batch import AttentionBatch
@@ -24,13 +25,14 @@ from jaxserve.pallas_kernels.tpu_common import (
     SIDE,
     Chunk,
     Options,
+    Work,
     bounds,
     compiler,
     decode_items,
     heads_a_program,
     interpreted,
     make_chunk,
-    scalars,
+    make_work,
 )
 from jaxserve.pallas_kernels.tpu_stream import Stream, clean
 
@@ -82,23 +84,50 @@ def _kernel(
     out[0] = tpu_softmax.finished(state).astype(out.dtype)
 
 
+class Decodes(NamedTuple):
+    """The rows that decode: live, bool [R], and what the kernel does for them."""
+
+    live: jax.Array
+    work: Work
+
+
+def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> Chunk:
+    """Of a pool of this shape, for tables of `width` entries."""
+    sizes = tuned_tpu.sizes(dtype, interpret)
+    heads = heads_a_program(shape[2], shape[2], sizes.cores)
+    return make_chunk(shape, dtype, heads, width, sizes)
+
+
+def plan(
+    live: jax.Array,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sliding_window: int | None,
+    interpret: bool,
+) -> Decodes:
+    """For a pool of this shape and dtype. ValueError where the tables do not fit scalar memory."""
+    chunk = _chunk(shape, dtype, batch.table_width, interpret)
+    items, number = decode_items(live, batch, chunk, sliding_window)
+    return Decodes(live, make_work(items, number, batch))
+
+
 def decode(
     q: jax.Array,
     pool: jax.Array,
     layer: jax.Array | int,
-    batch: AttentionBatch,
-    live: jax.Array,
+    width: int,
+    decodes: Decodes,
     options: Options,
 ) -> jax.Array:
-    """q [R, H, D], one token for each row that is live, bool [R] -> [R, H, D] in q's dtype, zeros
-    for the others."""
+    """q [R, H, D], one token for each row that decodes -> [R, H, D] in q's dtype, zeros for the
+    others. width: entries of a table row."""
     rows, num_heads, head_dim = q.shape
     kv_heads = pool.shape[2]
     group = num_heads // kv_heads
     sizes = tuned_tpu.sizes(pool.dtype, options.interpret)
-    heads = heads_a_program(kv_heads, kv_heads, sizes.cores)
-    chunk = make_chunk(pool, batch, heads, sizes)
-    items, number = decode_items(live, batch, chunk, options.sliding_window)
+    chunk, work = _chunk(pool.shape, pool.dtype, width, options.interpret), decodes.work
+    heads = chunk.heads
     row = pl.BlockSpec(
         (1, heads, group, head_dim), lambda h, i, items, *_: (items[ROW, i], h, 0, 0)
     )
@@ -108,7 +137,7 @@ def decode(
         out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(kv_heads // heads, number),
+            grid=(kv_heads // heads, work.number),
             in_specs=[row, ANY],
             out_specs=row,
             scratch_shapes=[
@@ -124,6 +153,6 @@ def decode(
         name="paged_decode",
     )
     queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)
-    out = call(*scalars(items, batch, layer), queries, pool)
+    out = call(*work.scalars(layer), queries, pool)
     # Rows without an item were never written.
-    return jnp.where(live[:, None, None], out.reshape(q.shape), 0)
+    return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)

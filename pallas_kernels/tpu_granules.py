@@ -8,7 +8,7 @@ ends are one item, and no transfer can undo another's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,17 @@ from jaxserve.pallas_kernels import tuned_tpu
 from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted, live_first
 
 NOBODY = -1  # nothing goes to this slot
-Puts = tuple[jax.Array, jax.Array, jax.Array]
 PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
+
+
+class Puts(NamedTuple):
+    """What goes where. target: int32 [N], distinct granules (block * granules of a block +
+    granule), of which the first `number`, int32 [], count; source: int32 [N, 8], what goes to each
+    of their slots, or NOBODY."""
+
+    target: jax.Array
+    source: jax.Array
+    number: jax.Array
 
 
 def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
@@ -29,7 +38,7 @@ def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
 
     target: int32 [N], the granule of each of N candidates (any negative number: none).
     slot, source: int32 [N, any], which slots of its granule each candidate brings something to, and
-    what; NOBODY: nothing. Returns (target [N], source [N, 8], number): distinct granules first.
+    what; NOBODY: nothing.
     """
     same = target[:, None] == target[None, :]
     leader = jnp.argmax(same, axis=1)
@@ -37,7 +46,7 @@ def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
     merged = merged.at[leader[:, None], slot].max(source, mode="drop")
     live = (leader == jnp.arange(len(target))) & (target >= 0)
     order, number = live_first(live)
-    return target[order], merged[order], number
+    return Puts(target[order], merged[order], number)
 
 
 def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array:
@@ -114,18 +123,12 @@ def put(
     pool: jax.Array,
     layer: jax.Array | int,
     values: list[jax.Array],
-    target: jax.Array,
-    source: jax.Array,
-    number: jax.Array,
+    puts: Puts,
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Vectors into slots, of layers [layer, layer + values' number of them).
-
-    values: up to PLANES of [M, layers, heads, head_dim] in the pool's dtype. target: int32 [N],
-    distinct granules (block * granules of a block + granule), of which the first `number` count;
-    source: int32 [N, 8], what goes to each of their slots.
-    """
+    """Vectors into slots, of layers [layer, layer + values' number of them). values: up to PLANES
+    of [M, layers, heads, head_dim] in the pool's dtype."""
     heads, block_size, head_dim = pool.shape[2:]
     layers, parts = values[0].shape[1], block_size // GRANULE
     deep = layers_at_once(pool, layers, interpret)
@@ -138,7 +141,7 @@ def put(
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(layers // deep, number),
+            grid=(layers // deep, puts.number),
             in_specs=[granule, *[ANY] * len(values)],
             out_specs=granule,
             scratch_shapes=[
@@ -151,6 +154,6 @@ def put(
         interpret=interpreted(interpret),
         name="paged_put",
     )
-    places = jnp.stack([target // parts, target % parts])
-    scalars = places, source.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
+    places = jnp.stack([puts.target // parts, puts.target % parts])
+    scalars = places, puts.source.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
     return call(*scalars, pool, *values)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
 from jaxserve.pallas_kernels.batch import AttentionBatch
@@ -27,16 +28,15 @@ from jaxserve.pallas_kernels.tpu_common import (
     heads_a_program,
     interpreted,
     make_chunk,
-    scalars,
 )
 from jaxserve.pallas_kernels.tpu_stream import Stream, clean
 from jaxserve.pallas_kernels.tpu_tiles import (
     ALIGNED,
     Outputs,
-    lay_out,
+    Tiles,
+    make_tiles,
     query_spec,
     seen_by,
-    tile_items,
 )
 
 
@@ -102,25 +102,48 @@ def _kernel(
     outputs.wait_if_last(i)
 
 
+def _cut(
+    shape: tuple[int, ...], dtype: DTypeLike, num_heads: int, width: int, interpret: bool
+) -> tuple[Chunk, int]:
+    """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
+    tile."""
+    sizes, kv_heads = tuned_tpu.sizes(dtype, interpret), shape[2]
+    heads = heads_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
+    tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(num_heads // kv_heads))
+    return make_chunk(shape, dtype, heads, width, sizes), tile
+
+
+def plan(
+    live: jax.Array,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    sliding_window: int | None,
+    interpret: bool,
+) -> Tiles:
+    """Of the rows that are live, bool [R], for a pool of this shape and dtype. ValueError where the
+    tables do not fit scalar memory."""
+    chunk, tile = _cut(shape, dtype, num_heads, batch.table_width, interpret)
+    return make_tiles(batch, live, tile, chunk, sliding_window)
+
+
 def prefill(
     q: jax.Array,
     pool: jax.Array,
     layer: jax.Array | int,
-    batch: AttentionBatch,
-    live: jax.Array,
+    width: int,
+    tiles: Tiles,
     options: Options,
 ) -> jax.Array:
-    """q [T, H, D] -> [T, H, D] in q's dtype for the tokens of rows that are live, bool [R]; zeros
-    for the others."""
+    """q [T, H, D] -> [T, H, D] in q's dtype for the tokens of the tiles, zeros for the others.
+    width: entries of a table row."""
     num_heads, head_dim = q.shape[1:]
     kv_heads = pool.shape[2]
     group = num_heads // kv_heads
     sizes = tuned_tpu.sizes(pool.dtype, options.interpret)
-    tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(group))
-    heads = heads_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
-    chunk = make_chunk(pool, batch, heads, sizes)
-    layout, start = lay_out(batch, live, tile)
-    items, number = tile_items(batch, live, start, tile, chunk, options.sliding_window)
+    chunk, tile = _cut(pool.shape, pool.dtype, num_heads, width, options.interpret)
+    heads, (layout, work) = chunk.heads, tiles
     buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
     queries = layout.gather(q.astype(pool.dtype), kv_heads)
     call = pl.pallas_call(
@@ -128,7 +151,7 @@ def prefill(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(kv_heads // heads, number),
+            grid=(kv_heads // heads, work.number),
             in_specs=[query_spec(heads, group, tile, head_dim), ANY],
             out_specs=ANY,
             scratch_shapes=[
@@ -146,4 +169,4 @@ def prefill(
         interpret=interpreted(options.interpret),
         name="paged_prefill",
     )
-    return layout.scatter(call(*scalars(items, batch, layer), queries, pool))
+    return layout.scatter(call(*work.scalars(layer), queries, pool))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
@@ -32,16 +33,15 @@ from jaxserve.pallas_kernels.tpu_common import (
     heads_a_program,
     interpreted,
     make_chunk,
-    scalars,
 )
 from jaxserve.pallas_kernels.tpu_stream import Stream
 from jaxserve.pallas_kernels.tpu_tiles import (
     ALIGNED,
     Outputs,
-    lay_out,
+    Tiles,
+    make_tiles,
     query_spec,
     seen_by,
-    tile_items,
 )
 
 
@@ -190,12 +190,40 @@ def _kernel(
     outputs.wait_if_last(i)
 
 
+def _cut(
+    shape: tuple[int, ...], dtype: DTypeLike, width: int, decode_only: bool, interpret: bool
+) -> tuple[Chunk, int]:
+    """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
+    tile."""
+    sizes = tuned_tpu.sizes(dtype, interpret)
+    tile = ALIGNED if decode_only else sizes.tile
+    return make_chunk(shape, dtype, shape[2], width, sizes), tile
+
+
+def plan(
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+    interpret: bool,
+) -> Tiles:
+    """Of the hidden rows, for a pool of this shape and dtype. ValueError where the tables do not
+    fit scalar memory."""
+    chunk, tile = _cut(shape, dtype, batch.table_width, decode_only, interpret)
+    live = (batch.kind == HIDDEN) & (batch.query_lens > 0)
+    live &= jnp.arange(batch.max_rows) < batch.num_rows
+    return make_tiles(batch, live, tile, chunk, sliding_window)
+
+
 def projected(
     q: jax.Array,
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
     projection: HiddenProjection,
+    plan: Tiles,
     *,
     scale: float,
     sliding_window: int | None,
@@ -203,8 +231,7 @@ def projected(
     decode_only: bool,
     interpret: bool,
 ) -> jax.Array:
-    """See `attention.projected_attention`: q [T, H, D] -> the same. ValueError where the tables do
-    not fit scalar memory."""
+    """See `attention.projected_attention`: q [T, H, D] -> the same."""
     options = Options(scale, sliding_window, soft_cap, interpret)
     sizes = tuned_tpu.sizes(pool.dtype, interpret)
     num_heads, head_dim = q.shape[1:]
@@ -212,12 +239,8 @@ def projected(
     width = parts * head_dim
     most = sizes.weight_bytes // (width * head_dim * pool.dtype.itemsize)
     heads = heads_a_program(num_heads, most, sizes.cores, -(-LANES // head_dim))
-    chunk = make_chunk(pool, batch, parts, sizes)
-    tile = ALIGNED if decode_only else sizes.tile
-    live = (batch.kind == HIDDEN) & (batch.query_lens > 0)
-    live &= jnp.arange(batch.max_rows) < batch.num_rows
-    layout, start = lay_out(batch, live, tile)
-    items, number = tile_items(batch, live, start, tile, chunk, sliding_window)
+    chunk, tile = _cut(pool.shape, pool.dtype, batch.table_width, decode_only, interpret)
+    layout, work = plan
     queries = layout.gather(q.astype(pool.dtype), num_heads)
     recipe, made = _operands(projection, pool.dtype, chunk, heads, head_dim)
     call = pl.pallas_call(
@@ -225,7 +248,7 @@ def projected(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(num_heads // heads, number),
+            grid=(num_heads // heads, work.number),
             in_specs=[query_spec(heads, 1, tile, head_dim), *_specs(width, heads, head_dim), ANY],
             out_specs=ANY,
             scratch_shapes=_scratch(chunk, recipe, tile, pool.dtype, q.dtype),
@@ -234,7 +257,7 @@ def projected(
         interpret=interpreted(interpret),
         name="projected",
     )
-    return layout.scatter(call(*scalars(items, batch, layer), queries, *made, pool))
+    return layout.scatter(call(*work.scalars(layer), queries, *made, pool))
 
 
 def _operands(

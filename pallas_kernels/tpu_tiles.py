@@ -8,7 +8,7 @@ another at multiples of 16 (XLA gathers them, once), and a tile starts at any su
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
-from jaxserve.pallas_kernels.tpu_common import AT, COUNT, FIRST, Chunk, make_items
+from jaxserve.pallas_kernels.tpu_common import (
+    AT,
+    COUNT,
+    FIRST,
+    Chunk,
+    Work,
+    make_items,
+    make_work,
+)
 
 ALIGNED = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where a batch's queries lie. place: int32 [T], each token's place in the aligned order, past
-    its end for the tokens that are not in it. units: groups of 16, a tile's overhang
-    included."""
+    its end for the tokens that are not in it. source: int32 [units * 16], the token at each place,
+    T where there is none; a unit is 16 places, and a tile's overhang is among them."""
 
     place: jax.Array
-    units: int
+    source: jax.Array
 
     def gather(self, q: jax.Array, kv_heads: int) -> jax.Array:
         """[T, H, D] -> [kv_heads, group, units, 16, D]."""
-        tokens, num_heads, head_dim = q.shape
-        source = jnp.full(self.units * ALIGNED, tokens, jnp.int32)
-        source = source.at[self.place].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
-        aligned = q.at[source].get(mode="fill", fill_value=0).transpose(1, 0, 2)
-        return aligned.reshape(kv_heads, num_heads // kv_heads, self.units, ALIGNED, head_dim)
+        _, num_heads, head_dim = q.shape
+        aligned = q.at[self.source].get(mode="fill", fill_value=0).transpose(1, 0, 2)
+        return aligned.reshape(kv_heads, num_heads // kv_heads, -1, ALIGNED, head_dim)
 
     def scatter(self, out: jax.Array) -> jax.Array:
         """[kv_heads, group, units, 16, D] -> [T, H, D], zeros for the tokens that are not in it."""
@@ -46,9 +51,29 @@ class Layout:
         return flat.at[self.place].get(mode="fill", fill_value=0)
 
 
-def lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, jax.Array]:
-    """The layout of the rows that are live, bool [R], and each row's first unit, int32 [R]. tile:
-    queries of a tile, a multiple of 16."""
+class Tiles(NamedTuple):
+    """A batch's queries as tiles: where they lie, and what a kernel does for them."""
+
+    layout: Layout
+    work: Work
+
+
+def make_tiles(
+    batch: AttentionBatch,
+    live: jax.Array,
+    tile: int,
+    chunk: Chunk,
+    sliding_window: int | None,
+) -> Tiles:
+    """Of the rows that are live, bool [R]. tile: queries of one, a multiple of 16. ValueError where
+    the tables do not fit scalar memory."""
+    layout, start = _lay_out(batch, live, tile)
+    items, number = _tile_items(batch, live, start, tile, chunk, sliding_window)
+    return Tiles(layout, make_work(items, number, batch))
+
+
+def _lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, jax.Array]:
+    """The layout, and each row's first unit, int32 [R]."""
     lens = jnp.where(live, batch.query_lens, 0)
     units = -(-lens // ALIGNED)
     start = jnp.cumsum(units) - units
@@ -57,10 +82,12 @@ def lay_out(batch: AttentionBatch, live: jax.Array, tile: int) -> tuple[Layout, 
     index = jnp.arange(batch.max_tokens, dtype=jnp.int32) - batch.query_start[row]
     most = batch.max_tokens // ALIGNED + min(batch.max_rows, batch.max_tokens) + tile // ALIGNED
     place = jnp.where(mine, start[row] * ALIGNED + index, most * ALIGNED)
-    return Layout(place, most), start
+    source = jnp.full(most * ALIGNED, batch.max_tokens, jnp.int32)
+    source = source.at[place].set(jnp.arange(batch.max_tokens, dtype=jnp.int32), mode="drop")
+    return Layout(place, source), start
 
 
-def tile_items(
+def _tile_items(
     batch: AttentionBatch,
     live: jax.Array,
     start: jax.Array,

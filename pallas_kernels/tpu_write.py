@@ -17,8 +17,8 @@ def _candidates(batch: AttentionBatch) -> int:
 
 
 def plan(batch: AttentionBatch, block_size: int, *, hidden: bool) -> Puts:
-    """What `tpu_granules.put` is to do: (target [N], source [N, 8], number), with k, v and x as
-    its arrays. hidden: whether rows can be hidden."""
+    """See `backends.Backend.plan_write`: what `tpu_granules.put` is to do, with k, v and x as its
+    arrays."""
     # A row's tokens touch consecutive granules, in units counted along its positions.
     start = batch.context_lens - batch.query_lens
     used = jnp.arange(batch.max_rows) < batch.num_rows
@@ -61,11 +61,11 @@ def write(
     v: jax.Array,
     x: jax.Array | None,
     batch: AttentionBatch,
+    plan: Puts,
     *,
     interpret: bool,
 ) -> jax.Array:
     """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, a
     granule of 8 slots at a time."""
-    target, source, number = plan(batch, pool.shape[3], hidden=x is not None)
     values = [value.astype(pool.dtype)[:, None] for value in (k, v, x) if value is not None]
-    return put(pool, layer, values, target, source, number, interpret=interpret)
+    return put(pool, layer, values, plan, interpret=interpret)

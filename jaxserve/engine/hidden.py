@@ -24,6 +24,7 @@ from jaxserve.pallas_kernels import (
     HiddenProjection,
     absorbed_attention,
     plan_attention,
+    plan_write,
     project,
     projected_attention,
     stage_out,
@@ -192,6 +193,7 @@ def _widen(
     how = kv_projection(params, model.config, model.max_len)
     count = jnp.sum(batch.query_lens, dtype=jnp.int32)
     options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
+    puts = plan_write(pool, batch, hidden=False, backend=model.backend)
     # All layers' vectors are read before any is written over.
     cached = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
     heads = model.config.num_kv_heads
@@ -200,7 +202,7 @@ def _widen(
         x = cached[:, index].reshape(len(cached), -1)
         made = project(x, where, _projection(weights, how), heads)
         k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
-        return write(pool, index, k, v, batch, **options)
+        return write(pool, index, k, v, batch, plan=puts, **options)
 
     return over_layers(one_layer, pool, how.weights, unroll=model.unroll)
 

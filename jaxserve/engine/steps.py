@@ -23,7 +23,7 @@ from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
-from jaxserve.pallas_kernels import paged_attention, plan_attention, write
+from jaxserve.pallas_kernels import paged_attention, plan_attention, plan_write, write
 
 # (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], what
 # sampling needs of the batch: slots int32 [R], emit bool [R]; and the last layer's output of all
@@ -65,6 +65,7 @@ def _model_step(
         "mesh": mesh,
     }
     plan = plan_attention(pool, batch, config.num_heads, **options) if layout.kv else None
+    puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
     def attend(
@@ -74,7 +75,7 @@ def _model_step(
         k, v = inputs.k, inputs.v
         if x is not None and not layout.kv:
             k = v = x  # nobody's: so the new tokens' own need not be made
-        pool = write(pool, layer, k, v, batch, x=x, backend=model.backend, mesh=mesh)
+        pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
             out = paged_attention(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels import KV, LEFT, get_backend, tuned_tpu
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    LEFT,
+    RIGHT,
+    get_backend,
+    plan_attention,
+    plan_write,
+    reference,
+    tuned_tpu,
+)
 from tests.kernels import edges
-from tests.kernels.batches import Shape, make_batch
-from tests.kernels.cases import Case
-from tests.kernels.conformance import ABSORBED, PAGED, call
+from tests.kernels.batches import Shape, make_batch, make_pool, vectors
+from tests.kernels.cases import Case, compiled
+from tests.kernels.conformance import ABSORBED, PAGED, PROJECTED, call, close, put, same
 from tests.kernels.edges import Edge
 
 TPU = get_backend("tpu-interpret")
@@ -52,3 +63,44 @@ def test_tables_that_scalar_memory_cannot_hold() -> None:
     q = jnp.zeros((shape.tokens, 3, shape.head_dim))
     with pytest.raises(ValueError, match="scalar memory"):
         call(PAGED, "tpu-interpret", case, q, pool, jnp.int32(0), batch)
+
+
+PLANNED = Case("planned", Shape(2, 2, head_dim=64, rows=3, width=5, tokens=20), window=9)
+
+
+@pytest.mark.parametrize("kind", [KV, HIDDEN])
+def test_attention_does_what_its_plan_says(kind: int) -> None:
+    """Not what it could find out by itself: made for a batch and given with another, whose rows are
+    half as long, it attends over the first one's contexts, in each layer."""
+    attention = PAGED if kind == KV else PROJECTED
+    rng = np.random.default_rng(0)
+    batch = make_batch(PLANNED.shape, [(20, 1), (33, 17)], [LEFT, RIGHT], 1, rng, kinds=[kind] * 2)
+    queries, pool, _, _, *rest = attention.arguments(PLANNED, batch, 1)
+    plan = plan_attention(
+        pool, batch, 2, kind=kind, sliding_window=9, decode_only=False, backend="tpu-interpret"
+    )
+    other = dataclasses.replace(batch, context_lens=batch.context_lens // 2)
+    run = compiled(
+        partial(attention.function, decode_only=False, **attention.options(PLANNED)),
+        "tpu-interpret",
+    )
+    for layer in range(PLANNED.shape.layers):
+        want = attention.reference(queries, pool, layer, batch, *rest, **attention.options(PLANNED))
+        got = run(queries, pool, jnp.int32(layer), other, *rest, plan=plan)
+        close(got, want, attention.used(batch), PLANNED)
+
+
+def test_a_write_does_what_its_plan_says() -> None:
+    shape = PLANNED.shape
+    rng = np.random.default_rng(0)
+    kinds = [KV, HIDDEN]
+    batch = make_batch(shape, [(20, 1), (33, 17)], [LEFT, RIGHT], 1, rng, kinds=kinds)
+    pool = make_pool(shape, batch, rng, "bfloat16")
+    plan = plan_write(pool, batch, hidden=True, backend="tpu-interpret")
+    other = dataclasses.replace(batch, tables=jnp.zeros_like(batch.tables))
+    for layer in range(shape.layers):
+        k, v, x = (vectors(shape, 2, rng, np.float32) for _ in range(3))
+        want = reference.write(pool, layer, k, v, x, batch)
+        got = put("tpu-interpret", pool, jnp.int32(layer), k, v, other, x=x, plan=plan)
+        same(got, want)
+        pool = np.asarray(got)
