@@ -48,7 +48,7 @@ class Fleet:
 
     def __init__(self, count: int) -> None:
         self._known = np.zeros(count, KNOWN).view(np.recarray)
-        self._known.dead = True
+        self._known.dead, self._known.block_size, self._known.tbt = True, 1.0, np.inf
         self.columns = Columns(self._known.view(np.ndarray))
         self._sent: list[deque[tuple[float, Ask]]] = [deque() for _ in range(count)]
 

@@ -153,7 +153,7 @@ def preemptions_of(n: Numbers) -> float:
     return n.preemptions
 
 
-def listed(values: tuple[int, ...]) -> str:
+def listed(values: tuple[int | str, ...]) -> str:
     """As in a sentence: `1, 32 and 1024`. ValueError if there are none."""
     *first, last = map(str, values)
     return f"{', '.join(first)} and {last}" if first else last

@@ -35,6 +35,9 @@ COLOURS = {
     "orca": "#8c564b",
     "fastserve": "#7f7f7f",
     "infermax": "#17becf",
+    "least_loaded": "#1f77b4",
+    "two_choices": "#2ca02c",
+    "slo": "#d62728",
 }
 DASHED = "+ef"
 DPI = 110

@@ -1,0 +1,1 @@
+"""docs/scale.md: one stream of requests before many replicas, simulated."""

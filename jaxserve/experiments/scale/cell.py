@@ -1,0 +1,210 @@
+"""One simulation of many replicas, and what comes of it; and what a decision costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from jaxserve.experiments.common.grid import say_compiling
+from jaxserve.experiments.scale.traffic import LONGEST, traffic
+from jaxserve.sched.metrics import attained
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.observe import fixed, idle
+from jaxserve.sched.routing.routers import Router
+from jaxserve.sched.routing.snapshot import Prices
+from jaxserve.sched.simulation.compiled.setting import Fault, Routing
+from jaxserve.sched.simulation.results import RequestRecords
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import system
+
+SYSTEM, POLICY = "llama-3-8b@a100", "sarathi"
+LIMITS = Limits(LONGEST, 512, 256)
+FLOOD = 4_000  # requests at once, of which one replica's most is
+PART = 50_000  # requests that are judged at once: it takes memory
+SLOWDOWN = 3.0
+SCENES = {
+    "live": Routing(),
+    "published": Routing(interval=0.5, age=0.1, loss=0.05),
+    "stale": Routing(interval=1.0, age=0.5, loss=0.2),
+    "slow": Routing(interval=0.5, age=0.1, loss=0.05),
+    "dead": Routing(interval=0.5, age=0.1, loss=0.05),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A router at work. load: share of what the replicas can serve at most; scene: of SCENES; in
+    `slow` the first replica takes SLOWDOWN times as long, and in `dead` it dies, once a third of
+    the requests have come. routers: before disjoint samples of the replicas. azure: the folder of
+    the traces, or nothing."""
+
+    router: str
+    replicas: int
+    load: float
+    scene: str
+    requests: int
+    routers: int = 1
+    azure: str = ""
+
+    @property
+    def cost(self) -> float:
+        """As `AnyCase`."""
+        return self.requests * (1 + self.replicas / 100)
+
+    def named(self) -> dict[str, Any]:
+        """As `AnyCase`; the traces without their folder."""
+        return {**asdict(self), "azure": bool(self.azure)}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What it costs to choose among so many replicas."""
+
+    router: str
+    replicas: int
+    cost: float = dataclasses.field(default=0.0, init=False)
+
+    def named(self) -> dict[str, Any]:
+        """As `AnyCase`."""
+        return {"router": self.router, "replicas": self.replicas}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """attainment: share of the requests within all of their targets; conv, code: of those of that
+    hour. p50, p99: TTFT in seconds. failed: requests that ended with a dead replica. rate: requests
+    a second that came; per_s: that were simulated in a second of CPU time."""
+
+    attainment: float
+    conv: float
+    code: float
+    p50: float
+    p99: float
+    failed: int
+    rate: float
+    per_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """seconds: CPU time of a decision and of noting it, median."""
+
+    seconds: float
+
+
+Case = Cell | Decision
+Found = Numbers | Cost
+
+
+def read(**values: Any) -> Found:
+    """From JSON."""
+    return Cost(**values) if "seconds" in values else Numbers(**values)
+
+
+@cache
+def most(azure: str) -> float:
+    """Requests a second that one replica serves when FLOOD are there at once."""
+    flood = traffic(FLOOD, 1.0, 1, azure)
+    flood = dataclasses.replace(flood, arrival=np.zeros(len(flood)))
+    result = simulate(POLICY, flood, system(SYSTEM), limits=LIMITS, compiling=say_compiling)
+    return len(flood) / float(result.requests.finish.max())
+
+
+def run(case: Case) -> Found:
+    """What comes of it."""
+    return _measured(case) if isinstance(case, Decision) else _simulated(case)
+
+
+def _simulated(cell: Cell) -> Numbers:
+    rate = cell.load * cell.replicas * most(cell.azure)
+    workload = traffic(cell.requests, rate, 0, cell.azure)
+    faults: tuple[Fault, ...] = ()
+    if cell.scene in ("slow", "dead"):
+        at = float(workload.arrival[len(workload) // 3])
+        faults = (Fault(0, at, SLOWDOWN if cell.scene == "slow" else math.inf),)
+    routing = dataclasses.replace(
+        SCENES[cell.scene], name=cell.router, routers=cell.routers, faults=faults
+    )
+    begin = time.thread_time()
+    result = simulate(
+        POLICY,
+        workload,
+        system(SYSTEM),
+        limits=LIMITS,
+        replicas=cell.replicas,
+        routing=routing,
+        record_batches=False,
+        compiling=say_compiling,
+    )
+    took = time.thread_time() - begin
+    requests = result.requests
+    met = _met(requests)
+    p50, p99 = np.nanpercentile(requests.ttft, (50, 99)).tolist()
+    conv, code = (float(met[workload.slo_class == kind].mean()) for kind in (0, 1))
+    return Numbers(
+        attainment=_short(float(met.mean())),
+        conv=_short(conv),
+        code=_short(code),
+        p50=_short(p50),
+        p99=_short(p99),
+        failed=int(requests.failed.sum()),
+        rate=_short(rate),
+        per_s=_short(len(workload) / took),
+    )
+
+
+def _met(requests: RequestRecords) -> np.ndarray:
+    """Who is within all of its targets, bool [n]; judged in parts."""
+    times, terms, found = requests.times, requests.workload.terms, []
+    offsets = times.offsets
+    for first in range(0, len(times), PART):
+        which = np.arange(first, min(first + PART, len(times)))
+        last = which[-1]
+        part = dataclasses.replace(
+            times,
+            due=times.due[which],
+            token_times=times.token_times[offsets[first] : offsets[last] + times.tokens[last]],
+            tokens=times.tokens[which],
+            finished=times.finished[which],
+            going=None,
+        )
+        found.append(attained(part, terms.take(which)).slo)
+    return np.concatenate(found)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _measured(case: Decision) -> Cost:
+    """Of a fleet with things to do, in Python, as a server's router runs."""
+    place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
+    size = (place.kv_tokens // 16 * 2, 16)
+    known = fixed(Prices.of(place.cost_model), make_policy(POLICY), LIMITS, *size)
+    fleet = Fleet(case.replicas)
+    for replica in range(case.replicas):
+        running = int(rng.integers(1, 80))
+        busy = dataclasses.replace(
+            idle(known),
+            unfinished=running,
+            running=running,
+            cached=1000 * running,
+            realtime_tokens=int(rng.integers(0, 9000)),
+            mean_output=140.0,
+        )
+        fleet.hear(replica, busy)
+    router, took = Router(case.router, fleet), []
+    for length in rng.integers(10, 4000, 1000).tolist():
+        ask = Ask(length, 0, 1.0, 0.2)
+        begin = time.thread_time()
+        fleet.send(router.choose(ask, 0.1), ask, 0.1)
+        took.append(time.thread_time() - begin)
+    return Cost(_short(float(np.median(took))))
