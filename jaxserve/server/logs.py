@@ -15,7 +15,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 from jaxserve.server.requests.options import JSON, TEXT
 
-_WAITING = 10_000  # lines
+_WAITING, _WAITING_CHARS = 10_000, 1 << 25  # lines, and characters of all of them
 _FLUSH_S = 2.0
 _OURS = "jaxserve"
 
@@ -49,13 +49,19 @@ def _json() -> logging.Formatter:
 class BackgroundHandler(QueueHandler):
     """Has another handler, `target`, write from a thread of its own, so that no line holds up an
     event loop or the engine where nobody reads. What comes too fast is counted, and the count
-    written. `close` waits a moment for what is left; `logging.shutdown` calls it."""
+    written. `close` waits a moment for what is left; `logging.shutdown` calls it.
 
-    def __init__(self, target: logging.Handler, waiting: int = _WAITING) -> None:
+    waiting, chars: lines, and characters in them, that may wait; one line always may, however long
+    (with prompts in it, it may be as long as those)."""
+
+    def __init__(
+        self, target: logging.Handler, waiting: int = _WAITING, chars: int = _WAITING_CHARS
+    ) -> None:
         self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(waiting)
         super().__init__(self._lines)
         self.target = target
-        self._lost = 0
+        self._counting = threading.Lock()
+        self._lost, self._chars, self._most = 0, 0, chars
         self._thread = threading.Thread(target=self._write, name="jaxserve-log", daemon=True)
         self._thread.start()
 
@@ -71,10 +77,16 @@ class BackgroundHandler(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Never waits."""
-        try:
-            self._lines.put_nowait(record)
-        except queue.Full:
-            self._lost += 1
+        length = _length(record.msg)
+        with self._counting:
+            try:
+                if self._chars and self._chars + length > self._most:
+                    raise queue.Full
+                self._lines.put_nowait(record)
+            except queue.Full:
+                self._lost += 1
+            else:
+                self._chars += length
 
     def close(self) -> None:
         """Writes what waits, if that can be written."""
@@ -89,12 +101,24 @@ class BackgroundHandler(QueueHandler):
 
     def _write(self) -> None:
         while (record := self._lines.get()) is not None:
+            with self._counting:
+                self._chars -= _length(record.msg)
             self.target.handle(record)
-            lost, self._lost = self._lost, 0
+            with self._counting:
+                lost, self._lost = self._lost, 0
             if lost:
                 text = f"{lost} lines came faster than they are read, and are lost"
                 level = logging.WARNING
                 self.target.handle(logging.LogRecord(__name__, level, "", 0, text, None, None))
+
+
+def _length(said: Any) -> int:
+    """Characters, about."""
+    if isinstance(said, dict):
+        return sum(map(_length, said.values()))
+    if isinstance(said, list):
+        return sum(map(_length, said))
+    return len(said) if isinstance(said, (str, tuple)) else 8
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,7 +88,7 @@ def test_a_policy_that_says_nothing_serves_the_newcomer_first() -> None:
 
 
 @pytest.mark.parametrize("scarce", [{"rows": 2}, {"blocks": 12, "block_size": 4}])
-def test_and_makes_room_for_it(scarce: dict[str, int]) -> None:
+def test_and_makes_room_for_it(scarce: dict[str, Any]) -> None:
     """It preempts those that run: nobody waits until they have written all that they will."""
     drive = Drive("fastserve", **scarce)
     for _ in range(40):

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,24 @@ def test_where_nobody_reads_lines_are_lost_and_nobody_waits() -> None:
         "line 0",
         "6 lines came faster than they are read, and are lost",
         *("line 1", "line 2", "line 3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["x" * 90, {"message": "x" * 40, "prompt": ["x" * 25, "x" * 25]}, {"prompt": (7,) * 90}]
+)
+def test_what_waits_is_bounded_in_characters(line: Any) -> None:
+    """Prompts may be in the lines, and long."""
+    stuck = Stuck()
+    handler = BackgroundHandler(stuck, chars=200)
+    handler.handle(logging.makeLogRecord({"msg": "x" * 1000}))
+    assert stuck.begun.wait(PATIENCE)
+    for _ in range(5):
+        handler.handle(logging.makeLogRecord({"msg": line}))
+    stuck.go.set()
+    handler.close()
+    assert stuck.lines[1:] == ["3 lines came faster than they are read, and are lost"] + 2 * [
+        str(line)
     ]
 
 
