@@ -34,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return write_page("scale", parser, argv, _make)
 
 
+def _command(args: Namespace) -> str:
+    flags = [" --azure=DIR" if args.azure else ""]
+    flags += [f" --requests={args.requests}" if args.requests is not None else ""]
+    return "python -m jaxserve.experiments.scale" + "".join(flags)
+
+
 def _make(args: Namespace, figures: Path) -> Page:
     scale: Scale = QUICK if args.quick else Scale()
     if args.requests is not None:
@@ -53,7 +59,7 @@ def _make(args: Namespace, figures: Path) -> Page:
     keep(results)
     return Page(
         "Many replicas behind one stream of requests, simulated",
-        "python -m jaxserve.experiments.scale" + (" --azure=DIR" if args.azure else ""),
+        _command(args),
         introduction(scale, args.azure),
         sections(scale, args.azure, results, figures, checked=not args.quick),
     )

@@ -1,0 +1,94 @@
+"""docs/scale.md: the page comes out of its command, and says what the numbers carry."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.experiments.scale import cell, page
+from jaxserve.experiments.scale.cell import Cell, Decision, Numbers
+from jaxserve.experiments.scale.grid import QUICK, cases
+from jaxserve.experiments.scale.reading import sections
+from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
+from jaxserve.sched.metrics import attained
+from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems import system
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scale")
+    assert page.main(["--quick", "--jobs=1", "--requests=300", f"--out={folder}"]) == 0
+    return folder
+
+
+def test_the_page_has_all_routers_and_its_figures(made: Path) -> None:
+    text = (made / "scale.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in ROUTERS)
+    assert "python -m jaxserve.experiments.scale --requests=300" in text
+    for name in ("scale-load.png", "scale-decision.png"):
+        assert (made / "figures" / name).is_file() and name in text
+
+
+def test_it_goes_on_where_it_was(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (made / "scale.md").read_text(encoding="utf-8")
+
+    def run(case: object) -> None:
+        raise AssertionError(f"{case} is known")
+
+    monkeypatch.setattr(page, "run", run)
+    argv = ["--quick", "--jobs=1", "--requests=300", f"--numbers={made}/figures/scale.json"]
+    assert page.main([*argv, f"--out={made}"]) == 0
+    assert (made / "scale.md").read_text(encoding="utf-8") == before
+
+
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert page.main([f"--azure={tmp_path}", f"--out={tmp_path}"]) == 1
+    assert capsys.readouterr().err.endswith(f"there is no {tmp_path / KINDS[0].file}\n")
+    assert page.main(["--requests=0", f"--out={tmp_path}"]) == 1
+    assert "--requests must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
+    even = Numbers(0.9, 0.9, 0.9, 0.1, 1.0, 0, 9.0, 9e3)
+    results = {
+        case: cell.Cost(1e-5) if isinstance(case, Decision) else even for case in cases(QUICK, "")
+    }
+    sections(QUICK, "", results, tmp_path, checked=True)
+    worst = QUICK.cell("slo", QUICK.replicas[0], QUICK.loads[0], "published", "")
+    results[worst] = dataclasses.replace(even, attainment=0.5)
+    with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
+        sections(QUICK, "", results, tmp_path, checked=True)
+
+
+def test_traffic_is_the_hours_from_other_minutes_on() -> None:
+    made = traffic(60_000, 31.0, 3)
+    assert len(made) == 60_000 and made.arrival[0] == 0
+    assert 59_999 / made.arrival[-1] == pytest.approx(31.0)
+    again = traffic(60_000, 31.0, 3)
+    np.testing.assert_array_equal(made.arrival, again.arrival)
+    share = KINDS[0].size / (KINDS[0].size + KINDS[1].size)
+    assert (made.slo_class == 0).mean() == pytest.approx(share, abs=0.03)
+    other = traffic(60_000, 31.0, 4)
+    assert (made.prompt_len != other.prompt_len).mean() > 0.9
+    longer = made.lengths.prompt_len
+    assert np.percentile(longer, 99) > 4 * np.median(longer), "heavy-tailed"
+    assert made.arrival[-1] < HOUR, "four streams beside each other"
+
+
+def test_judged_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = traffic(500, 40.0, 0)
+    requests = simulate("sarathi", workload, system(cell.SYSTEM), limits=cell.LIMITS).requests
+    monkeypatch.setattr(cell, "PART", 64)
+    met = cell._met(requests)
+    np.testing.assert_array_equal(met, attained(requests.times, workload.terms).slo)
+    assert 0 < met.mean() < 1
+
+
+def test_a_dead_replica_of_the_grid_fails_some() -> None:
+    found = cell.run(Cell("least_loaded", 4, 0.9, "dead", 1500))
+    assert isinstance(found, Numbers) and found.failed > 0
