@@ -36,6 +36,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     interpreted,
     make_chunk,
     make_work,
+    padded,
 )
 from jaxserve.pallas_kernels.tpu_softmax import dot
 from jaxserve.pallas_kernels.tpu_stream import Stream, clean
@@ -288,8 +289,8 @@ def _seen(
 def _fits(queries: jax.Array, chunk: Chunk, sizes: Sizes) -> bool:
     """Whether one pass has room: q and out twice each, x twice, the accumulator, the scores."""
     _, parts, num_heads, head_dim = queries.shape
-    row = parts * num_heads * max(head_dim, LANES)
-    x = 2 * parts * chunk.tokens * max(head_dim, LANES)
+    row = parts * num_heads * padded(head_dim)
+    x = 2 * parts * chunk.tokens * padded(head_dim)
     scores = 3 * num_heads * chunk.tokens * 4
     return (4 * row + x) * queries.dtype.itemsize + row * 4 + scores <= sizes.vmem * 9 // 10
 

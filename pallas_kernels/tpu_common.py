@@ -24,6 +24,8 @@ from jaxserve.pallas_kernels.tuned_tpu import Sizes
 LANES = 128
 # Rows of the layout's tile in the pool, whatever the dtype: transfers begin and end at multiples.
 GRANULE = 8
+# Heads are cut out of 16-bit weights, whose tiles have so many rows; not mostly padding.
+PACKED, LEAST_HEAD_DIM = 16, 64
 # SMEM for tables and items; the smallest chip has 1 MiB, of which the compiler wants some.
 SMEM_LIMIT = 900 << 10
 ANY = pl.BlockSpec(memory_space=pl.ANY)
@@ -79,13 +81,18 @@ class Chunk:
         return j * self.tokens + jnp.where(side == RIGHT, mirrored, slot)
 
 
+def padded(head_dim: int) -> int:
+    """What head_dim elements take of HBM and VMEM: whole tiles."""
+    return -(-head_dim // LANES) * LANES
+
+
 def make_chunk(
     shape: tuple[int, ...], dtype: DTypeLike, heads: int, width: int, sizes: Sizes
 ) -> Chunk:
     """Of a pool of this shape and dtype, for tables of `width` entries: as many blocks as the sizes
     allow, at least one."""
     _, _, _, block_size, head_dim = shape
-    token_bytes = heads * max(head_dim, LANES) * jnp.dtype(dtype).itemsize
+    token_bytes = heads * padded(head_dim) * jnp.dtype(dtype).itemsize
     tokens = min(sizes.chunk_bytes // token_bytes, sizes.chunk_tokens)
     if tokens > LANES:
         tokens -= tokens % LANES
@@ -170,14 +177,20 @@ def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Ar
 
 
 def compiler(sizes: Sizes, parallel: int, sequential: int = 1) -> pltpu.CompilerParams:
-    """Compiler parameters: so many grid axes that cores may share, then those that they may not."""
+    """Compiler parameters: so many grid axes that cores may share, then those that they may not.
+
+    On chips nobody checks a transfer's bounds: that takes more bundles than the rest of a block's
+    transfer. The interpreter checks all of them, and so do the tests.
+    """
     semantics = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * sequential
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem)
+    return pltpu.CompilerParams(
+        dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem, disable_bounds_checks=True
+    )
 
 
 def interpreted(interpret: bool) -> Any:
     """pallas_call's `interpret`: the TPU interpreter, which knows DMA and semaphores."""
-    return pltpu.InterpretParams() if interpret else False
+    return pltpu.InterpretParams(out_of_bounds_reads="raise") if interpret else False
 
 
 def supports(
@@ -193,8 +206,8 @@ def supports(
     name = jnp.dtype(dtype).name
     if name not in ("float32", "bfloat16"):
         return f"dtype {name}: TPUs compute in float32 and bfloat16"
-    if head_dim != LANES // 2 and head_dim % LANES:
-        return f"head_dim {head_dim}: must be {LANES // 2} or a multiple of {LANES}"
+    if head_dim < LEAST_HEAD_DIM or head_dim % PACKED:
+        return f"head_dim {head_dim}: must be a multiple of {PACKED} from {LEAST_HEAD_DIM} up"
     if block_size % GRANULE:
         return f"block_size {block_size}: must be a multiple of {GRANULE}"
     if math.gcd(num_heads, kv_heads) != kv_heads:

@@ -17,7 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import tuned_tpu
-from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted, live_first
+from jaxserve.pallas_kernels.tpu_common import (
+    ANY,
+    GRANULE,
+    compiler,
+    interpreted,
+    live_first,
+    padded,
+)
 
 NOBODY = -1  # nothing goes to this slot
 PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
@@ -114,7 +121,7 @@ def _put_kernel(
 def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
     """How many layers of a granule to move at once: a divisor of `layers`."""
     _, _, heads, _, head_dim = pool.shape
-    granule = heads * GRANULE * head_dim * pool.dtype.itemsize
+    granule = heads * GRANULE * padded(head_dim) * pool.dtype.itemsize
     most = max(1, tuned_tpu.sizes(pool.dtype, interpret).stage_bytes // granule)
     return max(n for n in range(1, min(most, layers) + 1) if layers % n == 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -238,7 +239,7 @@ def projected(
     parts = pool.shape[2]
     width = parts * head_dim
     most = sizes.weight_bytes // (width * head_dim * pool.dtype.itemsize)
-    heads = heads_a_program(num_heads, most, sizes.cores, -(-LANES // head_dim))
+    heads = heads_a_program(num_heads, most, sizes.cores, LANES // math.gcd(LANES, head_dim))
     chunk, tile = _cut(pool.shape, pool.dtype, batch.table_width, decode_only, interpret)
     layout, work = plan
     queries = layout.gather(q.astype(pool.dtype), num_heads)

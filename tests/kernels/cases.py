@@ -66,7 +66,7 @@ CASES = (
         cap=1.5,
         parts=("norm", "rotary"),
     ),
-    # What TPUs do not take: a head_dim that is padded, sizes that are no powers of two, float16.
+    # What TPUs do not take: a small head_dim, sizes that are no powers of two, float16.
     Case(
         "odd",
         Shape(15, 3, head_dim=40, block_size=24, rows=3, width=4, tokens=3),

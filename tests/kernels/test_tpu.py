@@ -22,8 +22,19 @@ from jaxserve.pallas_kernels import (
 )
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch, make_pool, vectors
-from tests.kernels.cases import Case, compiled
-from tests.kernels.conformance import ABSORBED, PAGED, PROJECTED, call, close, put, same
+from tests.kernels.cases import Case, compiled, takes
+from tests.kernels.conformance import (
+    ABSORBED,
+    ATTENTION,
+    PAGED,
+    PROJECTED,
+    Attention,
+    call,
+    check_write,
+    close,
+    put,
+    same,
+)
 from tests.kernels.edges import Edge
 
 TPU = get_backend("tpu-interpret")
@@ -47,11 +58,25 @@ def test_what_the_kernels_take() -> None:
     assert TPU.supports(KV, **shape) is None
     for change, reason in (
         ({"dtype": "float16"}, "dtype float16"),
-        ({"head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 72}, "head_dim 72"),
+        ({"head_dim": 48}, "head_dim 48"),
         ({"block_size": 12}, "block_size 12"),
         ({"kv_heads": 3}, "num_heads 8"),
     ):
         assert reason in str(TPU.supports(KV, **{**shape, **change}))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_heads_that_are_padded(attention: Attention, head_dim: int) -> None:
+    shape = Shape(2, 2, head_dim=head_dim, rows=3, width=3, tokens=3)
+    case = Case("padded", shape, "bfloat16", parts=("norm", "rotary"))
+    assert takes("tpu-interpret", case, attention.kind)
+    rng = np.random.default_rng(0)
+    rows, sides, kinds = [(20, 1), (9, 1), (1, 1)], [LEFT, RIGHT, LEFT], [attention.kind] * 3
+    batch = make_batch(shape, rows, sides, 3, rng, kinds=kinds)
+    attention.check("tpu-interpret", case, batch, 1)
+    check_write("tpu-interpret", case, batch, 1)
 
 
 def test_tables_that_scalar_memory_cannot_hold() -> None:
