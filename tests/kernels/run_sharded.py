@@ -92,7 +92,7 @@ def refuse(mesh: Mesh) -> None:
 def main(backend: str, head_dim: int, pairs: list[tuple[int, int]]) -> None:
     """pairs: (shards, tokens) of each comparison. AssertionError for a difference."""
     for shards, tokens in pairs:
-        shape = Shape(HEADS, HEADS, head_dim=head_dim, rows=4, width=3, tokens=tokens)
+        shape = Shape(HEADS, HEADS, head_dim=head_dim, rows=4, width=6, tokens=tokens)
         want, _ = step(shape, None, "xla")
         mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
         found, pool = step(shape, mesh, backend)
