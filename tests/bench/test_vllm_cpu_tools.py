@@ -24,12 +24,18 @@ def load(name: str) -> ModuleType:
     return module
 
 
-bench, compare = load("bench"), load("compare")
+bench, compare, matmuls = load("bench"), load("compare"), load("matmuls")
 
 
-def test_both_sides_run_the_same_shape() -> None:
-    ours = preset("opt-125m")
-    assert {name: bench.OPT_125M[name] for name in ours} == ours
+@pytest.mark.parametrize("model", bench.SHAPES)
+def test_both_sides_run_the_same_shape(model: str) -> None:
+    ours = preset(model)
+    assert {name: bench.SHAPES[model].get(name) for name in ours} == ours
+
+
+def test_the_matmuls_are_all_that_the_weights_are_in() -> None:
+    layers, table = matmuls.factors("opt-125m")
+    assert sum(a * b for a, b in layers) == 12 * 768 * 768 * 12 and table == (50272, 768)
 
 
 def test_vllm_computes_on_all_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,31 +62,45 @@ def theirs(batch: float, single: float) -> dict[str, Any]:
     return {"command": "vllm", "results": results}
 
 
-def a_round(batch: float, single: float) -> dict[str, Any]:
-    """vLLM: 100 and 20 tokens/s in float32, 200 and 40 in bfloat16."""
+def a_round(batch: float, single: float, slow: float = 1.0) -> dict[str, Any]:
+    """vLLM: 100 and 20 tokens/s in float32, 200 and 40 in bfloat16, or as many times fewer."""
     return {
-        "throughput": ours("throughput", batch),
-        "latency": ours("latency", single),
-        "float32": theirs(100.0, 20.0),
-        "bfloat16": theirs(200.0, 40.0),
+        dtype: {
+            "throughput": ours("throughput", batch),
+            "latency": ours("latency", single),
+            "vllm": theirs(100.0 * faster / slow, 20.0 * faster / slow),
+            "matmuls": theirs(300.0, 60.0),
+        }
+        for dtype, faster in (("float32", 1), ("bfloat16", 2))
     }
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    slow = a_round(150.0, 30.0)
-    slow["float32"] = theirs(50.0, 10.0)
-    summary = compare.summarise([a_round(200.0, 40.0), slow, a_round(220.0, 50.0)])
-    assert summary["batch"]["jaxserve"] == 200.0
-    assert summary["batch"]["ratios_float32"] == [2.0, 3.0, 2.2]
-    assert summary["batch"]["ratio_float32"] == 2.2
-    assert summary["single"]["ratio_bfloat16"] == 1.0
+    rounds = [a_round(200.0, 40.0), a_round(150.0, 30.0, slow=2.0), a_round(220.0, 50.0)]
+    summary = compare.summarise(rounds)
+    assert summary["batch"]["float32"]["jaxserve"] == 200.0
+    assert summary["batch"]["float32"]["ratios"] == [2.0, 3.0, 2.2]
+    assert summary["batch"]["float32"]["ratio"] == 2.2
+    assert summary["single"]["bfloat16"]["ratio"] == 1.25
+    assert summary["single"]["bfloat16"]["matmuls"] == 60.0
 
 
-def test_the_table_is_markdown() -> None:
-    result = {"workload": {"num_requests": 32}, "summary": compare.summarise([a_round(250, 35)])}
-    lines = compare.table(result).splitlines()
-    assert lines[2] == "| 32 requests at once | 250.0 | 100.0 | 200.0 | 2.50 | 1.25 |"
-    assert lines[3] == "| one request alone | 35.0 | 20.0 | 40.0 | 1.75 | 0.88 |"
+def test_the_table_has_each_targets_verdict() -> None:
+    workload = {"model": "opt-125m", "num_requests": 32}
+    result = {"workload": workload, "summary": compare.summarise([a_round(106, 23)])}
+    lines = compare.table(result).splitlines()[2:]
+    assert lines == [
+        "| 32 requests at once | float32 | 106.0 | 100.0 | 1.06 | at least 1.05 | met "
+        "| 300.0, 3.00 |",
+        "| 32 requests at once | bfloat16 | 106.0 | 200.0 | 0.53 | at least 1.00 | missed "
+        "| 300.0, 1.50 |",
+        "| one request alone | float32 | 23.0 | 20.0 | 1.15 | at least 1.20 | missed "
+        "| 60.0, 3.00 |",
+        "| one request alone | bfloat16 | 23.0 | 40.0 | 0.57 | at least 1.00 | missed "
+        "| 60.0, 1.50 |",
+    ]
+    workload["model"] = "qwen2.5-0.5b"
+    assert all("| reported |  |" in line for line in compare.table(result).splitlines()[2:])
 
 
 def test_the_result_is_found_among_log_lines() -> None:
@@ -105,12 +125,16 @@ def test_the_commands_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(compare.ROOT)
     monkeypatch.setattr(compare, "run", lambda command: commands.append(command) or {})
     compare.one_round(compare.parse(["--repeats=2"]))
-    assert [c[3] for c in commands[:2]] == ["throughput", "latency"]
-    for command in commands[:2]:
-        args, config = cli.parse(command[3:])
-        assert args.input_len == 128 and args.output_len == 64 and args.json
-        assert config is not None and config.model.preset == "opt-125m"
-        assert config.engine.max_model_len == 512
-    for command, dtype in zip(commands[2:], compare.DTYPES, strict=True):
-        args = bench.parse(command[2:])
-        assert (args.dtype, args.num_requests, args.repeats) == (dtype, 32, 2)
+    assert len(commands) == 4 * len(compare.DTYPES)
+    for dtype, some in zip(compare.DTYPES, (commands[:4], commands[4:]), strict=True):
+        assert [c[3] for c in some[:2]] == ["throughput", "latency"]
+        for command in some[:2]:
+            args, config = cli.parse(command[3:])
+            assert args.input_len == 128 and args.output_len == 64 and args.json
+            assert config is not None and config.model.preset == "opt-125m"
+            assert (config.engine.max_model_len, config.model.dtype) == (512, dtype)
+        args = bench.parse(some[2][2:])
+        assert (args.model, args.dtype) == ("opt-125m", dtype)
+        assert (args.num_requests, args.repeats) == (32, 2)
+        args = matmuls.parse(some[3][2:])
+        assert (args.model, args.dtype, args.num_requests) == ("opt-125m", dtype, 32)

@@ -1,4 +1,4 @@
-"""Times vLLM's CPU build on OPT-125M shapes with random weights, as one line of JSON.
+"""Times vLLM's CPU build on a model's shapes with random weights, as one line of JSON.
 
     VENV/bin/python tools/vllm_cpu/bench.py --dtype=float32
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-OPT_125M = {
+OPT_125M: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
     "vocab_size": 50272,
@@ -38,6 +38,25 @@ OPT_125M = {
     "pad_token_id": 1,
     "torch_dtype": "float32",
 }
+QWEN_05B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "float32",
+}
+SHAPES = {"opt-125m": OPT_125M, "qwen2.5-0.5b": QWEN_05B}
 
 
 def cpu_settings() -> dict[str, str]:
@@ -60,6 +79,7 @@ def cpu_settings() -> dict[str, str]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The workload: numbers and lengths as in `jaxserve.bench`. Exits with 2 for a wrong one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=tuple(SHAPES), default="opt-125m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--num_requests", type=int, default=32)
     parser.add_argument("--input_len", type=int, default=128)
@@ -85,6 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     batch, single, start_s = measure(args)
     return {
         "command": "vllm",
+        "model": args.model,
         "dtype": args.dtype,
         "workload": {
             "num_requests": args.num_requests,
@@ -113,8 +134,9 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
     import numpy as np
     import vllm
 
+    shape = SHAPES[args.model]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(OPT_125M), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
         begin = time.perf_counter()
         engine = vllm.LLM(
             model=folder,
@@ -135,7 +157,7 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
 
         def timed(count: int) -> float:
             """Seconds for `count` new random prompts."""
-            ids = rng.integers(0, OPT_125M["vocab_size"], (count, args.input_len)).tolist()
+            ids = rng.integers(0, shape["vocab_size"], (count, args.input_len)).tolist()
             prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in ids]
             begin = time.perf_counter()
             results = engine.generate(prompts, sampling, use_tqdm=False)

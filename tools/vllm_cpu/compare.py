@@ -1,10 +1,11 @@
 """Runs jaxserve's bench and vLLM's in turn on this machine, and compares them.
 
-    python tools/vllm_cpu/compare.py --vllm_python=.venv-vllm/bin/python --rounds=3
+    python tools/vllm_cpu/compare.py --vllm_python=.venv-vllm/bin/python --rounds=1
 
-One process at a time. A ratio is jaxserve's rate over vLLM's of the same round, so that a machine
-that slows down over an hour slows both; the median of the rounds counts. Prints a table for
-docs/performance.md, and with --out writes everything as JSON.
+One process at a time. A ratio is jaxserve's rate over vLLM's of the same round and data type, so
+that a machine that slows down over an hour slows both; the median of the rounds counts. Beside it
+what the round's matmuls alone would allow (matmuls.py). Prints a table for docs/performance.md with
+each target's verdict, and with --out writes everything as JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ("--config=configs/opt_125m_cpu.py", "--config.engine.max_model_len=512")
 DTYPES = ("float32", "bfloat16")
+# Least ratios of jaxserve's rate over vLLM's in the same data type, by workload; for OPT-125M.
+MODEL = "opt-125m"
+TARGETS = {
+    ("batch", "float32"): 1.05,
+    ("batch", "bfloat16"): 1.0,
+    ("single", "float32"): 1.2,
+    ("single", "bfloat16"): 1.0,
+}
 # What is reported: the workload, and where each result has its output tokens per second.
 ROWS = (("batch", "{num_requests} requests at once"), ("single", "one request alone"))
+OURS = {"batch": "throughput", "single": "latency"}  # the commands that have them
 
 
 class CompareError(RuntimeError):
@@ -47,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The workload, and how often it is run. Exits with 2 for a wrong number."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=(MODEL, "qwen2.5-0.5b"), default=MODEL)
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="measured runs in a process")
     parser.add_argument("--num_requests", type=int, default=32)
     parser.add_argument("--input_len", type=int, default=128)
@@ -69,26 +80,32 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
         rounds.append(one_round(args))
     return {
-        "workload": {n: getattr(args, n) for n in ("num_requests", "input_len", "output_len")},
+        "workload": {
+            n: getattr(args, n) for n in ("model", "num_requests", "input_len", "output_len")
+        },
         "summary": summarise(rounds),
         "rounds": rounds,
     }
 
 
 def one_round(args: argparse.Namespace) -> dict[str, Any]:
-    """Every process once: jaxserve's two commands, then vLLM in each data type."""
+    """Every process once, by data type: jaxserve's two commands, vLLM, the matmuls alone."""
     lengths = [f"--input_len={args.input_len}", f"--output_len={args.output_len}"]
     batch = [f"--num_requests={args.num_requests}", f"--repeats={args.repeats}"]
     alone = [f"--num_requests={args.repeats}"]
-    ours = [sys.executable, "-m", "jaxserve.bench"]
-    flags = [*CONFIG, f"--policy={args.policy}", "--json", *lengths]
-    found = {
-        "throughput": run([*ours, "throughput", *flags, *batch]),
-        "latency": run([*ours, "latency", *flags, *alone]),
-    }
-    script = str(ROOT / "tools" / "vllm_cpu" / "bench.py")
+    folder = ROOT / "tools" / "vllm_cpu"
+    found: dict[str, Any] = {}
     for dtype in DTYPES:
-        found[dtype] = run([args.vllm_python, script, f"--dtype={dtype}", *lengths, *batch])
+        what = [f"--model={args.model}", f"--dtype={dtype}", *lengths]
+        model = [f"--config.model.preset={args.model}", f"--config.model.dtype={dtype}"]
+        flags = [*CONFIG, *model, f"--policy={args.policy}", "--json", *lengths]
+        ours = [sys.executable, "-m", "jaxserve.bench"]
+        found[dtype] = {
+            "throughput": run([*ours, "throughput", *flags, *batch]),
+            "latency": run([*ours, "latency", *flags, *alone]),
+            "vllm": run([args.vllm_python, str(folder / "bench.py"), *what, *batch]),
+            "matmuls": run([sys.executable, str(folder / "matmuls.py"), *what, batch[0]]),
+        }
     return found
 
 
@@ -117,39 +134,58 @@ def last_json(output: str) -> dict[str, Any]:
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per workload the median rates, and the median of the rounds' ratios."""
-    summary: dict[str, Any] = {}
+    """By workload and data type the median rates, and the median of the rounds' ratios."""
+    summary: dict[str, Any] = {row: {} for row, _ in ROWS}
     for row, _ in ROWS:
-        ours = [_ours(r, row) for r in rounds]
-        summary[row] = {"jaxserve": statistics.median(ours)}
         for dtype in DTYPES:
-            theirs = [r[dtype]["results"][row]["output_tokens_per_s"]["median"] for r in rounds]
+            ours, theirs, limits = (
+                [_rate(r[dtype][command], row) for r in rounds]
+                for command in (OURS[row], "vllm", "matmuls")
+            )
             ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            summary[row][f"vllm_{dtype}"] = statistics.median(theirs)
-            summary[row][f"ratio_{dtype}"] = statistics.median(ratios)
-            summary[row][f"ratios_{dtype}"] = ratios
+            summary[row][dtype] = {
+                "jaxserve": statistics.median(ours),
+                "vllm": statistics.median(theirs),
+                "matmuls": statistics.median(limits),
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+            }
     return summary
 
 
-def _ours(found: dict[str, Any], row: str) -> float:
-    command = "throughput" if row == "batch" else "latency"
-    return float(found[command]["results"]["output_tokens_per_s"]["median"])
+def _rate(found: dict[str, Any], row: str) -> float:
+    results = found["results"]
+    return float(results.get(row, results)["output_tokens_per_s"]["median"])
 
 
 def table(result: dict[str, Any]) -> str:
     """Markdown, as in docs/performance.md."""
     lines = [
-        "| output tokens/s | jaxserve float32 | vLLM float32 | vLLM bfloat16 "
-        "| ratio to float32 | ratio to bfloat16 |",
-        "|---|---|---|---|---|---|",
+        "| output tokens/s | dtype | jaxserve | vLLM | ratio | target | "
+        "| matmuls alone, over vLLM |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    workload = result["workload"]
     for row, label in ROWS:
-        found = result["summary"][row]
-        rates = [f"{found[n]:.1f}" for n in ("jaxserve", "vllm_float32", "vllm_bfloat16")]
-        ratios = [f"{found[f'ratio_{dtype}']:.2f}" for dtype in DTYPES]
-        name = label.format(**result["workload"])
-        lines.append("| " + " | ".join([name, *rates, *ratios]) + " |")
+        for dtype in DTYPES:
+            found = result["summary"][row][dtype]
+            target = TARGETS[row, dtype] if workload["model"] == MODEL else None
+            allowed = f"{found['matmuls']:.1f}, {found['matmuls'] / found['vllm']:.2f}"
+            cells = [
+                label.format(**workload),
+                dtype,
+                *(f"{found[name]:.1f}" for name in ("jaxserve", "vllm")),
+                f"{found['ratio']:.2f}",
+                *(("reported", "") if target is None else verdict(found["ratio"], target)),
+                allowed,
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def verdict(ratio: float, target: float) -> tuple[str, str]:
+    """A target as text, and what has become of it."""
+    return f"at least {target:.2f}", "met" if ratio >= target else "missed"
 
 
 if __name__ == "__main__":
