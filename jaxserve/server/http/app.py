@@ -27,11 +27,14 @@ from jaxserve.server.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ErrorReply,
     TokenizeRequest,
 )
 from jaxserve.server.requests.endings import Ending
 
 _GONE = 499  # nobody reads it; it is for the log
+# Said once for all, in place of the 422 that FastAPI would name, which nobody gets.
+_ERROR: dict[str, Any] = {"model": ErrorReply, "description": "An error, in OpenAI's shape"}
 
 
 def build_app(
@@ -43,7 +46,13 @@ def build_app(
 ) -> FastAPI:
     """The application. batches, store: None takes no batches. metrics: the page for Prometheus;
     None without one. feed: what the console shows; None without one."""
-    app = FastAPI(title="jaxserve", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="jaxserve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": _ERROR, "5XX": _ERROR},
+    )
     add_handlers(app)
     app.add_exception_handler(ClientGone, _nobody)
     _add_generation(app, front)

@@ -192,3 +192,18 @@ class DetokenizeRequest(Body):
 
     model: StrictStr | None = None
     tokens: list[TokenId]
+
+
+class ErrorDetail(BaseModel):
+    """param: the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail

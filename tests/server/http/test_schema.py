@@ -10,6 +10,10 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.batches.journal import Journal
@@ -83,7 +87,8 @@ def test_no_call_is_the_servers_fault(
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Case) -> None:
         response = case.call()
-        case.validate_response(response, checks=[not_a_server_error])
+        documented = [status_code_conformance, response_schema_conformance]
+        case.validate_response(response, checks=[not_a_server_error, *documented])
         if response.status_code >= 400:
             error = response.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}
