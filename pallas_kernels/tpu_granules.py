@@ -33,10 +33,12 @@ PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + 
 class Puts(NamedTuple):
     """What goes where. target: int32 [N], distinct granules (block * granules of a block +
     granule), of which the first `number`, int32 [], count; source: int32 [N, 8], what goes to each
-    of their slots, or NOBODY."""
+    of their slots, or NOBODY; span: int32 [2, N], the first slot that something goes to, and the
+    end of them."""
 
     target: jax.Array
     source: jax.Array
+    span: jax.Array
     number: jax.Array
 
 
@@ -53,7 +55,11 @@ def granules(target: jax.Array, slot: jax.Array, source: jax.Array) -> Puts:
     merged = merged.at[leader[:, None], slot].max(source, mode="drop")
     live = (leader == jnp.arange(len(target))) & (target >= 0)
     order, number = live_first(live)
-    return Puts(target[order], merged[order], number)
+    merged = merged[order]
+    wanted, slots = merged >= 0, jnp.arange(GRANULE, dtype=jnp.int32)
+    first = jnp.where(wanted, slots, GRANULE).min(axis=1)
+    end = jnp.where(wanted, slots + 1, 0).max(axis=1)
+    return Puts(target[order], merged, jnp.stack([first, end]), number)
 
 
 def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array:
@@ -73,7 +79,7 @@ def slots_wanted(source: Any, i: jax.Array) -> jax.Array:
 
 
 def _put_kernel(
-    places: Any,  # SMEM int32 [2, N]: block, granule
+    places: Any,  # SMEM int32 [4, N]: block, granule, its first slot and the end of them
     source: Any,  # SMEM int32 [N * 8]
     layer: Any,  # SMEM int32 [1]
     old: Any,  # VMEM [deep, 1, heads, 8, head_dim], the item's granule in some layers
@@ -85,7 +91,7 @@ def _put_kernel(
     layers = pl.ds(pl.program_id(0) * deep, deep)
 
     def fetch(item: jax.Array, half: jax.Array) -> None:
-        @pl.loop(0, GRANULE)
+        @pl.loop(places[2, item], places[3, item])
         def _(s: jax.Array) -> None:
             wanted = source[item * GRANULE + s]
             for which, value in enumerate(values):
@@ -103,7 +109,7 @@ def _put_kernel(
     def _() -> None:
         fetch(i + 1, 1 - half)
 
-    @pl.loop(0, GRANULE)
+    @pl.loop(places[2, i], places[3, i])
     def _(s: jax.Array) -> None:
         @pl.when(source[i * GRANULE + s] >= 0)
         def _() -> None:
@@ -161,6 +167,6 @@ def put(
         interpret=interpreted(interpret),
         name="paged_put",
     )
-    places = jnp.stack([puts.target // parts, puts.target % parts])
+    places = jnp.stack([puts.target // parts, puts.target % parts, *puts.span])
     scalars = places, puts.source.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
     return call(*scalars, pool, *values)

@@ -172,7 +172,7 @@ def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool
     layers, _, heads, block_size, head_dim = pool.shape
     deep = layers_at_once(pool, layers, interpret)
     from_block, from_slot, to_block, to_slot = moves.T
-    target, source, number = _by_target(
+    target, source, _, number = _by_target(
         to_block, to_slot, from_block * block_size + from_slot, count, block_size
     )
     granule = jnp.where(source >= 0, source // GRANULE, NOBODY)

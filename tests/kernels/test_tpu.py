@@ -53,6 +53,18 @@ def test_absorbed_in_two_passes_where_vmem_is_small(
     ABSORBED.check("tpu-interpret", TWO_PASSES, edge(NARROW, ABSORBED.kind), 2)
 
 
+def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
+    """One for a decode, and of a chunk's first granule the last ones; the other way round where
+    blocks are filled from the right."""
+    shape = Shape(2, 2, head_dim=64, rows=3, tokens=24)
+    rows, sides = [(9, 1), (16, 10), (10, 1)], [LEFT, LEFT, RIGHT]
+    batch = make_batch(shape, rows, sides, 0, np.random.default_rng(0))
+    pool = jnp.zeros((1, shape.blocks, 2, shape.block_size, 64))
+    plan = plan_write(pool, batch, hidden=False, backend="tpu-interpret")
+    spans = plan.span.T[: int(plan.number)].tolist()
+    assert sorted(spans) == sorted([[0, 1], [6, 8], [0, 8], [6, 7]] * 2)
+
+
 def test_what_the_kernels_take() -> None:
     shape = {"num_heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16, "dtype": "bfloat16"}
     assert TPU.supports(KV, **shape) is None
