@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ class Ask:
         return cls(len(request.prompt), int(request.tier), ttft, tbt, jct)
 
 
+_NAMES = KNOWN.names or ()
+
+
 class Columns:
     """All replicas at once: the fields of KNOWN, arrays [replicas], by name."""
 
@@ -47,9 +51,10 @@ class Fleet:
     found, or heard of. columns: what is known, the snapshots with what has been sent since."""
 
     def __init__(self, count: int) -> None:
-        self._known = np.zeros(count, KNOWN).view(np.recarray)
-        self._known.dead, self._known.block_size, self._known.tbt = True, 1.0, np.inf
-        self.columns = Columns(self._known.view(np.ndarray))
+        self._known = np.zeros(count, KNOWN)
+        for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
+            self._known[name] = value
+        self.columns = Columns(self._known)
         self._sent: list[deque[tuple[float, Ask]]] = [deque() for _ in range(count)]
 
     def __len__(self) -> int:
@@ -62,12 +67,12 @@ class Fleet:
 
     def find(self, replica: int) -> None:
         """It lives, and has said nothing yet."""
-        self._known[replica].dead = False
+        self._known["dead"][replica] = False
 
     def hear(self, replica: int, snapshot: Snapshot) -> None:
         """A snapshot has come from a replica that lives. An older one than the last says nothing
         new."""
-        known = self._known[replica]
+        known = self._row(replica)
         if snapshot.time < known.time:
             return
         sent = self._sent[replica]
@@ -77,13 +82,21 @@ class Fleet:
         for _, ask in sent:
             add(known, ask)
         known.dead = False
+        self._known[replica] = tuple(vars(known).values())
 
     def send(self, replica: int, ask: Ask, now: float) -> None:
         """A request is sent there, now."""
         self._sent[replica].append((now, ask))
-        add(self._known[replica], ask)
+        known = self._row(replica)
+        add(known, ask)
+        self._known[replica] = tuple(vars(known).values())
 
     def lose(self, replica: int) -> None:
         """It is dead: nothing goes there until it is heard of again."""
-        self._known[replica].dead = True
+        self._known["dead"][replica] = True
         self._sent[replica].clear()
+
+    def _row(self, replica: int) -> SimpleNamespace:
+        """A copy; numbers of Python's own are quicker one by one."""
+        values = self._known[replica].item()
+        return SimpleNamespace(**dict(zip(_NAMES, values, strict=True)))

@@ -29,6 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_has_all_routers_and_its_figures(made: Path) -> None:
     text = (made / "scale.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in text for name in ROUTERS)
+    for words in ("seen as they are", "as published", "stale", "one slow", "one dead"):
+        assert text.count(f"| {words} |") == len(QUICK.replicas)
     assert "python -m jaxserve.experiments.scale --requests=300" in text
     for name in ("scale-load.png", "scale-decision.png"):
         assert (made / "figures" / name).is_file() and name in text

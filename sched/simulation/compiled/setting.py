@@ -33,7 +33,8 @@ BATCH = np.dtype(
 @dataclass(frozen=True)
 class Fault:
     """From `time` on, seconds, the replica's steps take so many times as long, or, where slowdown
-    is inf, it is dead: the routers notice `notice` seconds later. Its requests without a token go
+    is inf, it is dead, once the step that its host waits for has ended: the routers notice
+    `notice` seconds after that time. Its requests without a token go
     elsewhere then, once; those that have some end with what they have. ValueError for others."""
 
     replica: int
