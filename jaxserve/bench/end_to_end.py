@@ -22,6 +22,7 @@ from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.hidden import ABSORBED
 from jaxserve.engine.layout import Layout, Rows
+from jaxserve.engine.sampling import Newest
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
@@ -155,8 +156,8 @@ def _engine_step(
     step = make_model_step(StepModel(family, config, backend, None, unroll, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pool, logits, *_ = step(params, pool, tokens, placed, layout=layout)
-        return pool, logits
+        done = step(params, pool, Newest(tokens, tokens), placed, layout=layout)
+        return done.pool, done.logits
 
     return run
 

@@ -15,6 +15,7 @@ from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.prompt_step import make_prompt_step
+from jaxserve.engine.sampling import Newest
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models import sharding
@@ -85,10 +86,10 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:
     pool, model = _pool(case), _model(case, hidden=layout.hidden > 0)
     step = make_model_step(model, pool.format)
-    last_token = _array(case, (layout.slots,), jnp.int32)
+    newest = Newest(*2 * [_array(case, (layout.slots,), jnp.int32)])
     packed = _array(case, (layout.size,), jnp.int32)
     lowered: jax.stages.Lowered = step.lower(  # type: ignore[attr-defined]
-        _params(case, model), pool, last_token, packed, layout=layout
+        _params(case, model), pool, newest, packed, layout=layout
     )
     return lowered
 

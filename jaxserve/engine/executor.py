@@ -29,15 +29,13 @@ from jaxserve.engine.sampling import (
     init_state,
     mask_words,
     sample_full,
-    sample_greedy,
     warm_up,
 )
 from jaxserve.engine.step_model import StepModel
-from jaxserve.engine.steps import make_model_step
+from jaxserve.engine.steps import StepOutput, make_model_step
 from jaxserve.models.base import Params
 from jaxserve.pallas_kernels import row_major
 
-_SAMPLE_GREEDY = jax.jit(sample_greedy, donate_argnums=0)
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
 COMPILING = 8  # steps at once, at most: each takes gigabytes of host memory for large models
@@ -205,38 +203,49 @@ class JaxExecutor:
         targets: np.ndarray | None = None,
     ) -> StepHandle:
         """See `Executor`."""
-        undrawn = self.compute(layout, packed, targets=targets)
-        return self._sample(_SAMPLE_FULL if full else _SAMPLE_GREEDY, undrawn)
+        if full:
+            return self._sample(self.compute(layout, packed, targets=targets))
+        done, prompt = self._launch(layout, layout.greedy(packed), targets)
+        return self._handle(SampleResult(done.tokens), prompt)
 
     def compute(
         self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
     ) -> Undrawn:
         """See `Executor`."""
+        done, prompt = self._launch(layout, packed, targets)
+        return Undrawn(layout.rows, done.logits, done.slots, done.emit, prompt)
+
+    def _launch(
+        self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
+    ) -> tuple[StepOutput, SampleResult | None]:
+        """The model's step, and what is known of the targets."""
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(packed, self._place)
-            self.pool, logits, slots, emit, hidden = self._step(
-                self.params, self.pool, self._state.last_token, batch, layout=layout
-            )
+            done = self._step(self.params, self.pool, self._state.newest, batch, layout=layout)
+            self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = None
             if targets is not None:
                 wanted = jax.device_put(targets, self._place)
-                prompt = self._score(self.params, hidden, wanted, rows=layout.rows)
-        return Undrawn(layout.rows, logits, slots, emit, prompt)
+                prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
+        return done, prompt
 
     def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
         """See `Executor`."""
-        return self._sample(_SAMPLE_FULL, undrawn, jax.device_put(masks, self._place))
+        return self._sample(undrawn, jax.device_put(masks, self._place))
 
-    def _sample(self, sample: Any, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
+    def _sample(self, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
         with self._mesh or contextlib.nullcontext():
-            self._state, result = sample(
+            self._state, result = _SAMPLE_FULL(
                 self._state, undrawn.logits, undrawn.slots, undrawn.emit, *masks
             )
-        for leaf in jax.tree.leaves((result, undrawn.prompt)):
+        return self._handle(result, undrawn.prompt)
+
+    def _handle(self, result: SampleResult, prompt: SampleResult | None) -> StepHandle:
+        for leaf in jax.tree.leaves((result, prompt)):
             leaf.copy_to_host_async()
-        return StepHandle(result, undrawn.prompt)
+        return StepHandle(result, prompt)
 
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
@@ -278,7 +287,7 @@ class JaxExecutor:
         step: Any = self._step
         with self._mesh or contextlib.nullcontext():
             batch = jax.device_put(layout.empty(), self._place)
-            arguments = (self.params, self.pool, self._state.last_token, batch)
+            arguments = (self.params, self.pool, self._state.newest, batch)
             step.lower(*arguments, layout=layout).compile()
 
     def _run_once(self, layout: Layout, full: bool) -> None:

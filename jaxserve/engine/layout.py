@@ -77,6 +77,7 @@ class Layout:
             "emit": r,
             "num_decodes": (),
             "num_rows": (),
+            "greedy": (),  # whether the step itself draws the tokens, greedily
         }
 
     @property
@@ -138,6 +139,12 @@ class Layout:
         fields = self.views(buffer)
         fields["token_row"][:] = self.rows
         fields["slots"][:] = self.slots
+        return buffer
+
+    def greedy(self, buffer: np.ndarray) -> np.ndarray:
+        """A copy of a packed batch that has the step draw its tokens itself, greedily."""
+        buffer = buffer.copy()
+        self.views(buffer)["greedy"][...] = 1
         return buffer
 
     def no_targets(self) -> np.ndarray:

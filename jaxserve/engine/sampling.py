@@ -1,7 +1,8 @@
 """Draws the next tokens on the device, every request by its own parameters, in one batch.
 
-`sample_greedy` and `sample_full` are pure and of static shape, apart from the model's step, to be
-called under jit with the state donated. Order of the steps, for each row of logits:
+`sample_greedy` and `sample_full` are pure and of static shape: the one is a part of the model's
+step, the other is to be called under jit behind it, with the state donated. Order of the steps, for
+each row of logits:
 
 1. log-probabilities to report: of the model's own distribution, before anything below;
 2. logit bias, added;
@@ -34,6 +35,7 @@ from jax import lax
 from jaxserve.engine.sampling_state import (
     COUNT_MASK,
     Knobs,
+    Newest,
     SamplingState,
     SlotParams,
     admit,
@@ -46,6 +48,7 @@ from jaxserve.engine.sampling_state import (
 from jaxserve.sched.request import MAX_TOP_LOGPROBS
 
 __all__ = [
+    "Newest",
     "SampleResult",
     "SamplingState",
     "SlotParams",
@@ -80,15 +83,16 @@ class SampleResult:
 
 
 def sample_greedy(
-    state: SamplingState, logits: jax.Array, slots: jax.Array, emit: jax.Array
-) -> tuple[SamplingState, SampleResult]:
-    """The fast path, for batches where every emitting request `is_plain_greedy`.
+    newest: Newest, logits: jax.Array, slots: jax.Array, emit: jax.Array
+) -> tuple[Newest, jax.Array]:
+    """The fast path, for batches where every emitting request `is_plain_greedy`; the model's step
+    has it in it. Returns what it makes of the state's newest, and the tokens int32 [R].
 
     logits: [R, V]. slots: int32 [R], the emitting ones distinct; S or more for padding. emit: bool
     [R]; a row without it leaves the state as it is.
     """
     tokens = _argmax(logits)
-    return _advance(state, slots, emit, tokens), SampleResult(tokens)
+    return _advanced(newest, slots, emit, tokens), tokens
 
 
 def sample_full(
@@ -122,7 +126,8 @@ def sample_full(
         raw,
         tokens,
     )
-    return _counted(_advance(state, slots, emit, tokens), slots, emit, tokens), result
+    state = state.after(_advanced(state.newest, slots, emit, tokens))
+    return _counted(state, slots, emit, tokens), result
 
 
 @jax.tree_util.register_dataclass
@@ -195,16 +200,11 @@ def _argmax(scores: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(scores == best, ids, v - 1), axis=-1)
 
 
-def _advance(
-    state: SamplingState, slots: jax.Array, emit: jax.Array, tokens: jax.Array
-) -> SamplingState:
-    where = jnp.where(emit, slots, state.num_slots)
-    return on_mesh(
-        replace(
-            state,
-            last_token=state.last_token.at[where].set(tokens, mode="drop"),
-            num_generated=state.num_generated.at[where].add(1, mode="drop"),
-        )
+def _advanced(newest: Newest, slots: jax.Array, emit: jax.Array, tokens: jax.Array) -> Newest:
+    where = jnp.where(emit, slots, newest.last_token.shape[0])
+    return Newest(
+        newest.last_token.at[where].set(tokens, mode="drop"),
+        newest.num_generated.at[where].add(1, mode="drop"),
     )
 
 

@@ -16,6 +16,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,13 @@ class Knobs:
     bias_values: jax.Array
 
 
+class Newest(NamedTuple):
+    """The two arrays of `SamplingState` that every step changes, plain greedy ones no others."""
+
+    last_token: jax.Array
+    num_generated: jax.Array
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["last_token", "num_generated", "rows", "counts"],
@@ -93,6 +101,15 @@ class SamplingState:
     rows: jax.Array
     counts: jax.Array
     mesh: Mesh | None = None
+
+    @property
+    def newest(self) -> Newest:
+        """What the model's step takes of it, and gives back."""
+        return Newest(self.last_token, self.num_generated)
+
+    def after(self, newest: Newest) -> SamplingState:
+        """The state with these arrays for its own."""
+        return replace(self, **newest._asdict())
 
     @property
     def num_slots(self) -> int:

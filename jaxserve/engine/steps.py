@@ -1,16 +1,17 @@
 """The jitted model step: run a padded batch over the pool and return the logits that matter.
 
 One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode
-attention at compile time, `Layout.hidden` whether some rows may have hidden caches. Sampling is a
-jitted function of its own (`sampling.py`), so that its variants do not multiply the compiled model
-steps.
+attention at compile time, `Layout.hidden` whether some rows may have hidden caches. Where the batch
+says so, the step also draws its tokens, greedily: so an ordinary batch is one call. All other
+sampling is a jitted function of its own behind it (`sampling.py`), so that its variants do not
+multiply the compiled model steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +20,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.hidden import attend_hidden, hidden_rows
 from jaxserve.engine.layout import PLACEHOLDER, Layout, attention_batch, positions
+from jaxserve.engine.sampling import Newest, sample_greedy
 from jaxserve.engine.step_model import StepModel, compiler_options
 from jaxserve.models.attention import kv_projection
 from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
 from jaxserve.models.forward import forward, logits
 from jaxserve.pallas_kernels import paged_attention, plan_attention, plan_write, write
 
-# (params, pool, last_token [S], packed batch, *, layout) -> (pool, logits float32 [R, vocab], what
-# sampling needs of the batch: slots int32 [R], emit bool [R]; and the last layer's output of all
-# tokens [T, d_model], on every device, for `prompt_step.py`: None of a decode step)
-ModelStep = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]]
+
+class StepOutput(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+        newest: of the sampling state: moved on where the batch is greedy, else as it was.
+        tokens: int32 [R], the likeliest of each row.
+        logits: float32 [R, vocab].
+        slots, emit: int32, bool [R], what sampling needs of the batch.
+        hidden: the last layer's output of all tokens [T, d_model], on every device, for
+            `prompt_step.py`; None of a decode step.
+    """
+
+    pool: Any
+    newest: Any
+    tokens: Any
+    logits: Any
+    slots: Any
+    emit: Any
+    hidden: Any
+
+
+# (params, pool, newest of the sampling state [S], packed batch, *, layout)
+ModelStep = Callable[..., StepOutput]
 
 
 @lru_cache(maxsize=8)
@@ -40,7 +62,7 @@ def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
-        out_shardings=(pool_format, None, None, None, whole),
+        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole),
         compiler_options=compiler_options(pool_format),
     )
 
@@ -49,11 +71,11 @@ def _model_step(
     model: StepModel,
     params: Params,
     pool: jax.Array,
-    last_token: jax.Array,
+    newest: Newest,
     packed: jax.Array,
     *,
     layout: Layout,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> StepOutput:
     fields = layout.unpack(packed)
     batch = attention_batch(fields)
     config, mesh = model.config, model.mesh
@@ -85,7 +107,7 @@ def _model_step(
             out = attend_hidden(out, inputs, pool, layer, rows, how, model)
         return pool, out
 
-    inputs = StepInputs(_feed(fields, last_token), positions(fields), fields["token_row"])
+    inputs = StepInputs(_feed(fields, newest.last_token), positions(fields), fields["token_row"])
     pool, x = forward(
         model.family,
         params,
@@ -99,8 +121,10 @@ def _model_step(
     )
     wanted = x if layout.decode_only else x[fields["last"]]
     found = logits(model.family, params, config, wanted, mesh=mesh)
+    slots, emit = fields["slots"], fields["emit"] != 0
+    newest, tokens = sample_greedy(newest, found, slots, emit & (fields["greedy"] != 0))
     hidden = None if layout.decode_only else x
-    return pool, found, fields["slots"], fields["emit"] != 0, hidden
+    return StepOutput(pool, newest, tokens, found, slots, emit, hidden)
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxserve.engine import model_options
 from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.cpu_bfloat16 import bfloat16_pays, has_instructions, measured_gain
 from jaxserve.engine.layout import Layout
+from jaxserve.engine.sampling import Newest
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import ParamSpec
@@ -53,9 +54,9 @@ def compiled(family_name: str, layout: Layout) -> tuple[hlo.Module, Any]:
     pool = make_pool(config.num_layers, 16, config.num_kv_heads, 16, config.head_dim, jnp.float32)
     model = StepModel(family, config, "xla", None, True, None, 64, jnp.dtype(jnp.float32))
     step: Any = make_model_step(model, row_major(pool.sharding))
-    last = jax.ShapeDtypeStruct((layout.slots,), jnp.int32)
+    newest = Newest(*2 * [jax.ShapeDtypeStruct((layout.slots,), jnp.int32)])
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-    text = step.lower(params, pool, last, packed, layout=layout).compile().as_text()
+    text = step.lower(params, pool, newest, packed, layout=layout).compile().as_text()
     return hlo.read(text), specs
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.engine.hidden import ABSORBED, PROJECTED
 from jaxserve.engine.layout import Layout, Rows
+from jaxserve.engine.sampling import Newest
 from jaxserve.engine.step_model import StepModel
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
@@ -23,6 +24,7 @@ from jaxserve.weights import load_params
 from tests.engine.harness import SHAPES
 
 ROWS, WIDTH, BLOCK_SIZE, LAYERS = 16, 4, 8, 2
+NEWEST = Newest(*np.zeros((2, ROWS), np.int32))
 
 
 @functools.cache
@@ -83,8 +85,8 @@ def logits(layout: Layout, given: Rows, read: str) -> np.ndarray:
     _, _, params = model()
     pool, packed = random_pool(), layout.pack(given)
     step = make_model_step(step_model(read), row_major(pool.sharding))
-    last = jnp.zeros(ROWS, jnp.int32)
-    _, found, *_ = step(params, pool, last, jnp.asarray(packed.buffer), layout=layout)
+    done = step(params, pool, NEWEST, jnp.asarray(packed.buffer), layout=layout)
+    found = done.logits
     out = np.empty((ROWS, found.shape[1]), np.float32)
     out[packed.order] = np.asarray(found)[:ROWS]
     return out
@@ -106,7 +108,7 @@ def matmuls(layout: Layout) -> int:
     _, config, params = model()
     pool = random_pool()
     step: Any = make_model_step(step_model(ABSORBED), row_major(pool.sharding))
-    given = (params, pool, jnp.zeros(ROWS, jnp.int32), jnp.zeros(layout.size, jnp.int32))
+    given = (params, pool, NEWEST, jnp.zeros(layout.size, jnp.int32))
     text = step.lower(*given, layout=layout).compile().as_text()
     return len(re.findall(rf"= f32\[{ROWS},{config.d_model}\]\S* dot\(", text))
 

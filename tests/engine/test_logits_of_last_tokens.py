@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.sampling import Newest
 from tests.engine.harness import SHAPES, engine
 
 TOKENS, ROWS, VOCABULARY = 64, 8, 101
@@ -46,9 +47,9 @@ def test_a_step_has_logits_of_one_token_a_row(executor: JaxExecutor, decode_only
     layout = buckets.decode(ROWS) if decode_only else buckets.mixed(TOKENS)
     assert layout.tokens > layout.rows or decode_only
     packed = jnp.zeros(layout.size, jnp.int32)
-    last = jnp.zeros(layout.slots, jnp.int32)
+    newest = Newest(*2 * [jnp.zeros(layout.slots, jnp.int32)])
     traced = jax.make_jaxpr(lambda *given: executor._step(*given, layout=layout))(
-        executor.params, executor.pool, last, packed
+        executor.params, executor.pool, newest, packed
     )
     logits = {shape for shape in shapes_in(traced.jaxpr) if shape[-1:] == (VOCABULARY,)}
     assert logits == {(layout.rows, VOCABULARY)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -20,7 +21,14 @@ from jaxserve.sched.request import Request, SamplingParams
 V, S, R = 40, 9, 6
 EOS = (2,)
 full = jax.jit(sample_full, donate_argnums=0)
-greedy = jax.jit(sample_greedy, donate_argnums=0)
+
+
+@partial(jax.jit, donate_argnums=0)
+def greedy(
+    state: SamplingState, logits: np.ndarray, slots: np.ndarray, emit: np.ndarray
+) -> tuple[SamplingState, SampleResult]:
+    newest, tokens = sample_greedy(state.newest, logits, slots, emit)  # type: ignore[arg-type]
+    return state.after(newest), SampleResult(tokens)
 
 
 def request(prompt: Sequence[int] = (1,), name: str = "r", **sampling: object) -> Request:

@@ -139,13 +139,13 @@ def test_errors_name_the_field() -> None:
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxserve.engine.sampling import admit, init_state, sample_full, sample_greedy, slot_params
+from jaxserve.engine.sampling import admit, init_state, slot_params
 from jaxserve.sched.request import Request, SamplingParams
 V, S = 96, 8
 kinds = [dict(), dict(temperature=1.0, seed=1, top_k=9), dict(temperature=1.0, seed=2, top_p=0.7),
          dict(frequency_penalty=1.0, repetition_penalty=1.2, logprobs=3),
          dict(min_tokens=4, logit_bias=((3, 2.0),))]
-full, greedy = (jax.jit(f, donate_argnums=0) for f in (sample_full, sample_greedy))
+from tests.sampling.sampling_steps import full, greedy
 def run(mesh):
     state, out = init_state(S, V, mesh), []
     for i, kind in enumerate(kinds):
