@@ -4,7 +4,7 @@ A decode step has as many tokens as rows. Any other step has a token bucket, and
 could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
 there are hidden caches, each decode step is there once more for few of them, for many and for
 nothing else, and every other of the others for few and for many, so that steps without one pay
-nothing for them, and steps with few little.
+nothing for them, and steps with few little; or both once more for any number (not `fitted`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ WIDEN_TOKENS = 128
 @dataclass(frozen=True)
 class Buckets:
     """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
-    are steps for rows with hidden caches, too. decode_group, decode_chunk: as in `Padding`."""
+    are steps for rows with hidden caches, too. fitted: some of those are for few such rows, and for
+    nothing else. decode_group, decode_chunk: as in `Padding`."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
     width: int
     slots: int
     hidden: bool = False
+    fitted: bool = True
     decode_group: int = 1
     decode_chunk: int = 1
 
@@ -51,9 +53,9 @@ class Buckets:
         """The smallest decode step for that many rows, `hidden` of them with hidden caches. Raises
         IndexError beyond the last bucket."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
-        if hidden == rows:
+        if hidden == rows and self.fitted:
             return self._decodes(size, size, kv=False)
-        return self._decodes(size, _room(size, hidden))
+        return self._decodes(size, self._room(size, hidden))
 
     def _decodes(self, rows: int, hidden: int, *, kv: bool = True) -> Layout:
         return Layout(rows, rows, self.width, self.slots, True, hidden, kv)
@@ -63,7 +65,7 @@ class Buckets:
         caches, but at least 1 if any row has one. Raises IndexError beyond the last bucket."""
         sizes = self.padding.hidden_tokens if hidden else self.tokens
         size = sizes[bisect.bisect_left(sizes, tokens)]
-        return self._mixed(size, _room(self._rows_for(size), hidden))
+        return self._mixed(size, self._room(self._rows_for(size), hidden))
 
     def _mixed(self, tokens: int, hidden: int) -> Layout:
         return Layout(tokens, self._rows_for(tokens), self.width, self.slots, False, hidden)
@@ -86,12 +88,22 @@ class Buckets:
         if not self.hidden:
             return decodes + mixed
         for rows in self.rows:
-            # All but that of a single row, which is either.
-            decodes += [self._decodes(rows, room) for room in _rooms(rows) if rows > 1]
-            decodes.append(self._decodes(rows, rows, kv=False))
+            # A single row has either kind, so that its step is fitted to it.
+            single = self.fitted and rows == 1
+            decodes += [self._decodes(rows, room) for room in self._rooms(rows) if not single]
+            if self.fitted:
+                decodes.append(self._decodes(rows, rows, kv=False))
         for size in self.padding.hidden_tokens:
-            mixed += [self._mixed(size, room) for room in _rooms(self._rows_for(size))]
+            mixed += [self._mixed(size, room) for room in self._rooms(self._rows_for(size))]
         return decodes + mixed
+
+    def _rooms(self, rows: int) -> tuple[int, ...]:
+        """Ascending: for how many decodes with hidden caches, of so many rows, there are steps."""
+        few = rows // FEW_HIDDEN if self.fitted else 0
+        return (few, rows) if few > 1 else (rows,)
+
+    def _room(self, rows: int, hidden: int) -> int:
+        return next(room for room in (0, *self._rooms(rows)) if hidden <= room)
 
     def _rows_for(self, tokens: int) -> int:
         return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]
@@ -105,6 +117,7 @@ def make_buckets(
     rows: tuple[int, ...] = (),
     tokens: tuple[int, ...] = (),
     hidden: bool = False,
+    fitted: bool = True,
     decode_group: int = 1,
     decode_chunk: int = 1,
 ) -> Buckets:
@@ -123,23 +136,15 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    return Buckets(row_sizes, token_sizes, width, max_rows, hidden, decode_group, decode_chunk)
+    return Buckets(
+        row_sizes, token_sizes, width, max_rows, hidden, fitted, decode_group, decode_chunk
+    )
 
 
 def hidden_decodes(counts: np.ndarray, kinds: np.ndarray) -> int:
     """Rows of one token with hidden caches; at least 1 if any row has one."""
     hidden = kinds == CacheKind.HIDDEN
     return max(int(hidden.any()), int(np.count_nonzero(hidden & (counts == 1))))
-
-
-def _rooms(rows: int) -> tuple[int, ...]:
-    """Ascending: for how many decodes with hidden caches, of so many rows, there are steps."""
-    few = rows // FEW_HIDDEN
-    return (few, rows) if few > 1 else (rows,)
-
-
-def _room(rows: int, hidden: int) -> int:
-    return next(room for room in (0, *_rooms(rows)) if hidden <= room)
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

@@ -41,6 +41,9 @@ from jaxserve.weights import param_bytes
 log = logging.getLogger(__name__)
 
 MAX_SEED = 2**31 - 1
+# Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
+# save in steps fitted to few of them is little beside compiling twice as many.
+UNFITTED = frozenset({"cpu"})
 TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
 
@@ -72,11 +75,7 @@ class Choices:
 def choose(config: ConfigDict) -> Choices:
     """Raises ConfigError, or ValueError or OSError, with one clear line."""
     family, model, hf = load_shape(config)
-    if len(model.eos_token_ids) > MAX_EOS:
-        raise ConfigError(
-            f"the checkpoint has {len(model.eos_token_ids)} end-of-sequence ids; at most {MAX_EOS} "
-            "can be served"
-        )
+    _check_ends(model)
     tensor = config.mesh.tensor
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
@@ -99,6 +98,7 @@ def choose(config: ConfigDict) -> Choices:
         rows=tuple(config.engine.row_buckets),
         tokens=tuple(config.engine.token_buckets),
         hidden=read is not None,
+        fitted=jax.default_backend() not in UNFITTED,
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
@@ -129,6 +129,14 @@ def choose(config: ConfigDict) -> Choices:
         host_slots(config.cache.host_gib, policy, model, cached, pool_heads),
         _profile(config, model, read if given is None else None),
     )
+
+
+def _check_ends(model: ModelConfig) -> None:
+    count = len(model.eos_token_ids)
+    if count > MAX_EOS:
+        raise ConfigError(
+            f"the checkpoint has {count} end-of-sequence ids; at most {MAX_EOS} can be served"
+        )
 
 
 def _backend(

@@ -90,6 +90,16 @@ def test_hidden_caches_add_few_steps() -> None:
     assert len(both.all()) == len(set(both.all()))
 
 
+@given(rows=st.integers(1, 40), data=st.data())
+def test_where_none_are_fitted_each_size_is_there_once_more(rows: int, data: st.DataObject) -> None:
+    plain, both = (make_buckets(40, 512, width=4, hidden=n, fitted=False) for n in (False, True))
+    layout = both.decode(rows, hidden=data.draw(st.integers(1, rows)))
+    assert layout in both.all() and layout.hidden == layout.rows and layout.kv
+    assert len(both.all()) == len(set(both.all()))
+    decodes = [layout for layout in both.all() if layout.decode_only]
+    assert len(decodes) == 2 * len(plain.rows)
+
+
 def test_a_hidden_chunk_alone_wants_a_step_that_knows_of_them() -> None:
     buckets = make_buckets(16, 512, width=4, hidden=True)
     kinds = np.array([CacheKind.KV, CacheKind.HIDDEN])

@@ -81,6 +81,18 @@ def test_both_kinds_at_once(folders: dict[str, Path], model: str, read: str) -> 
     assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
 
 
+def test_steps_fitted_to_few_hidden_rows_and_to_nothing_else(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerators have them."""
+    expected = kv_texts(folders["opt"], **SCARCE)
+    monkeypatch.setattr(choices, "UNFITTED", frozenset())
+    with hybrid(folders["opt"], CHUNKS, scheduler__max_prefill_tokens=7, **SCARCE) as running:
+        assert any(not layout.kv for layout in running.executor.buckets.all())
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed
+
+
 def test_whole_prompts(folders: dict[str, Path]) -> None:
     expected = kv_texts(folders["opt"], **SCARCE)
     with hybrid(folders["opt"], WHOLE, **SCARCE) as running:
