@@ -52,6 +52,16 @@ def build_batch(
     return layout, layout.pack(batch)
 
 
+def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
+    """The batch's rows that sample, and which of the step's each is: those of one token first, each
+    in the plan's order, as simulations have it, wherever the batch has those with hidden caches."""
+    sampling = np.flatnonzero(step.emits)
+    sampling = sampling[np.argsort(step.plan.num_tokens[sampling] != 1, kind="stable")]
+    place = np.empty(len(batch.order), np.int64)
+    place[batch.order] = np.arange(len(batch.order))
+    return list(zip(place[sampling].tolist(), sampling.tolist(), strict=True))
+
+
 def carry_out(executor: Executor, move: Move) -> None:
     """Does what the step wants done before it."""
     match move:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.engine.batching import build_batch, carry_out
+from jaxserve.engine.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.commands import Submit
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.detokenize import Tokenizer
@@ -126,8 +126,7 @@ class Serving:
         for member in admitted:
             self._take_slot(member, begin)
         layout, batch, prompts = self._batch(step, members)
-        emits = step.emits[batch.order]
-        emitting = [(i, members[batch.order[i]]) for i in np.flatnonzero(emits).tolist()]
+        emitting = [(i, members[j]) for i, j in sampling_rows(step, batch)]
         handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])

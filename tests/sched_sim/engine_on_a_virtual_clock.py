@@ -24,6 +24,7 @@ from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.sched.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.requests import Requests
@@ -135,7 +136,8 @@ class Device:
     def _sampled(self, rows: int) -> np.ndarray:
         """END from those that have written enough."""
         step = self.step
-        order = np.argsort(step.plan.num_tokens != 1, kind="stable")  # as batches are packed
+        single, kv = step.plan.num_tokens == 1, step.plan.kinds == CacheKind.KV
+        order = np.argsort(np.where(single, kv, 2), kind="stable")  # as batches are packed
         wanted = self.lengths[[self.numbers[row] for row in step.rows[order].tolist()]]
         tokens = np.full(rows, WORD, np.int32)
         tokens[: len(order)][step.generated[order] >= wanted] = END

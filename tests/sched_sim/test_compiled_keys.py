@@ -110,8 +110,14 @@ def test_its_directory_knows_all_that_is_compiled() -> None:
     found: set[str] = set()
     for path in folder.glob("*.py"):
         if path.stem not in ("run", "setting", "jit", "kernel", "kept"):
-            found |= set(re.findall(r"^from jaxserve\.sched\.(\w+) import", path.read_text(), re.M))
-    assert found - {"simulation"} <= set(re.findall(r"\w+", inspect.getsource(kernel._digest)))
+            text = path.read_text()
+            found |= set(
+                re.findall(r"^from jaxserve\.sched\.(?:routing\.)?(\w+) import", text, re.M)
+            )
+            for names in re.findall(r"^from jaxserve\.sched\.routing import (.+)", text, re.M):
+                found |= set(re.findall(r"\w+", names))
+    known = set(re.findall(r"\w+", inspect.getsource(kernel._digest)))
+    assert found - {"simulation", "routing"} <= known
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path: Path) -> None:
