@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.few_rows import few_rows, few_rows_kernel
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens, row_major
@@ -36,6 +37,8 @@ __all__ = [
     "HiddenProjection",
     "absorbed_attention",
     "block_bytes",
+    "few_rows",
+    "few_rows_kernel",
     "get_backend",
     "make_pool",
     "move_slots",

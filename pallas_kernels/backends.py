@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -62,18 +63,19 @@ class Backend:
 # need not have what the GPU's kernels import. The -interpret ones run anywhere, slowly: for tests.
 BACKENDS: dict[str, tuple[str, str]] = {
     "xla": ("xla_backend", "BACKEND"),
+    "numba": ("numba_backend", "BACKEND"),
     "triton": ("triton_backend", "BACKEND"),
     "tpu": ("tpu_backend", "BACKEND"),
     "triton-interpret": ("triton_backend", "INTERPRET_BACKEND"),
     "tpu-interpret": ("tpu_backend", "INTERPRET_BACKEND"),
 }
-PLATFORMS = {"triton": "gpu", "tpu": "tpu"}  # of those that do not run everywhere
+PLATFORMS = {"triton": "gpu", "tpu": "tpu", "numba": "cpu"}  # of those that do not run everywhere
 OLDEST_GPU = 8.0  # compute capability that the Triton kernels want: Ampere
 
 
 def resolve_backend(name: str) -> str:
     """The backend that a configured name means; "auto": triton on GPUs from sm_80 up, tpu on TPUs,
-    xla elsewhere. ValueError for an unknown name."""
+    numba on CPUs where it is installed, xla elsewhere. ValueError for an unknown name."""
     if name == "auto":
         return _by_platform()
     if name not in BACKENDS:
@@ -95,6 +97,8 @@ def _misplaced(name: str) -> str | None:
             f"{name} needs a gpu of compute capability {OLDEST_GPU} or newer, this one has "
             f"{device.compute_capability}"
         )
+    if name == "numba" and importlib.util.find_spec("numba") is None:
+        return "numba is not installed: pip install 'jaxserve[fast]'"
     return None
 
 

@@ -120,7 +120,7 @@ def _project_fused(
     """q, k and v [T, heads, head_dim], k and v with the pool's heads."""
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     queries, kv = heads_a_shard(config, shards)
-    y = linear(x, weights.qkv).reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
+    y = linear(x, weights.qkv, mesh).reshape(x.shape[0], shards, queries + 2 * kv, config.head_dim)
 
     def heads(first: int, count: int, axis: str) -> jax.Array:
         part = y[:, :, first : first + count]
@@ -138,7 +138,7 @@ def _project_apart(
     shards = 1 if mesh is None else mesh.shape[TENSOR]
 
     def heads(part: Linear, count: int, axis: str) -> jax.Array:
-        y = linear(x, part).reshape(x.shape[0], count, config.head_dim)
+        y = linear(x, part, mesh).reshape(x.shape[0], count, config.head_dim)
         return constrain(y, mesh, None, axis, None)
 
     def repeated(part: Linear) -> jax.Array:
@@ -149,9 +149,11 @@ def _project_apart(
     return q, repeated(weights.k), repeated(weights.v)
 
 
-def attention_output(weights: AttentionParams | FusedAttention, mixed: jax.Array) -> jax.Array:
+def attention_output(
+    weights: AttentionParams | FusedAttention, mixed: jax.Array, mesh: Mesh | None
+) -> jax.Array:
     """[T, d_model] of what the heads attended to, mixed [T, num_heads, head_dim]; in its dtype."""
-    return linear(mixed.reshape(mixed.shape[0], -1), weights.o)
+    return linear(mixed.reshape(mixed.shape[0], -1), weights.o, mesh)
 
 
 def kv_weights(weights: AttentionParams) -> KVWeights:

@@ -212,8 +212,11 @@ class Finish(Protocol):
     """A family's function behind its last layer: the final norm, and what else there is. Row by
     row, so it may run on chosen rows only."""
 
-    def __call__(self, params: Params, config: Any, x: jax.Array) -> jax.Array:
-        """x [R, d_model], the last layer's output -> [R, width of the output embedding]."""
+    def __call__(
+        self, params: Params, config: Any, x: jax.Array, *, mesh: Mesh | None
+    ) -> jax.Array:
+        """x [R, d_model], the last layer's output -> [R, width of the output embedding]. mesh: as
+        in `Embed`."""
         ...
 
 

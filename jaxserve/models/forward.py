@@ -63,7 +63,7 @@ def forward(
         def attention(h: jax.Array) -> tuple[Carry, jax.Array]:
             given = attention_input(weights.attn, config, h, rotation, mesh)
             after, mixed = attend(carry, index, given)
-            return after, attention_output(weights.attn, mixed.astype(h.dtype))
+            return after, attention_output(weights.attn, mixed.astype(h.dtype), mesh)
 
         return family.layer(weights, config, x, attention, mesh=mesh)
 
@@ -82,7 +82,8 @@ def logits(
 ) -> jax.Array:
     """Logits of the last layer's output: x [R, d_model] -> float32 [R, vocab_size], replicated."""
     table = params.embed_tokens if params.lm_head is None else params.lm_head
-    return vocab_logits(family.finish(params, config, x), table, config.vocab_size, mesh)
+    hidden = family.finish(params, config, x, mesh=mesh)
+    return vocab_logits(hidden, table, config.vocab_size, mesh)
 
 
 def over_layers(

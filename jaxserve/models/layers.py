@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.sharding import constrain
+from jaxserve.pallas_kernels import few_rows, few_rows_kernel
 
 
 @flax.struct.dataclass
@@ -38,25 +39,29 @@ def matmul(
     *,
     transposed: bool = False,
     dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """x [T, in] @ weights [in, out] -> [T, out], in this dtype, else in that of x. transposed: the
-    weights are [out, in].
+    weights are [out, in]. mesh: that of the weights.
 
     Where x is wider than the weights, float32 on 16 bits, it is rounded to their dtype and the sums
     stay in its own: so XLA's CPU compiler takes its library's mixed matmul, which reads the weights
-    as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step.
+    as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step;
+    few rows have a kernel of their own where numba is installed.
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)
     if x.dtype != weights.dtype:
+        if mesh is None and few_rows_kernel(rows, weights, transposed=transposed):
+            return few_rows(x.astype(weights.dtype), weights, transposed=transposed).astype(result)
         x = jnp.pad(x.astype(weights.dtype), ((0, max(0, _FEWEST_ROWS - rows)), (0, 0)))
     y = jax.lax.dot_general(x, weights, numbers, preferred_element_type=result)
     return y[:rows]
 
 
-def linear(x: jax.Array, weights: Linear) -> jax.Array:
+def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
     """x [T, in] -> [T, out], in the dtype of x, see `matmul`."""
-    y = matmul(x, weights.kernel)
+    y = matmul(x, weights.kernel, mesh=mesh)
     return y if weights.bias is None else y + weights.bias
 
 
@@ -90,7 +95,7 @@ def vocab_logits(
     hidden: jax.Array, table: jax.Array, vocab_size: int, mesh: Mesh | None
 ) -> jax.Array:
     """hidden [R, d] on table [padded vocabulary, d] -> float32 [R, vocab_size], replicated."""
-    logits = matmul(hidden, table, transposed=True, dtype=jnp.float32)
+    logits = matmul(hidden, table, transposed=True, dtype=jnp.float32, mesh=mesh)
     logits = constrain(logits, mesh, None, "vocab")
     return constrain(logits[:, :vocab_size], mesh, None, None)
 

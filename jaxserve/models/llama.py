@@ -159,12 +159,14 @@ def layer(
     carry, mixed = attention(rms_norm(x, weights.attn_norm.scale, config.norm_eps))
     x = constrain(x + mixed, mesh, None, None)
     h = rms_norm(x, weights.mlp_norm.scale, config.norm_eps)
-    gate = jax.nn.silu(constrain(linear(h, weights.gate), mesh, None, "mlp"))
-    h = gate * constrain(linear(h, weights.up), mesh, None, "mlp")
-    return carry, constrain(x + linear(h, weights.down), mesh, None, None)
+    gate = jax.nn.silu(constrain(linear(h, weights.gate, mesh), mesh, None, "mlp"))
+    h = gate * constrain(linear(h, weights.up, mesh), mesh, None, "mlp")
+    return carry, constrain(x + linear(h, weights.down, mesh), mesh, None, None)
 
 
-def finish(params: LlamaParams, config: LlamaConfig, x: jax.Array) -> jax.Array:
+def finish(
+    params: LlamaParams, config: LlamaConfig, x: jax.Array, *, mesh: Mesh | None
+) -> jax.Array:
     """The final norm of x [R, d_model]; see `jaxserve.models.base.Finish`."""
     return rms_norm(x, params.final_norm.scale, config.norm_eps)
 

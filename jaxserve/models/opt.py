@@ -158,7 +158,7 @@ def embed(
     """Token and position embeddings, [T, d_model]; see `jaxserve.models.base.Embed`."""
     x = embed_rows(params.embed_tokens, inputs.tokens, dtype)
     if params.project_in is not None:
-        x = linear(x, params.project_in)
+        x = linear(x, params.project_in, mesh)
     places = embed_rows(params.embed_positions, inputs.positions + POSITION_OFFSET, dtype)
     return constrain(x + places, mesh, None, None)
 
@@ -177,17 +177,17 @@ def layer(
     x = norm(x, weights.attn_norm, before=False)
 
     h = norm(x, weights.mlp_norm, before=True)
-    h = ACTIVATIONS[config.activation](constrain(linear(h, weights.up), mesh, None, "mlp"))
-    x = constrain(x + linear(h, weights.down), mesh, None, None)
+    h = ACTIVATIONS[config.activation](constrain(linear(h, weights.up, mesh), mesh, None, "mlp"))
+    x = constrain(x + linear(h, weights.down, mesh), mesh, None, None)
     return carry, norm(x, weights.mlp_norm, before=False)
 
 
-def finish(params: OPTParams, config: OPTConfig, x: jax.Array) -> jax.Array:
+def finish(params: OPTParams, config: OPTConfig, x: jax.Array, *, mesh: Mesh | None) -> jax.Array:
     """The final norm, where there is one, and [R, d_model] -> [R, embed_dim]; see
     `jaxserve.models.base.Finish`."""
     if params.final_norm is not None:
         x = layer_norm(x, params.final_norm, config.norm_eps)
-    return x if params.project_out is None else linear(x, params.project_out)
+    return x if params.project_out is None else linear(x, params.project_out, mesh)
 
 
 def _layer_leaves(config: OPTConfig, name: str) -> OPTLayer:

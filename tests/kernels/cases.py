@@ -15,7 +15,7 @@ from tests.kernels.batches import Shape
 
 # Those of other devices are interpreted. How many drawn batches a test has: TPUs are interpreted
 # slowly, an instruction at a time.
-BACKENDS = {"xla": 6, "triton-interpret": 6, "tpu-interpret": 2}
+BACKENDS = {"xla": 6, "numba": 6, "triton-interpret": 6, "tpu-interpret": 2}
 # Relative error (L2) that is allowed.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 
@@ -83,7 +83,7 @@ def compiled(
 ) -> Callable[..., jax.Array]:
     """A kernel's public function by a backend, under jit; donate: its first argument. What is only
     interpreted is compiled without optimising: that takes longer than running it."""
-    options = None if backend == "xla" else {"xla_backend_optimization_level": 0}
+    options = None if backend in ("xla", "numba") else {"xla_backend_optimization_level": 0}
     return jax.jit(
         functools.partial(function, backend=backend),
         donate_argnums=(0,) if donate else (),

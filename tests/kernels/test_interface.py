@@ -111,8 +111,8 @@ def test_pool() -> None:
 
 
 def test_auto_is_a_backend() -> None:
-    assert resolve_backend("auto") == "xla"
-    np.testing.assert_array_equal(attend(backend="auto"), attend(backend="xla"))
+    assert resolve_backend("auto") == "numba"
+    np.testing.assert_array_equal(attend(backend="auto"), attend(backend="numba"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Device:
         (Device("gpu", "10.0"), "triton"),
         (Device("gpu", "7.5"), "xla"),
         (Device("tpu"), "tpu"),
-        (Device("cpu"), "xla"),
+        (Device("cpu"), "numba"),
     ],
 )
 def test_auto_goes_by_platform(
@@ -158,11 +158,14 @@ def test_backends_are_imported_when_chosen(name: str) -> None:
 
 
 def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == ("xla", None)
+    assert select_backend("auto", kinds=(KV, HIDDEN), **MODEL) == ("numba", None)
     with pytest.raises(ValueError, match="backend: triton needs a gpu, this is a cpu"):
         select_backend("triton", kinds=(KV,), **MODEL)
     with pytest.raises(ValueError, match="backend: tpu needs a tpu, this is a cpu"):
         select_backend("tpu", kinds=(KV,), **MODEL)
+    of_two_bytes = {**MODEL, "dtype": "bfloat16"}
+    reason = "numba: the pool must be of float32, got bfloat16"
+    assert select_backend("auto", kinds=(KV,), **of_two_bytes) == ("xla", reason)
 
     def supports(kind: int, **_: Any) -> str | None:
         return "head_dim: too odd" if kind == HIDDEN else None
@@ -177,6 +180,13 @@ def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.Monk
     )
     with pytest.raises(ValueError, match="triton cannot serve this model: head_dim: too odd"):
         select_backend("triton", kinds=(KV, HIDDEN), **MODEL)
+
+
+def test_a_cpu_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", None)
+    with pytest.raises(ValueError, match=r"backend: numba is not installed: pip install .*fast"):
+        select_backend("numba", kinds=(KV,), **MODEL)
 
 
 def absorb(**changes: Any) -> jax.Array:

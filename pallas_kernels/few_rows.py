@@ -1,0 +1,25 @@
+"""Products of a few rows with weights of bfloat16, where the platform has a kernel for them."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxserve.pallas_kernels.backends import resolve_backend
+
+
+def few_rows_kernel(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
+    """Whether `few_rows` is to be taken for the product of so many rows with these weights, on the
+    first device: where numba has kernels, see `resolve_backend`."""
+    if resolve_backend("auto") != "numba":
+        return False
+    from jaxserve.pallas_kernels import numba_rows  # as backends are, when first chosen
+
+    return numba_rows.takes(rows, weights, transposed=transposed)
+
+
+def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+    """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16, on one device; sums in
+    float32. transposed: the weights are [out, in]."""
+    from jaxserve.pallas_kernels import numba_rows
+
+    return numba_rows.few_rows(x, weights, transposed=transposed)

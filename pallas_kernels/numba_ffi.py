@@ -1,0 +1,251 @@
+"""Kernels that numba compiles, called by XLA's own threads through its foreign function interface.
+
+A handler is given a call frame by XLA (the C structures of `xla/ffi/api/c_api.h`, which jaxlib
+carries) and returns 0 for success. It cuts its work into shares, which XLA's threads and itself
+take one by one from a counter: whoever is free takes the next, and a thread that comes late finds
+nothing left. No Python runs in it, and none is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic as _intrinsic
+
+intrinsic: Any = _intrinsic  # by its types, Python could not call what it makes
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+INLINE: dict[str, Any] = {**OPTIONS, "forceinline": True}
+FAST: dict[str, Any] = {**INLINE, "fastmath": {"nnan", "nsz", "arcp", "contract", "reassoc"}}
+
+# Words of 8 bytes into XLA's structures.
+_FRAME = 21  # XLA_FFI_CallFrame, without the future at its end
+_EXTENSION, _API, _CONTEXT, _STAGE, _ARGS, _RETS = 1, 2, 3, 4, 9, 14
+_EXECUTE = 3  # the stage
+_DATA, _DIMS = 3, 5  # of XLA_FFI_Buffer
+_VERSION = 4  # of XLA_FFI_Api
+
+# Words into what the threads of one call share.
+_NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _OPERANDS = range(7)
+
+_WORD = ir.IntType(64)
+_malloc: Any = types.ExternalFunction("malloc", types.int64(types.int64))
+_free: Any = types.ExternalFunction("free", types.void(types.int64))
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+
+
+@intrinsic
+def _pointer(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _fetch_add(_: Any, address: Any, value: Any) -> Any:
+    """The word at the address, to which the value is then added, at once for all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], _WORD.as_pointer())
+        return builder.atomic_rmw("add", word, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _call(_: Any, function: Any, argument: Any) -> Any:
+    """Calls the C function of one word at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD]).as_pointer()
+        return builder.call(builder.inttoptr(args[0], kind), [args[1]])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def address_of(_: Any, symbol: Any) -> Any:
+    """The address of the C function of this name, a constant. It is looked up by name when code is
+    loaded, so that compiled code can be kept on disk."""
+    if not isinstance(symbol, types.StringLiteral):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD])
+        found = cgutils.get_or_insert_function(builder.module, kind, symbol.literal_value)
+        return builder.ptrtoint(found, _WORD)
+
+    return types.int64(symbol), generate
+
+
+@njit(**OPTIONS)
+def words(address: int, count: int) -> Any:
+    """The int64 numbers at an address."""
+    return carray(_pointer(address), (count,), np.int64)
+
+
+@njit(**OPTIONS)
+def data(operand: int) -> Any:
+    """Where the numbers of an operand, an XLA_FFI_Buffer, are: what `carray` takes."""
+    return _pointer(words(operand, 6)[_DATA])
+
+
+@njit(**OPTIONS)
+def dims(operand: int, rank: int) -> Any:
+    """The shape of an operand: int64 [rank]."""
+    return words(words(operand, 6)[_DIMS], rank)
+
+
+def _api_word(function: str) -> int:
+    """Where in XLA_FFI_Api a function is, by jaxlib's own header: their order may change."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    fields = r"^\s*_XLA_FFI_API_STRUCT_FIELD\((\w+)\);"
+    return 6 + re.findall(fields, header.read_text(), re.MULTILINE).index(function)
+
+
+_SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
+_THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
+
+
+@njit(**OPTIONS)
+def allocate(count: int) -> int:
+    """The address of memory for so many words, which `finish` frees."""
+    return _malloc(8 * count)
+
+
+@njit(**OPTIONS)
+def operands(block: int) -> Any:
+    """A call's operands and then its results, int64, for `data` and `dims`."""
+    return words(block + 8 * _OPERANDS, words(block, _OPERANDS)[_COUNT])
+
+
+@njit(**OPTIONS)
+def plan(block: int) -> int:
+    """The address that `finish` was given."""
+    return words(block, _OPERANDS)[_PLAN]
+
+
+@njit(**OPTIONS)
+def take(block: int) -> int:
+    """The number of the next share, -1 if there is none left: then the block is not to be used any
+    more."""
+    i = _fetch_add(block + 8 * _NEXT, 1)
+    if i < words(block, _OPERANDS)[_SHARES]:
+        return i
+    _release(block)
+    return -1
+
+
+@njit(**OPTIONS)
+def done(block: int) -> None:
+    """To be said after each share."""
+    _fetch_add(block + 8 * _DONE, 1)
+
+
+@njit(**OPTIONS)
+def _release(block: int) -> None:
+    if _fetch_add(block + 8 * _HOLDERS, -1) == 1:
+        _free(words(block, _OPERANDS)[_PLAN])
+        _free(block)
+
+
+@njit(**OPTIONS)
+def _call_helpers(frame: int, block: int, task: int) -> None:
+    """Has other threads of XLA's pool do the task, too."""
+    given, asked = words(frame, _FRAME), _malloc(8 * 6)
+    api, query = words(given[_API], _SCHEDULE + 1), words(asked, 6)
+    query[0], query[1], query[2], query[3], query[5] = 32, 0, given[_CONTEXT], asked + 40, 1
+    _call(api[_THREADS], asked)
+    helpers = min(query[5], words(block, _OPERANDS)[_SHARES]) - 1
+    query[0], query[3], query[4] = 40, task, block
+    for _ in range(helpers):
+        _fetch_add(block + 8 * _HOLDERS, 1)
+        if _call(api[_SCHEDULE], asked) != 0:
+            _fetch_add(block + 8 * _HOLDERS, -1)
+            break
+    _free(asked)
+
+
+@njit(**OPTIONS)
+def begin(frame: int) -> int:
+    """How a handler begins: what the threads of the call share, 0 if there is nothing to compute
+    and 0 is to be returned."""
+    given = words(frame, _FRAME)
+    if given[_EXTENSION] != 0:  # XLA asks for the version: the one that it has
+        metadata = words(words(given[_EXTENSION], 4)[3], 5)
+        metadata[3] = words(given[_API], _VERSION + 1)[_VERSION]
+        metadata[4] = 0  # traits
+        return 0
+    if given[_STAGE] & 0xFFFFFFFF != _EXECUTE:
+        return 0
+    ins, outs = given[_ARGS - 2], given[_RETS - 2]
+    block = _malloc(8 * (_OPERANDS + ins + outs))
+    words(block, _OPERANDS)[_COUNT] = ins + outs
+    found = operands(block)
+    found[:ins] = words(given[_ARGS], ins)
+    found[ins:] = words(given[_RETS], outs)
+    return block
+
+
+@njit(**OPTIONS)
+def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
+    """How it ends: has so many shares computed. address: memory of `allocate`, what all shares want
+    to know. task: the address of a function that computes shares of a block until none is left."""
+    shared = words(block, _OPERANDS)
+    # Two hold the block: this function, and the task as it calls it itself.
+    shared[_NEXT], shared[_DONE], shared[_HOLDERS] = 0, 0, 2
+    shared[_SHARES], shared[_PLAN] = shares, address
+    if shares > 1:
+        _call_helpers(frame, block, task)
+    _call(task, block)
+    while _fetch_add(block + 8 * _DONE, 0) < shares:
+        _sched_yield()
+    _release(block)
+    return 0
+
+
+def register(name: str, handler: Callable[[int], int], task: Callable[[int], int]) -> None:
+    """Makes a handler the target of `jax.ffi.ffi_call` of this name on CPUs; compiled now, or read
+    from numba's cache on disk. task: what it finds as the C function `task_symbol(name)`.
+
+    They may close over numbers and strings only: numba keeps what it compiled by their values.
+    """
+    llvm.add_symbol(task_symbol(name), _compiled(task))
+    jax.ffi.register_ffi_target(name, _capsule(_compiled(handler), None, None), platform="cpu")
+
+
+def task_symbol(name: str) -> str:
+    """The C name of the task of a kernel."""
+    return f"{name}_task"
+
+
+def digest(*files: str | None) -> str:
+    """Of the code of these files and this one: numba looks at one file only."""
+    code = b"".join(Path(file or "").read_bytes() for file in (__file__, *files))
+    return hashlib.sha256(code).hexdigest()
+
+
+_kept: list[Any] = []  # compiled functions that XLA has the addresses of
+
+
+def _compiled(function: Callable[[int], int]) -> int:
+    made: Any = cfunc(types.int64(types.int64), cache=True, **OPTIONS)(function)
+    _kept.append(made)
+    return int(made.address)
+
+
+_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
