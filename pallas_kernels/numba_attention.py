@@ -32,11 +32,11 @@ from jaxserve.pallas_kernels.numba_ffi import (
     take,
     words,
 )
-from jaxserve.pallas_kernels.numba_tiles import BYTES, LANES, ROWS, product_1, product_2
+from jaxserve.pallas_kernels.numba_tiles import BYTES, LANES, ROWS, prefetch, product_1, product_2
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
 CHUNK = 64  # tokens of context that they are multiplied with
-FEW = 3  # queries that are not worth putting the context in order for
+FEW = 8  # queries that are not worth putting the context in order for
 ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
 ENOUGH = 8  # shares that a call should have, else heads are cut too
 SHARES = 64  # at most, about
@@ -169,9 +169,12 @@ def _one_query(
     begin = first // size
     for b in range(begin, (last + size - 1) // size):
         keys = layer[table[0, b], head]
+        plane, following = (0, b + 1) if (b + 1) * size < last else (1, begin)
+        ahead = layer[table[plane, following], head].ctypes.data
         at = (b - begin) * size
-        for t in range(size):
+        for t in range(min(size, last - b * size)):
             slot = t if side == LEFT else size - 1 - t
+            prefetch(ahead + slot * head_dim * BYTES, head_dim)
             total = np.float32(0)
             for d in range(head_dim):
                 total += query[d] * keys[slot, d]
@@ -190,9 +193,12 @@ def _one_query(
         out[d] = np.float32(0)
     for b in range(begin, (last + size - 1) // size):
         values = layer[table[1, b], head]
+        following = b + 1 if (b + 1) * size < last else b
+        ahead = layer[table[1, following], head].ctypes.data
         for position in range(max(first, b * size), min(last, (b + 1) * size)):
             t = position - b * size
             slot = t if side == LEFT else size - 1 - t
+            prefetch(ahead + slot * head_dim * BYTES, head_dim)
             weight = scores[position - begin * size] * inverse
             for d in range(head_dim):
                 out[d] += weight * values[slot, d]

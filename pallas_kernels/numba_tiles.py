@@ -107,6 +107,25 @@ def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
 
 
+@intrinsic
+def prefetch(_: Any, address: Any, numbers: Any) -> Any:
+    """Has the processor fetch so many numbers of float32 at an address before they are read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        lines = builder.udiv(
+            builder.add(args[1], ir.Constant(_WORD, LANES - 1)), ir.Constant(_WORD, LANES)
+        )
+        hints = [ir.Constant(_INDEX, value) for value in (0, 3, 1)]  # reads, of data used again
+        with cgutils.for_range(builder, lines) as loop:
+            line = builder.add(args[0], builder.mul(loop.index, ir.Constant(_WORD, BYTES * LANES)))
+            builder.call(function, [builder.inttoptr(line, cgutils.voidptr_t), *hints])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
 TOGETHER = 8  # rows of weights that `add_rows` takes at once
 
 
