@@ -241,7 +241,12 @@ _kept: list[Any] = []  # compiled functions that XLA has the addresses of
 
 
 def _compiled(function: Callable[[int], int]) -> int:
-    made: Any = cfunc(types.int64(types.int64), cache=True, **OPTIONS)(function)
+    signature = types.int64(types.int64)
+    made: Any
+    try:
+        made = cfunc(signature, cache=True, **OPTIONS)(function)
+    except RuntimeError:  # no folder that numba could keep it in can be written
+        made = cfunc(signature, **OPTIONS)(function)
     _kept.append(made)
     return int(made.address)
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numba.core import caching
 
-from jaxserve.pallas_kernels import few_rows, few_rows_kernel, numba_attention, numba_rows
+from jaxserve.pallas_kernels import (
+    few_rows,
+    few_rows_kernel,
+    numba_attention,
+    numba_ffi,
+    numba_rows,
+)
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch
 from tests.kernels.cases import Case
@@ -82,3 +91,24 @@ def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not few_rows_kernel(4, weights, transposed=False)
     assert numba_rows.MOST_ROWS == 4
+
+
+def test_compiled_code_is_kept_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the values that a function closes over; and compiled each time where nothing can be."""
+
+    def times(factor: int) -> Any:
+        def function(number: int) -> int:
+            return factor * number
+
+        return function
+
+    def compiled(factor: int) -> tuple[int, int]:
+        address = numba_ffi._compiled(times(factor))
+        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)
+        return call(7), numba_ffi._kept[-1].cache_hits
+
+    compiled(2), compiled(3)
+    assert compiled(2) == (14, 1)
+    assert compiled(3) == (21, 1)
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert compiled(2) == (14, 0)
