@@ -18,6 +18,8 @@ from tests.kernels.batches import Shape
 BACKENDS = {"xla": 6, "numba": 6, "triton-interpret": 6, "tpu-interpret": 2}
 # Relative error (L2) that is allowed.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+# XLA's own defaults, which the suite's are not (tests/conftest.py).
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,10 @@ BY_NAME = {case.name: case for case in CASES}
 def compiled(
     function: Callable[..., jax.Array], backend: str, *, donate: bool = False
 ) -> Callable[..., jax.Array]:
-    """A kernel's public function by a backend, under jit; donate: its first argument. What is only
-    interpreted is compiled without optimising: that takes longer than running it."""
-    options = None if backend in ("xla", "numba") else {"xla_backend_optimization_level": 0}
+    """A kernel's public function by a backend, under jit; donate: its first argument. Those of XLA
+    and numba are compiled as users have them; to optimise what is only interpreted takes longer than
+    running it."""
+    options = OPTIMISED if backend in ("xla", "numba") else None
     return jax.jit(
         functools.partial(function, backend=backend),
         donate_argnums=(0,) if donate else (),

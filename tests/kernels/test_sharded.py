@@ -21,8 +21,6 @@ import pytest
 def test_sharded_heads(backend: str, head_dim: str, pairs: list[str]) -> None:
     """pairs: shards and tokens of a step, of decodes or with chunks."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    if backend != "xla":  # to optimise what is only interpreted takes longer than running it
-        flags += " --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.run_sharded", backend, head_dim, *pairs],
         cwd=Path(__file__).parents[2],

@@ -56,7 +56,7 @@ def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
     def run(*arguments):  # type: ignore[no-untyped-def]
         return attention.function(*arguments, backend=BACKEND, **options)
 
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("shares", CUTS)
