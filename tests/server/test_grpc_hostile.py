@@ -216,7 +216,14 @@ def _let_loop_run(server: Server) -> None:
 
 
 def _stepped(stream, engine: FakeEngine):
-    """The stream, once the engine has made a step for it, or it was refused."""
+    """The stream, once the engine has made a step for it, or it was refused: of which the engine
+    knows nothing, so whoever waits for it is woken."""
+
+    def wake(_: grpc.Call) -> None:
+        with engine.changed:
+            engine.changed.notify_all()
+
+    stream._call.add_done_callback(wake)
     engine.wait(lambda: engine.live or stream._call.done())
     engine.step()
     yield from stream
