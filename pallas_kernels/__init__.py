@@ -8,6 +8,7 @@ everyone else speaks of (block, slot) and goes through `write`, the attention fu
 from jaxserve.pallas_kernels.attention import (
     absorbed_attention,
     paged_attention,
+    plan_absorbed,
     plan_attention,
     plan_write,
     projected_attention,
@@ -43,6 +44,7 @@ __all__ = [
     "make_pool",
     "move_slots",
     "paged_attention",
+    "plan_absorbed",
     "plan_attention",
     "plan_write",
     "project",

@@ -103,16 +103,42 @@ def plan_attention(
     batch.validate()
     checks.check_options(sliding_window, None)
     checks.check_decode_only(batch, decode_only)
-    shape, shards = pool.shape, 1 if mesh is None else mesh.shape[HEAD_AXIS]
+    shards = 1 if mesh is None else mesh.shape[HEAD_AXIS]
     return planned(
         kind,
         batch,
-        (*shape[:2], shape[2] // shards, *shape[3:]),
+        _of_a_shard(pool, shards),
         pool.dtype,
         num_heads // shards,
         sliding_window=sliding_window,
         decode_only=decode_only,
     )
+
+
+def plan_absorbed(
+    pool: jax.Array,
+    batch: AttentionBatch,
+    num_heads: int,
+    *,
+    sliding_window: int | None = None,
+    backend: str = "xla",
+    mesh: Mesh | None = None,
+) -> Any:
+    """The same for `absorbed_attention`, whose shards have all heads and a part of each vector."""
+    planned = get_backend(backend).plan_absorbed
+    if planned is None:
+        return None
+    checks.check_pool(pool)
+    batch.validate()
+    checks.check_options(sliding_window, None)
+    shape = _of_a_shard(pool, 1 if mesh is None else mesh.shape[HEAD_AXIS])
+    return planned(batch, shape, pool.dtype, num_heads, sliding_window=sliding_window)
+
+
+def _of_a_shard(pool: jax.Array, shards: int) -> tuple[int, ...]:
+    """The shape of what one of so many shards has of the pool."""
+    layers, blocks, kv_heads, *rest = pool.shape
+    return (layers, blocks, kv_heads // shards, *rest)
 
 
 def paged_attention(
@@ -166,6 +192,7 @@ def absorbed_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -176,13 +203,17 @@ def absorbed_attention(
     but for a constant, and Wv_h applied to the result gives sum_i a_i v_i (as DeepSeek-V2, section
     2.1.2, absorbs its up-projections). Rows that count: hidden, and below num_decodes; the
     row's token is query_start[row]. Zeros for all other tokens. scale, sliding_window, soft_cap: as
-    in `paged_attention`; a cap wants the constant, so it is right only without a key bias. With a
-    mesh, the hidden axis E is sharded over its axis "tensor" and the scores are summed over it.
+    in `paged_attention`; a cap wants the constant, so it is right only without a key bias. plan: of
+    `plan_absorbed`; None: it is made here. With a mesh, the hidden axis E is sharded over its axis
+    "tensor" and the scores are summed over it.
     ValueError for a wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
     checks.check_queries(qx, batch, pool.shape[2] * pool.shape[4], "qx")
+    if plan is None:
+        more: dict[str, Any] = {"backend": backend, "mesh": mesh}
+        plan = plan_absorbed(pool, batch, qx.shape[1], sliding_window=sliding_window, **more)
     absorbed = partial(
         get_backend(backend).absorbed,
         scale=scale,
@@ -190,9 +221,9 @@ def absorbed_attention(
         soft_cap=soft_cap,
         axis_name=None if mesh is None else HEAD_AXIS,
     )
-    takes = (BY_WIDTH, POOL, WHOLE, WHOLE)
-    run = over_heads(absorbed, mesh, takes, BY_WIDTH, pool=pool.shape[2])
-    return run(qx, pool, jnp.asarray(layer, jnp.int32), batch)
+    takes = (BY_WIDTH, POOL, WHOLE, WHOLE, WHOLE)
+    run = over_heads(partial(_planned, absorbed), mesh, takes, BY_WIDTH, pool=pool.shape[2])
+    return run(qx, pool, jnp.asarray(layer, jnp.int32), batch, plan)
 
 
 def projected_attention(

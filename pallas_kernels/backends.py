@@ -24,6 +24,8 @@ class Backend:
     plan(kind, batch, pool's shape, its dtype, num_heads, *, sliding_window, decode_only) -> a tree
         of arrays: what the layers of a step need not find out each by itself. Of kind KV it is for
         attend, of HIDDEN for projected: there their next argument, `plan`. None: no such argument.
+    plan_absorbed(batch, pool's shape, its dtype, num_heads, *, sliding_window) -> the same for
+        absorbed, whose next argument it is. None: no such argument.
     attend(q, pool, layer, batch, *, scale, sliding_window, soft_cap, decode_only) -> [T, H, D]:
         rows of kind KV; zeros for the tokens of others and for padding.
     absorbed(qx, pool, layer, batch, *, scale, sliding_window, soft_cap, axis_name) -> [T, H, E]:
@@ -50,6 +52,7 @@ class Backend:
     stage_in: Callable[..., jax.Array]
     supports: Callable[..., str | None]
     plan: Callable[..., Any] | None = None
+    plan_absorbed: Callable[..., Any] | None = None
     plan_write: Callable[..., Any] | None = None
     decode_group: int = 1
     decode_chunk: int = 1

@@ -2,14 +2,16 @@
 
 One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (the hidden cache of
 Apt-Serve section 4.2, with the projections folded into the query and the output as in DeepSeek-V2,
-section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores by
-tiles of tokens; weights; weighted sums by slices of E, which leaves no partial results to merge.
+section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores,
+then for each slice of E a running softmax over them and its weighted sums. Both are cut into equal
+shares of all contexts (`triton_shares`); what is cut of a slice's sums is merged.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxserve.pallas_kernels import online_softmax, tuned
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
+from jaxserve.pallas_kernels.online_softmax import Softmax
 from jaxserve.pallas_kernels.triton_common import (
     BatchRefs,
     Geometry,
@@ -31,10 +34,14 @@ from jaxserve.pallas_kernels.triton_common import (
     geometry_of,
     load_rows,
     power_of_two,
+    store_zeros,
+    zero_programs,
 )
+from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
 
-KERNELS = ("absorbed_scores", "absorbed_weights", "absorbed_sums")
 MAX_HEADS = 128  # all of them are one tile of a matrix unit
+MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
 
 
 class Options(NamedTuple):
@@ -45,18 +52,80 @@ class Options(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    tile: int  # tokens of context a program (scores) or an iteration (weighted sums) takes
-    slice: int  # elements of x of one program of the weighted sums, at most the padded head_dim
+    tile: int  # tokens of context an iteration
 
     @property
     def padded_heads(self) -> int:
         """Heads as a matrix unit's tile has them."""
-        return max(16, power_of_two(self.num_heads))
+        return _padded_heads(self.num_heads)
 
     @property
-    def slices_per_head(self) -> int:
-        """Slices of the head_dim elements that lie together in a block."""
-        return cdiv(self.geometry.head_dim, self.slice)
+    def slices(self) -> int:
+        """Slices of the whole of x."""
+        return _slices(self.geometry)
+
+
+class Plan(NamedTuple):
+    """Who takes what of the scores, all heads of a tile of context being one, and of the weighted
+    sums, a slice of x in the place of a head."""
+
+    scores: Shares
+    sums: Shares
+
+
+def _padded_heads(num_heads: int) -> int:
+    return max(16, power_of_two(num_heads))
+
+
+def _slice(geometry: Geometry) -> int:
+    """Elements of x of one accumulator, all of which lie together in a block."""
+    return MAX_SLICE if geometry.head_dim % MAX_SLICE == 0 else geometry.head_dim
+
+
+def _slices(geometry: Geometry) -> int:
+    return geometry.kv_heads * (geometry.head_dim // _slice(geometry))
+
+
+def _launch(kernel: str, itemsize: int, geometry: Geometry, num_heads: int) -> tuned.Launch:
+    """The sizes of a kernel. Tiles of more than 64 heads take twice the warps, and leave shared
+    memory for one stage less."""
+    launch = tuned.launch(kernel, itemsize, geometry.padded_dim)
+    if _padded_heads(num_heads) <= 64:
+        return launch
+    return dataclasses.replace(
+        launch, warps=2 * launch.warps, stages=max(1, launch.stages - 1), resident=1
+    )
+
+
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+) -> Plan:
+    """The work of `absorbed` over a pool of this geometry, of elements of itemsize bytes: an item
+    is a row of the batch."""
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    mine = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (row < batch.num_decodes)
+    length = jnp.where(mine, batch.context_lens, 0)
+    # No slot has two tokens.
+    tokens = min(batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
+
+    def shares(kernel: str, heads: int, least: int) -> Shares:
+        launch = _launch(kernel, itemsize, geometry, num_heads)
+        tiles = cdiv(length, launch.tile)
+        if sliding_window is not None:
+            tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+        most = (cdiv(tokens, launch.tile) + batch.max_rows) * heads
+        return cut(tiles, heads, tuned.cutting(launch, most, least=least))
+
+    # A tile of scores takes all of x: enough for a program.
+    return Plan(
+        shares("absorbed_scores", 1, least=1),
+        shares("absorbed_sums", _slices(geometry), least=2),
+    )
 
 
 def _lower(length: jax.Array, options: Options) -> jax.Array:
@@ -67,17 +136,24 @@ def _lower(length: jax.Array, options: Options) -> jax.Array:
 
 
 def _scores_kernel(*refs: Ref, options: Options) -> None:
-    """refs: the batch, qx [T * H, E], the pool's rows; raw scores out, float32 [R * H, C]."""
-    fields = len(BatchRefs._fields)
-    batch = BatchRefs(*refs[:fields])
-    qx_ref, pool_ref, scores_ref = refs[fields:]
-    tile, row = pl.program_id(0), pl.program_id(1)
-    length, token = decode_row(batch, row, HIDDEN)
-    begin = tile * options.tile
+    """refs: the batch, the shares, qx [T * H, E], the pool's rows; raw scores out, float32
+    [R * H, C]."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    qx_ref, pool_ref, scores_ref = refs[fields + held :]
 
-    @pl.when((begin < length) & (begin + options.tile > _lower(length, options)))
-    def _score() -> None:
-        _scores_of_tile(batch, row, begin, length, token, qx_ref, pool_ref, scores_ref, options)
+    def score(segment: Segment) -> None:
+        row = segment.item
+        length, token = decode_row(batch, row, HIDDEN)
+
+        def one_tile(j: jax.Array, _: None) -> None:
+            begin = j * options.tile
+            _scores_of_tile(batch, row, begin, length, token, qx_ref, pool_ref, scores_ref, options)
+
+        first = lax.div(_lower(length, options), jnp.int32(options.tile))
+        lax.fori_loop(first + segment.begin, first + segment.end, one_tile, None)
+
+    for_each_segment(shares, score)
 
 
 def _scores_of_tile(
@@ -112,79 +188,75 @@ def _scores_of_tile(
     plgpu.store(at, acc, mask=jnp.broadcast_to(member < options.num_heads, acc.shape))
 
 
-def _weights_kernel(*refs: Ref, options: Options, tile: int) -> None:
-    """One head of one row. refs: the batch, raw scores [R * H, C]; exp2 of the scores less their
-    peak out, [R * H, C], and their sum, float32 [R * H]."""
-    fields = len(BatchRefs._fields)
-    scores_ref, weights_ref, total_ref = refs[fields:]
-    head, row = pl.program_id(0), pl.program_id(1)
-    length, _ = decode_row(BatchRefs(*refs[:fields]), row, HIDDEN)
-    lower, at = _lower(length, options), row * options.num_heads + head
+def _sum(
+    batch: BatchRefs,
+    segment: Segment,
+    scores_ref: Ref,  # [R * H, C]
+    pool_ref: Ref,  # [rows, D]
+    options: Options,
+) -> Softmax:
+    """The softmax of all heads [H'] over a segment, with a slice of x as values."""
+    geometry, tile, width = options.geometry, options.tile, _slice(options.geometry)
+    row, in_head = segment.item, jnp.int32(geometry.head_dim // width)
+    head, first_column = lax.div(segment.head, in_head), lax.rem(segment.head, in_head) * width
+    length, _ = decode_row(batch, row, HIDDEN)
+    lower = _lower(length, options)
+    padded = max(16, power_of_two(width))
+    column = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
+    context = context_of(batch, geometry, row)
 
-    def load(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def one_tile(j: jax.Array, state: Softmax) -> Softmax:
         position = j * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = (position >= lower) & (position < length)
-        products = plgpu.load(scores_ref.at[at, position], mask=seen, other=0)
+        at = scores_ref.at[row * options.num_heads + member, position[None, :]]
+        products = plgpu.load(at, mask=(member < options.num_heads) & seen[None, :], other=0)
         scores = online_softmax.prepare(products, options.scale, options.soft_cap)
-        return jnp.where(seen, scores, -jnp.inf), position, seen
+        rows = context.pool_rows(0, head, position, seen)
+        at = pool_ref.at[rows[:, None], first_column + column]
+        x = plgpu.load(at, mask=seen[:, None] & (column < width), other=0)
+        return online_softmax.step(state, jnp.where(seen[None, :], scores, -jnp.inf), x)
 
-    def highest(j: jax.Array, peak: jax.Array) -> jax.Array:
-        return jnp.maximum(peak, load(j)[0])
-
-    begin, end = lax.div(lower, jnp.int32(tile)), cdiv(length, tile)
-    start = jnp.full((tile,), online_softmax.NOTHING_SEEN, jnp.float32)
-    peak = lax.fori_loop(begin, end, highest, start).max(axis=0)
-
-    def weigh(j: jax.Array, total: jax.Array) -> jax.Array:
-        scores, position, seen = load(j)
-        # Summed as they are stored, so that rounding does not shift the mean.
-        weights = jnp.exp2(scores - peak).astype(weights_ref.dtype)
-        plgpu.store(weights_ref.at[at, position], weights, mask=seen)
-        return total + weights.astype(jnp.float32)
-
-    total = lax.fori_loop(begin, end, weigh, jnp.zeros((tile,), jnp.float32))
-    total_ref[at] = total.sum(axis=0)
+    first = lax.div(lower, jnp.int32(tile))
+    state = online_softmax.start(options.padded_heads, padded)
+    return lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
 
 
 def _sums_kernel(*refs: Ref, options: Options) -> None:
-    """One slice of one token's output. refs: the batch, weights [R * H, C], their sums [R * H], the
-    pool's rows; the output [T * H, E]."""
-    fields = len(BatchRefs._fields)
-    batch = BatchRefs(*refs[:fields])
-    weights_ref, total_ref, pool_ref, out_ref = refs[fields:]
-    geometry = options.geometry
-    part, token = pl.program_id(0), pl.program_id(1)
-    row = batch.token_row[token]
-    used = row < batch.context_lens.shape[0]
-    row = jnp.where(used, row, 0)
-    length = jnp.where(used, decode_row(batch, row, HIDDEN)[0], 0)
-    lower = _lower(length, options)
-    head = lax.div(part, jnp.int32(options.slices_per_head))
-    column = lax.rem(part, jnp.int32(options.slices_per_head)) * options.slice
-    column = column + jnp.arange(options.slice, dtype=jnp.int32)[None, :]
-    member = jnp.arange(options.padded_heads, dtype=jnp.int32)
-    is_head, in_width = member < options.num_heads, column < geometry.head_dim
-    context = context_of(batch, geometry, row)
+    """refs: the batch, the shares, scores [R * H, C], the pool's rows, the output [T * H * slices,
+    slice] and the parts. Programs behind those with shares write zeros."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    scores_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    behind = pl.program_id(0) - shares.first.shape[0]
 
-    def one_tile(j: jax.Array, acc: jax.Array) -> jax.Array:
-        position = j * options.tile + jnp.arange(options.tile, dtype=jnp.int32)
-        seen = (position >= lower) & (position < length)
-        at = weights_ref.at[(row * options.num_heads + member)[:, None], position[None, :]]
-        weights = plgpu.load(at, mask=is_head[:, None] & seen[None, :], other=0)
-        rows = context.pool_rows(0, head, position, seen)
-        x = plgpu.load(pool_ref.at[rows[:, None], column], mask=seen[:, None] & in_width, other=0)
-        return acc + online_softmax.dot(weights, x)
+    def attend(segment: Segment) -> None:
+        state = _sum(batch, segment, scores_ref, pool_ref, options)
+        member = jnp.arange(options.padded_heads, dtype=jnp.int32)
+        rows, _ = _place(batch, (), segment.item, segment.head, member, options=options)
+        used = member < options.num_heads
+        store_segment(out_ref, Parts(*parts), segment, state, rows, used, options.num_heads)
 
-    begin, end = lax.div(lower, jnp.int32(options.tile)), cdiv(length, options.tile)
-    acc = jnp.zeros((options.padded_heads, options.slice), jnp.float32)
-    acc = lax.fori_loop(begin, end, one_tile, acc)
-    active = is_head & (length > 0)
-    total = plgpu.load(total_ref.at[row * options.num_heads + member], mask=active, other=1.0)
-    at = out_ref.at[
-        (token * options.num_heads + member)[:, None], head * geometry.head_dim + column
-    ]
-    mask = is_head[:, None] & in_width
-    plgpu.store(at, (acc / total[:, None]).astype(out_ref.dtype), mask=mask)
+    for_each_segment(shares, attend)
+
+    @pl.when(behind >= 0)
+    def _zeros() -> None:
+        count = options.num_heads * options.slices
+        store_zeros(batch, out_ref, behind, HIDDEN, count, decodes=True)
+
+
+def _place(
+    batch: BatchRefs,
+    _: tuple[Ref, ...],
+    row: jax.Array,
+    part: jax.Array,
+    member: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a head, and a slice of x takes the place of a head."""
+    length, token = decode_row(batch, row, HIDDEN)
+    return (token * options.num_heads + member) * options.slices + part, length > 0
 
 
 def absorbed(
@@ -192,6 +264,7 @@ def absorbed(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
+    plan: Plan,
     *,
     scale: float,
     sliding_window: int | None,
@@ -200,48 +273,47 @@ def absorbed(
     interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.absorbed`: qx [T, H, E] -> the same shape, zeros for tokens that are
-    not hidden decodes. axis_name: qx and the pool have a slice of E, scores are summed over it."""
+    not hidden decodes. plan: what `plan` gives for this batch and these options. axis_name: qx and
+    the pool have a slice of E, scores are summed over it."""
     tokens, num_heads, width = qx.shape
-    geometry, rows, size = geometry_of(pool), batch.max_rows, pool.dtype.itemsize
-    launches = {name: tuned.launch(name, size, geometry.padded_dim) for name in KERNELS}
-    scores_tile, weights_tile, sums_tile = (launch.tile for launch in launches.values())
-    options = Options(
-        geometry,
-        num_heads,
-        scale,
-        sliding_window,
-        soft_cap,
-        tuned.absorbed_tile(rows, batch.table_width * geometry.block_size, scores_tile),
-        tuned.absorbed_slice(rows * geometry.kv_heads, geometry.padded_dim),
-    )
+    geometry, itemsize = geometry_of(pool), pool.dtype.itemsize
+    launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
+    options = Options(geometry, num_heads, scale, sliding_window, soft_cap, launch.tile)
     fields = batch_arguments(layer, batch)
-    tiles = cdiv(batch.table_width * geometry.block_size, options.tile)
-    spread = (rows * num_heads, tiles * options.tile)
-    call = functools.partial(_call, launches, options, interpret)
-    scores = call(
+    longest = cdiv(batch.table_width * geometry.block_size, launch.tile) * launch.tile
+    scores = pl.pallas_call(
         functools.partial(_scores_kernel, options=options),
-        grid=(tiles, rows),
-        out_shape=jax.ShapeDtypeStruct(spread, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, longest), jnp.float32),
+        grid=plan.scores.first.shape,
+        compiler_params=_params(launch),
+        interpret=interpret,
         name="absorbed_scores",
-    )(*fields, qx.reshape(-1, width), as_rows(pool))
+    )(*fields, *plan.scores, qx.reshape(-1, width), as_rows(pool))
     if axis_name is not None:
         scores = _sum_over_shards(scores, batch, axis_name)
-    weights, total = call(
-        functools.partial(_weights_kernel, options=options, tile=weights_tile),
-        grid=(num_heads, rows),
+
+    launch = _launch("absorbed_sums", itemsize, geometry, num_heads)
+    options = options._replace(tile=launch.tile)
+    shape = (tokens * num_heads * options.slices, _slice(geometry))
+    programs = plan.sums.first.shape[0]
+    done, *parts = pl.pallas_call(
+        functools.partial(_sums_kernel, options=options),
         out_shape=(
-            jax.ShapeDtypeStruct(spread, pool.dtype),
-            jax.ShapeDtypeStruct((rows * num_heads,), jnp.float32),
+            jax.ShapeDtypeStruct(shape, qx.dtype),
+            *part_shapes(programs, num_heads, max(16, power_of_two(shape[1]))),
         ),
-        name="absorbed_weights",
-    )(*fields, scores)
-    out = call(
-        functools.partial(_sums_kernel, options=options._replace(tile=sums_tile)),
-        grid=(geometry.kv_heads * options.slices_per_head, tokens),
-        out_shape=jax.ShapeDtypeStruct((tokens * num_heads, width), qx.dtype),
+        grid=(programs + zero_programs(tokens, num_heads * options.slices),),
+        compiler_params=_params(launch),
+        interpret=interpret,
         name="absorbed_sums",
-    )(*fields, weights, total, as_rows(pool))
-    return out.reshape(qx.shape)
+    )(*fields, *plan.sums, scores, as_rows(pool))
+    place = functools.partial(_place, options=options)
+    done = merge_parts(done, Parts(*parts), fields, plan.sums, (), place, interpret=interpret)
+    return done.reshape(qx.shape)
+
+
+def _params(launch: tuned.Launch) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
 
 
 def _sum_over_shards(scores: jax.Array, batch: AttentionBatch, axis_name: str) -> jax.Array:
@@ -257,22 +329,3 @@ def _sum_over_shards(scores: jax.Array, batch: AttentionBatch, axis_name: str) -
 
     shorter = sum((longest > size).astype(jnp.int32) for size in sizes[:-1])
     return lax.switch(shorter, [functools.partial(up_to, size) for size in sizes], scores)
-
-
-def _call(
-    launches: dict[str, tuned.Launch],
-    options: Options,
-    interpret: bool,
-    kernel: Any,
-    *,
-    name: str,
-    **more: Any,
-) -> Any:
-    """The pallas_call of one of KERNELS. Tiles of more than 64 heads take twice the warps, and
-    leave shared memory for one stage less."""
-    launch, tall = launches[name], options.padded_heads > 64
-    params = plgpu.CompilerParams(
-        num_warps=launch.warps * (2 if tall else 1),
-        num_stages=max(1, launch.stages - 1) if tall else launch.stages,
-    )
-    return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, name=name, **more)

@@ -9,11 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import triton_decode, triton_prefill, triton_projected, triton_write
+from jaxserve.pallas_kernels import (
+    triton_absorbed,
+    triton_decode,
+    triton_prefill,
+    triton_projected,
+    triton_write,
+)
 from jaxserve.pallas_kernels.backends import Backend
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
-from jaxserve.pallas_kernels.triton_absorbed import MAX_HEADS, absorbed
 from jaxserve.pallas_kernels.triton_common import Geometry
 from jaxserve.pallas_kernels.triton_shares import Shares
 from jaxserve.pallas_kernels.triton_tiles import Work
@@ -53,6 +58,19 @@ def plan(
         return PagedPlan(decode, None)
     prefill = triton_prefill.plan(batch, geometry, itemsize, num_heads, sliding_window=window)
     return PagedPlan(decode, prefill)
+
+
+def plan_absorbed(
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+) -> triton_absorbed.Plan:
+    """See `backends.Backend.plan_absorbed`."""
+    geometry, itemsize = Geometry(*shape), jnp.dtype(dtype).itemsize
+    return triton_absorbed.plan(batch, geometry, itemsize, num_heads, sliding_window=sliding_window)
 
 
 def attend(
@@ -114,8 +132,9 @@ def supports(
         return f"head_dim: must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
     if block_size < 1:
         return f"block_size: must be at least 1, got {block_size}"
-    if kind == HIDDEN and num_heads > MAX_HEADS:
-        return f"num_heads: must be at most {MAX_HEADS} for hidden caches, got {num_heads}"
+    most = triton_absorbed.MAX_HEADS
+    if kind == HIDDEN and num_heads > most:
+        return f"num_heads: must be at most {most} for hidden caches, got {num_heads}"
     if num_heads // kv_heads > MAX_GROUP:
         return f"num_heads: must be at most {MAX_GROUP} a kv head, got {num_heads // kv_heads}"
     return None
@@ -125,13 +144,14 @@ def _backend(interpret: bool) -> Backend:
     return Backend(
         write=functools.partial(triton_write.write, interpret=interpret),
         attend=functools.partial(attend, interpret=interpret),
-        absorbed=functools.partial(absorbed, interpret=interpret),
+        absorbed=functools.partial(triton_absorbed.absorbed, interpret=interpret),
         projected=functools.partial(triton_projected.projected, interpret=interpret),
         move=functools.partial(triton_write.move, interpret=interpret),
         stage_out=functools.partial(triton_write.stage_out, interpret=interpret),
         stage_in=functools.partial(triton_write.stage_in, interpret=interpret),
         supports=supports,
         plan=plan,
+        plan_absorbed=plan_absorbed,
     )
 
 

@@ -158,14 +158,25 @@ def zero_programs(tokens: int, num_heads: int) -> int:
     return cdiv(tokens * num_heads, ZERO_ROWS)
 
 
-def store_zeros(batch: BatchRefs, ref: Ref, program: jax.Array, kind: int, num_heads: int) -> None:
+def store_zeros(
+    batch: BatchRefs,
+    ref: Ref,
+    program: jax.Array,
+    kind: int,
+    num_heads: int,
+    *,
+    decodes: bool = False,
+) -> None:
     """Program `program` of those that write zeros into ref [T * num_heads, D] for tokens that are
-    of no row of this kind: those of rows of the other kind, and padding."""
+    of no row of this kind: those of rows of the other kind, and padding. decodes: only decode rows
+    are of this kind."""
     at = program * ZERO_ROWS + jnp.arange(ZERO_ROWS, dtype=jnp.int32)
     token = lax.div(at, jnp.int32(num_heads))
     inside = token < batch.token_row.shape[0]
     row = plgpu.load(batch.token_row.at[token], mask=inside, other=0)
     real = inside & (row < batch.num_rows[0])
     nobodys = inside & (plgpu.load(batch.kind.at[row], mask=real, other=-1) != kind)
+    if decodes:
+        nobodys |= inside & (row >= batch.num_decodes[0])
     padded = max(16, power_of_two(ref.shape[1]))
     store_rows(ref, at, jnp.zeros((ZERO_ROWS, padded), ref.dtype), nobodys)

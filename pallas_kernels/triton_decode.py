@@ -87,7 +87,7 @@ def plan(
         geometry.blocks * geometry.block_size // 2,
     )
     most = (cdiv(tokens, launch.tile) + batch.max_rows) * geometry.kv_heads
-    return cut(tiles, geometry.kv_heads, tuned.cutting(launch, most, tuned.DECODE_TOKENS))
+    return cut(tiles, geometry.kv_heads, tuned.cutting(launch, most, tokens=tuned.DECODE_TOKENS))
 
 
 def _attend(

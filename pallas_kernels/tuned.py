@@ -69,16 +69,15 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (90, 2, 256): Launch(64, queries=128, warps=8, stages=3),
     },
     "absorbed_scores": {
-        (80, 2, 0): Launch(128, warps=4, stages=3),
-        (80, 2, 256): Launch(64, warps=4, stages=3),
-        (80, 4, 0): Launch(16, warps=8, stages=2),
-        (90, 2, 0): Launch(128, warps=4, stages=4),
+        (80, 2, 0): Launch(64, warps=4, stages=3, resident=2),
+        (80, 2, 256): Launch(32, warps=4, stages=3, resident=2),
+        (80, 4, 0): Launch(16, warps=8, stages=2, resident=2),
+        (90, 2, 0): Launch(64, warps=4, stages=4, resident=2),
     },
-    "absorbed_weights": {(80, 0, 0): Launch(512, warps=4, stages=1)},
     "absorbed_sums": {
-        (80, 2, 0): Launch(64, warps=4, stages=3),
-        (80, 4, 0): Launch(32, warps=4, stages=2),
-        (90, 2, 0): Launch(64, warps=4, stages=5),
+        (80, 2, 0): Launch(32, warps=4, stages=5, resident=2),
+        (80, 4, 0): Launch(32, warps=8, stages=2, resident=2),
+        (90, 2, 0): Launch(64, warps=4, stages=5, resident=2),
     },
     "projected": {
         (80, 2, 0): Launch(64, queries=64, warps=8, stages=3, chunk=32),
@@ -159,28 +158,10 @@ def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
     )
 
 
-def cutting(launch: Launch, tiles: int, tokens: int | None = None) -> Cutting:
+def cutting(launch: Launch, tiles: int, tokens: int | None = None, least: int = 2) -> Cutting:
     """How to cut a sequence of at most `tiles` tiles: into as many shares as the GPU holds at once,
-    or into more, of `tokens` tokens each."""
-    least = 2
+    or into more, of `tokens` tokens each; of at least so many tiles."""
     fill = target().processors * launch.resident
     most = tiles if tokens is None else max(least, tokens // launch.tile)
     programs = min(max(fill, -(-tiles // most)), max(1, -(-tiles // least)))
     return Cutting(programs, least, fill, most)
-
-
-def absorbed_tile(rows: int, context: int, tile: int) -> int:
-    """Tokens that one program of the absorbed scores takes, `tile` unless rows of `context` tokens
-    then do not fill the GPU. Each program reads a row's queries once more."""
-    while tile > 16 and rows * (context // tile) < target().processors:
-        tile //= 2
-    return tile
-
-
-def absorbed_slice(programs: int, head_dim: int) -> int:
-    """Elements of x that one program of the absorbed weighted sums takes, when `programs` would
-    take a padded head_dim each: fewer where those do not fill the GPU, but whole sectors."""
-    size = min(head_dim, 128)
-    while size > 32 and programs * (head_dim // size) < 2 * target().processors:
-        size //= 2
-    return size

@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels import (
     AttentionBatch,
     HiddenProjection,
     absorbed_attention,
+    plan_absorbed,
     plan_attention,
     plan_write,
     project,
@@ -41,8 +42,7 @@ class HiddenRows(NamedTuple):
 
     decodes: the first rows of the step, those with a hidden decode among them, as a batch of their
     own. token int32 [n]: each one's place on the step's token axis, past its end for those that
-    are none. chunks: the other rows, None in a step of decodes. plans: of projecting either; None
-    for what is not projected.
+    are none. chunks: the other rows, None in a step of decodes. plans: of reading either.
     """
 
     decodes: AttentionBatch
@@ -56,7 +56,6 @@ def hidden_rows(
 ) -> HiddenRows:
     """Of a batch of this layout, which has hidden rows."""
     options: dict[str, Any] = {
-        "kind": HIDDEN,
         "sliding_window": model.config.sliding_window,
         "backend": model.backend,
         "mesh": model.mesh,
@@ -65,11 +64,13 @@ def hidden_rows(
     is_decode = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
     token = jnp.where(is_decode & (batch.kind == HIDDEN), batch.query_start, batch.max_tokens)
     decodes, chunks, plans = batch.decodes(layout.hidden), None, [None, None]
-    if model.hidden_read == PROJECTED:
-        plans[0] = plan_attention(pool, decodes, heads, decode_only=True, **options)
+    if model.hidden_read == ABSORBED:
+        plans[0] = plan_absorbed(pool, decodes, heads, **options)
+    else:
+        plans[0] = plan_attention(pool, decodes, heads, kind=HIDDEN, decode_only=True, **options)
     if not layout.decode_only:
         chunks = dataclasses.replace(batch, kind=jnp.where(is_decode, KV, batch.kind))
-        plans[1] = plan_attention(pool, chunks, heads, decode_only=False, **options)
+        plans[1] = plan_attention(pool, chunks, heads, kind=HIDDEN, decode_only=False, **options)
     return HiddenRows(decodes, token[: layout.hidden], chunks, (plans[0], plans[1]))
 
 
@@ -103,7 +104,7 @@ def attend_hidden(
     given = q, pool, layer, rows.decodes
     of_decodes, of_chunks = rows.plans
     if model.hidden_read == ABSORBED:
-        done = _absorbed(*given, weights, options)
+        done = _absorbed(*given, weights, {"plan": of_decodes, **options})
     else:
         done = projected_attention(*given, projection, decode_only=True, plan=of_decodes, **options)
     out = out.at[rows.token].set(done, mode="drop")

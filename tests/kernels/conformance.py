@@ -108,6 +108,11 @@ class Attention:
         """What the function and its reference take besides."""
         return {"scale": case.scale, "sliding_window": case.window, "soft_cap": case.cap}
 
+    def step_options(self, case: Case) -> dict[str, Any]:
+        """What the function takes besides, of steps of this case."""
+        only = {} if self.name == "absorbed" else {"decode_only": case.shape.decode_only}
+        return self.options(case) | only
+
     def check(self, backend: str, case: Case, batch: AttentionBatch, seed: int) -> None:
         """On arguments drawn by the seed."""
         run = functools.partial(call, self, backend, case)
@@ -125,10 +130,7 @@ class Attention:
 
 @functools.cache
 def _with_options(attention: Attention, case: Case) -> Callable[..., jax.Array]:
-    options = attention.options(case)
-    if attention.name != "absorbed":
-        options["decode_only"] = case.shape.decode_only
-    return functools.partial(attention.function, **options)
+    return functools.partial(attention.function, **attention.step_options(case))
 
 
 def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax.Array:

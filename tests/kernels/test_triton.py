@@ -11,11 +11,12 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxserve.pallas_kernels import (
-    HIDDEN,
     KV,
     LEFT,
     RIGHT,
+    plan_absorbed,
     plan_attention,
+    triton_absorbed,
     triton_decode,
     triton_merge,
     tuned,
@@ -24,12 +25,18 @@ from jaxserve.pallas_kernels.triton_common import Geometry
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch, tokens_of
 from tests.kernels.cases import Case
-from tests.kernels.conformance import ATTENTION, PAGED, PROJECTED, Attention, close
+from tests.kernels.conformance import ABSORBED, ATTENTION, PAGED, Attention, close
 
 BACKEND = "triton-interpret"
 # Five tiles of context for decodes and chunks, ten for projections; a head_dim that is padded.
 DECODES = Case("decodes", Shape(6, 2, head_dim=40, rows=3, width=20, tokens=3), parts=("rotary",))
 CHUNKS = Case("chunks", dataclasses.replace(DECODES.shape, rows=4, tokens=40), window=50)
+WHICH = [
+    pytest.param(attention, case, id=f"{attention.name}-{case.name}")
+    for attention in ATTENTION
+    for case in (DECODES, CHUNKS)
+    if attention is not ABSORBED or case is DECODES  # chunks are never absorbed
+]
 CUTS = {
     # Some tiles a program, which begin and end anywhere; one tile each; all tiles in one program.
     "three-tiles": lambda tiles: tuned.Cutting(-(-tiles // 3), 3, 1, 3),
@@ -50,8 +57,7 @@ def test_what_a_kernel_does_not_write_is_nan_here() -> None:
 
 def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
     """The function by this backend, traced anew: how work is cut may have changed since."""
-    options = attention.options(case)
-    options["decode_only"] = case.shape.decode_only
+    options = attention.step_options(case)
 
     def run(*arguments):  # type: ignore[no-untyped-def]
         return attention.function(*arguments, backend=BACKEND, **options)
@@ -60,13 +66,13 @@ def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("shares", CUTS)
-@pytest.mark.parametrize("case", [DECODES, CHUNKS], ids=lambda case: case.name)
-@pytest.mark.parametrize("attention", [PAGED, PROJECTED], ids=lambda attention: attention.name)
+@pytest.mark.parametrize(("attention", "case"), WHICH)
 def test_however_work_is_cut_the_result_is_the_same(
     attention: Attention, case: Case, shares: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, tokens=None: CUTS[shares](tiles))
+    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, **_: CUTS[shares](tiles))
     monkeypatch.setattr(triton_merge, "TOGETHER", 4)  # parts of one context merge in several turns
+    monkeypatch.setattr(triton_absorbed, "MAX_SLICE", case.shape.head_dim // 2)
     run = run_of(attention, case)
     for edge in edges.edges_of(case):
         attention.check_run(run, case, edge(case.shape, attention.kind), 1)
@@ -76,7 +82,7 @@ def test_however_work_is_cut_the_result_is_the_same(
 def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
     of them; for those of nobody there are zeros."""
-    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, tokens=None: CUTS[shares](tiles))
+    monkeypatch.setattr(tuned, "cutting", lambda launch, tiles, **_: CUTS[shares](tiles))
     case = Case("whole", Shape(6, 2, rows=4, width=12, tokens=30))
     batch = edges.chunks_between_others(case.shape, KV)
     queries, pool, layer, _ = PAGED.arguments(case, batch, 1)
@@ -93,7 +99,7 @@ def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch
     close(jnp.where(chunks[:, None, None], 0, got), want, decodes, case)
 
 
-@pytest.mark.parametrize("attention", [PAGED, PROJECTED], ids=lambda attention: attention.name)
+@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
 @pytest.mark.parametrize("head_dim", [80, 96])
 def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) -> None:
     """Decodes and chunks of both kinds, with as many programs as the sizes have it."""
@@ -106,27 +112,22 @@ def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) 
     attention.check_run(run_of(attention, case), case, batch, 3)
 
 
-@pytest.mark.parametrize("kind", [KV, HIDDEN])
-@pytest.mark.parametrize("case", [DECODES, CHUNKS], ids=lambda case: case.name)
-def test_a_plan_made_once_serves_every_layer(case: Case, kind: int) -> None:
+@pytest.mark.parametrize(("attention", "case"), WHICH)
+def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -> None:
     """It depends on the batch alone; the function would make the same."""
-    attention = PAGED if kind == KV else PROJECTED
-    batch = edges.edges_of(case)[3](case.shape, kind)
+    batch = edges.edges_of(case)[3](case.shape, attention.kind)
     queries, pool, _, *rest = attention.arguments(case, batch, 1)
-    plan = plan_attention(
-        pool,
-        batch,
-        queries.shape[1],
-        kind=kind,
-        sliding_window=case.window,
-        decode_only=case.shape.decode_only,
-        backend=BACKEND,
-    )
-    options = attention.options(case) | {"decode_only": case.shape.decode_only, "backend": BACKEND}
+    given = {"sliding_window": case.window, "backend": BACKEND}
+    if attention is ABSORBED:
+        plan = plan_absorbed(pool, batch, queries.shape[1], **given)
+    else:
+        given |= {"kind": attention.kind, "decode_only": case.shape.decode_only}
+        plan = plan_attention(pool, batch, queries.shape[1], **given)
+    options = attention.step_options(case) | {"backend": BACKEND}
     for index in range(case.shape.layers):
-        given = (queries, pool, jnp.int32(index), *rest)
-        got = attention.function(*given, plan=plan, **options)
-        np.testing.assert_array_equal(got, attention.function(*given, **options))
+        arguments = (queries, pool, jnp.int32(index), *rest)
+        got = attention.function(*arguments, plan=plan, **options)
+        np.testing.assert_array_equal(got, attention.function(*arguments, **options))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
@@ -140,6 +141,6 @@ def test_float16_near_the_end_of_its_range(attention: Attention) -> None:
     scale = case.scale / (8 * float(big))
     want = attention.reference(queries, pool, int(layer), *rest, scale=scale)
     assert np.abs(want).max() > 2.0**14
-    only = {} if attention.name == "absorbed" else {"decode_only": True}
-    got = attention.function(queries, pool, layer, *rest, scale=scale, backend=BACKEND, **only)
+    options = attention.step_options(case) | {"scale": scale, "backend": BACKEND}
+    got = attention.function(queries, pool, layer, *rest, **options)
     assert np.linalg.norm(got - want) <= case.limit * np.linalg.norm(want)

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from jaxserve.pallas_kernels import KV, AttentionBatch, triton_decode, triton_prefill, tuned
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    AttentionBatch,
+    triton_absorbed,
+    triton_decode,
+    triton_prefill,
+    tuned,
+)
 from jaxserve.pallas_kernels.triton_common import Geometry
 from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
 
@@ -81,7 +89,7 @@ def test_every_tile_is_taken_once(heads: int, cutting: tuned.Cutting) -> None:
     check()
 
 
-def batch_of(contexts: list[int], rows: int, width: int) -> AttentionBatch:
+def batch_of(contexts: list[int], rows: int, width: int, kind: int = KV) -> AttentionBatch:
     """Decodes of these contexts; tables are not looked at."""
     used = np.arange(rows) < len(contexts)
     field = functools.partial(np.zeros, rows, np.int32)
@@ -93,7 +101,7 @@ def batch_of(contexts: list[int], rows: int, width: int) -> AttentionBatch:
         query_start=jnp.arange(rows, dtype=jnp.int32),
         query_lens=jnp.asarray(length),
         direction=jnp.zeros(rows, jnp.int32),
-        kind=jnp.full(rows, KV, jnp.int32),
+        kind=jnp.full(rows, kind, jnp.int32),
         token_row=jnp.asarray(np.where(used, np.arange(rows), rows), jnp.int32),
         num_decodes=jnp.int32(len(contexts)),
         num_rows=jnp.int32(len(contexts)),
@@ -107,7 +115,12 @@ def tiles_by_program(
     batch = batch_of(contexts, rows, -(-max(8192, *contexts) // geometry.block_size))
     with tuned.compiling_for(gpu):
         shares = triton_decode.plan(batch, geometry, 2, sliding_window=None, decode_only=True)
-    total, size = int(shares.starts[-1]) * geometry.kv_heads, int(shares.size[0])
+    return tiles_of(shares, geometry.kv_heads)
+
+
+def tiles_of(shares: Shares, heads: int) -> np.ndarray:
+    """Tiles of each program that has any."""
+    total, size = int(shares.starts[-1]) * heads, int(shares.size[0])
     begin = np.arange(shares.first.shape[0]) * size
     found = np.clip(total - begin, 0, size)
     assert found.sum() == total, "some tiles are nobody's"
@@ -133,6 +146,21 @@ def test_no_program_has_more_to_read_than_the_others(
     assert found.max() <= 1.1 * found.mean()
     in_one_wave = -(-found.sum() // (gpu.processors * launch.resident))
     assert found.max() == min(in_one_wave, tuned.DECODE_TOKENS // launch.tile)
+
+
+@pytest.mark.parametrize("gpu", [tuned.A100, tuned.H100], ids=["a100", "h100"])
+@pytest.mark.parametrize("contexts", MIXED.values(), ids=MIXED.keys())
+def test_absorbed_reads_are_as_equal(contexts: list[int], gpu: tuned.Gpu) -> None:
+    """Of both passes: the scores, and the sums of each head's slice of x."""
+    batch = batch_of(contexts, 64, 8192 // OPT_13B.block_size, HIDDEN)
+    with tuned.compiling_for(gpu):
+        plan = triton_absorbed.plan(batch, OPT_13B, 2, 40, sliding_window=None)
+        launches = [tuned.launch(f"absorbed_{name}", 2, 128) for name in plan._fields]
+    for shares, heads, launch in zip(plan, (1, OPT_13B.kv_heads), launches, strict=True):
+        found = tiles_of(shares, heads)
+        assert found.sum() == heads * sum(-(-context // launch.tile) for context in contexts)
+        assert found.max() <= 1.1 * found.mean()
+        assert found.max() == -(-found.sum() // (gpu.processors * launch.resident))
 
 
 def test_a_short_context_is_not_cut_into_single_tiles() -> None:

@@ -60,14 +60,7 @@ def test_shares_fill_the_gpu() -> None:
         assert tuned.cutting(launch, 100).programs == 50
         assert tuned.cutting(launch, 10**5).programs == 432
         assert tuned.cutting(launch, 10**5, tokens=512) == tuned.Cutting(6250, 2, 432, 16)
-
-
-def test_parts_of_absorbed_reads_fill_the_gpu_and_are_no_smaller() -> None:
-    with tuned.compiling_for(tuned.H100):
-        assert tuned.absorbed_slice(64 * 40, 128) == 128
-        assert tuned.absorbed_slice(40, 128) == 32
-        assert tuned.absorbed_tile(64, 2048, 128) == 128
-        assert tuned.absorbed_tile(1, 2048, 128) == 16
+        assert tuned.cutting(launch, 100, least=1) == tuned.Cutting(100, 1, 432, 100)
 
 
 def test_gpus_with_less_shared_memory_get_less_to_hold() -> None:
