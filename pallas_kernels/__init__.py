@@ -25,7 +25,13 @@ from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatc
 from jaxserve.pallas_kernels.few_rows import few_rows, few_rows_kernel
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
-from jaxserve.pallas_kernels.pool import block_bytes, make_pool, read_tokens, row_major
+from jaxserve.pallas_kernels.pool import (
+    block_bytes,
+    default_block_size,
+    make_pool,
+    read_tokens,
+    row_major,
+)
 
 __all__ = [
     "BACKENDS",
@@ -38,6 +44,7 @@ __all__ = [
     "HiddenProjection",
     "absorbed_attention",
     "block_bytes",
+    "default_block_size",
     "few_rows",
     "few_rows_kernel",
     "get_backend",

@@ -11,6 +11,10 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT
 
 POOL_DTYPES = ("float32", "bfloat16", "float16")
+# Tokens of a block unless told otherwise. A TPU's program starts the transfer of each block, and
+# waits for it, one after another: over small ones it would do little else.
+BLOCK_SIZE = 16
+TPU_BLOCK_SIZE = 64
 # A TPU keeps the last two axes, slots and head_dim, in whole tiles of so many.
 TPU_TILE = (8, 128)
 
@@ -50,6 +54,11 @@ def row_major(sharding: jax.sharding.Sharding) -> Format:
     blocks last, and then copy the whole pool into order and back around every step.
     """
     return Format(Layout(major_to_minor=tuple(range(5))), sharding)
+
+
+def default_block_size(platform: str) -> int:
+    """Tokens of a block where nobody says how many, on devices of this platform."""
+    return TPU_BLOCK_SIZE if platform == "tpu" else BLOCK_SIZE
 
 
 def block_bytes(

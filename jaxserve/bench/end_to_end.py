@@ -23,6 +23,7 @@ from jaxserve.engine.build import build_engine
 from jaxserve.engine.hidden import ABSORBED
 from jaxserve.engine.layout import Layout, Rows
 from jaxserve.engine.sampling import Newest
+from jaxserve.engine.sizing import choose_block_size
 from jaxserve.engine.step_model import StepModel, unrolls
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
@@ -190,7 +191,8 @@ def throughput(load: Load, backend: str) -> dict[str, Any]:
     config.engine.row_buckets = (load.requests,)
     config.engine.token_buckets = (load.batch_tokens,)
     config.engine.compilation_cache_dir = ""
-    config.cache.num_blocks = load.requests * int(blocks_for(longest, config.cache.block_size))
+    size = choose_block_size(config.cache.block_size)
+    config.cache.num_blocks = load.requests * int(blocks_for(longest, size))
     config.scheduler.max_rows = load.requests
     config.scheduler.max_queue = 2 * load.requests
     config.scheduler.max_batch_tokens = load.batch_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -21,7 +22,7 @@ from jaxserve.models.base import Family, ModelConfig, ParamSpec
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.registry import family_for
-from jaxserve.pallas_kernels import block_bytes
+from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 
@@ -34,8 +35,8 @@ BACKENDS = {"cuda": "triton", "tpu": "tpu"}
 class Sizes:
     """What the engine is configured with: the largest buckets follow from it.
 
-    block_size, max_batch_tokens: in tokens. max_rows: requests of a batch. dtype: of weights and
-    pool.
+    block_size, max_batch_tokens: in tokens; a wish's block_size may be 0, the engine's default for
+    the target. max_rows: requests of a batch. dtype: of weights and pool.
     """
 
     block_size: int
@@ -125,6 +126,8 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     ConfigError where the weights leave no room for a pool; ValueError where the model cannot be
     cut over the mesh, or a named backend does not take it.
     """
+    block_size = sizes.block_size or default_block_size(target.platform)
+    sizes = dataclasses.replace(sizes, block_size=block_size)
     family, config = model_shape(model)
     shards = mesh.size
     sharding.check_tensor(config, shards)

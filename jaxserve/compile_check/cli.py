@@ -76,9 +76,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
         programs = choose(args.programs)
         if args.backend != "auto":
             resolve_backend(args.backend)
-        for name in ("block_size", "max_rows", "max_batch_tokens"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+        for name, least in (("block_size", 0), ("max_rows", 1), ("max_batch_tokens", 1)):
+            if getattr(args, name) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
     except ValueError as error:
         parser.error(str(error))
     sizes = Sizes(args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
@@ -118,7 +118,7 @@ def _parser() -> Parser:
     flag("programs", "all", "all, steps, kernels, or names as printed")
     flag("tensor", AUTO, "devices for targets without a number; 0: as few as fit")
     flag("backend", "auto", "attention backend; auto: the platform's own")
-    flag("block_size", 16, "tokens of a block")
+    flag("block_size", 0, "tokens of a block; 0: the engine's default for the device")
     flag("max_rows", 128, "requests of a batch")
     flag("max_batch_tokens", 2048, "tokens of a batch")
     parser.add_argument("--dtype", choices=POOL_DTYPES, default="bfloat16", help="(%(default)s)")

@@ -8,9 +8,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.compile_check.case import Sizes
 from jaxserve.compile_check.check import Checked, Wish
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
 from jaxserve.compile_check.ptx import KernelUse
+from jaxserve.pallas_kernels import default_block_size
 
 GIB = 1 << 30
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
@@ -137,13 +139,21 @@ def page(checked: Sequence[Checked], wish: Wish, command: Sequence[str]) -> str:
     """The Markdown text of docs/targets.md. command: the flags that it is written with."""
     sizes = wish.sizes
     used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
-    compiled = textwrap.fill(_COMPILED.format(used=used, sizes=sizes), 100, break_on_hyphens=False)
+    told = _COMPILED.format(used=used, sizes=sizes, blocks=_blocks(sizes))
+    compiled = textwrap.fill(told, 100, break_on_hyphens=False)
     parts = [_INTRODUCTION.format(command=" ".join(command), compiled=compiled).rstrip()]
     for model in dict.fromkeys(one.model for one in checked):
         ones = [one for one in checked if one.model == model]
         tables = (_overview(ones), _too_small(ones), _steps(ones), _kernels(ones))
         parts.append("\n\n".join([f"## {model}", *(table for table in tables if table)]))
     return "\n\n".join(parts) + "\n"
+
+
+def _blocks(sizes: Sizes) -> str:
+    """Of how many tokens they are, of each platform where nobody has said."""
+    if sizes.block_size:
+        return str(sizes.block_size)
+    return f"{default_block_size('tpu')} (TPUs) or {default_block_size('cuda')} (GPUs)"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -214,7 +224,7 @@ def _gib(size: int) -> str:
 _COMPILED = """\
 with {used}. What is compiled: the whole decode step at {sizes.max_rows} requests, the whole step
 for {sizes.max_batch_tokens} tokens (prefills, chunks of them and mixed batches run this one), and
-every kernel by itself, in {sizes.dtype}, over blocks of {sizes.block_size} tokens, with tables for
+every kernel by itself, in {sizes.dtype}, over blocks of {blocks} tokens, with tables for
 the model's longest request. The hidden steps are those with hidden caches in them, for models that
 have such; "hidden to KV" projects the vectors of one in place. "To the host and back" is a
 checkpoint and its restore: it counts as compiled only where both copies are asynchronous and the

@@ -21,6 +21,7 @@ from jaxserve.engine.sizing import (
     GIB,
     Demand,
     array_blocks,
+    choose_block_size,
     hidden_workspace,
     host_slots,
     moving_workspace,
@@ -89,7 +90,7 @@ def choose(config: ConfigDict) -> Choices:
     given = given_rho(config.cache.rho, read)
     dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
     cached = activations_in(jax.default_backend(), dtype)
-    backend, read = _backend(config, model, cached, read, pool_heads=pool_heads, shards=tensor)
+    backend, read = _backend(config, model, cached, read, demand.block_size, pool_heads)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -144,13 +145,13 @@ def _backend(
     model: ModelConfig,
     dtype: jnp.dtype,
     read: str | None,
-    *,
+    block_size: int,
     pool_heads: int,
-    shards: int,
 ) -> tuple[str, str | None]:
     """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
     own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
     none, for the others would slow down all."""
+    shards = config.mesh.tensor
 
     def select(*kinds: int) -> tuple[str, str | None]:
         return select_backend(
@@ -159,7 +160,7 @@ def _backend(
             num_heads=model.num_heads // shards,
             kv_heads=pool_heads // shards,
             head_dim=model.head_dim,
-            block_size=config.cache.block_size,
+            block_size=block_size,
             dtype=dtype,
         )
 
@@ -252,8 +253,6 @@ def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
 
 def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
     cache = config.cache
-    if cache.block_size < 1:
-        raise ConfigError(f"cache.block_size must be at least 1, got {cache.block_size}")
     if cache.num_blocks < 0 or cache.num_blocks == 1:
         raise ConfigError(
             "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
@@ -265,7 +264,7 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
     return Demand(
         num_blocks=cache.num_blocks,
-        block_size=cache.block_size,
+        block_size=choose_block_size(cache.block_size),
         memory_bytes=int(cache.memory_gib * GIB),
         memory_fraction=cache.memory_fraction,
         max_rows=limits.max_rows,

@@ -13,7 +13,7 @@ from jaxserve.engine.device_memory import free_memory
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.moves import STAGED_SLOTS
 from jaxserve.models.base import ModelConfig
-from jaxserve.pallas_kernels import block_bytes
+from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.policy import Policy
 
@@ -41,6 +41,13 @@ class Room:
 
     allowed: int
     free: int
+
+
+def choose_block_size(wanted: int) -> int:
+    """Tokens of a block as cache.block_size has it, 0 being what suits the device. ConfigError."""
+    if wanted < 0:
+        raise ConfigError(f"cache.block_size must be at least 0, got {wanted}")
+    return wanted or default_block_size(jax.default_backend())
 
 
 def pool_room(

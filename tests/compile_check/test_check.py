@@ -31,6 +31,7 @@ from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.ptx import parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine import step_model
+from jaxserve.engine.sizing import choose_block_size
 
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
@@ -89,6 +90,7 @@ def test_no_group_is_larger_than_known() -> None:
         ("--target=v5e:four", "--tensor must be at least 1 (0: as needed), got four"),
         ("--target=v5e:9", "v5e: at most 8 devices, got 9"),
         ("--tensor=16", "at most 8 devices, got 16"),
+        ("--block_size=-1", "--block_size must be at least 0, got -1"),
         ("--max_rows=0", "--max_rows must be at least 1, got 0"),
         ("--backend=cuda", "backend: must be auto or one of"),
     ],
@@ -100,6 +102,21 @@ def test_a_wrong_flag_is_explained(
         cli.parse([flag])
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_blocks_are_those_of_the_engine_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four tokens on a TPU, unless told otherwise; the page says so."""
+    wish = cli.parse(["--dtype=float32", "--max_rows=4", "--max_batch_tokens=32"])[1]
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
+    tpu = make_case("tiny", load_target("v6e"), mesh, wish.sizes, "xla")
+    assert tpu.sizes.block_size == 64
+    assert tpu.blocks == 4 * 2 * 512 // 64, "of four requests of full length"
+    assert host_case(host()).sizes.block_size == SIZES.block_size
+    assert make_case("tiny", host(), mesh, wish.sizes, "xla").sizes.block_size == 16
+    said = " ".join(report.page([], wish, []).split())
+    assert "over blocks of 64 (TPUs) or 16 (GPUs) tokens" in said
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert [choose_block_size(wanted) for wanted in (0, 8)] == [64, 8]
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ from tests.engine.harness import engine, write_shape
             "engine.attention_backend: backend: triton needs a gpu, this is a cpu",
         ),
         ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
-        ({"cache.block_size": 0}, "cache.block_size"),
+        ({"cache.block_size": -1}, "cache.block_size must be at least 0, got -1"),
         ({"cache.num_blocks": -1}, "cache.num_blocks must be at least 2"),
         ({"cache.num_blocks": 1}, "cache.num_blocks must be at least 2"),
         ({"cache.memory_gib": float("inf")}, "cache.memory_gib must be"),

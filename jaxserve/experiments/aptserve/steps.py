@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.configs import opt_125m_cpu
+from jaxserve.engine.sizing import choose_block_size
 from jaxserve.engine.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.machine import machine, versions
@@ -88,7 +89,8 @@ def _config(config: Any, read: str, rows: Sequence[int], tokens: Sequence[int]) 
     config.cache.hidden_read = read
     config.cache.rho = "0"
     config.cache.memory_gib = 0.0
-    request = blocks_for(config.engine.max_model_len, config.cache.block_size)
+    size = choose_block_size(config.cache.block_size)
+    request = blocks_for(config.engine.max_model_len, size)
     config.cache.num_blocks = rows[-1] * int(request)
     return config
 
