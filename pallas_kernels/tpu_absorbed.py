@@ -18,18 +18,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels import tpu_softmax, tpu_stream, tuned_tpu
 from jaxserve.pallas_kernels.batch import HIDDEN, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tpu_common import (
     ANY,
     BEGIN,
     END,
     FIRST,
+    HBM,
     LANES,
     ROW,
     SIDE,
     Chunk,
     Options,
+    Work,
     bounds,
     compiler,
     decode_items,
@@ -39,7 +41,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     padded,
 )
 from jaxserve.pallas_kernels.tpu_softmax import dot
-from jaxserve.pallas_kernels.tpu_stream import Stream, clean
+from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
 from jaxserve.pallas_kernels.tuned_tpu import Sizes
 
 TOGETHER = 8  # parts of x whose products the compiler may interleave
@@ -86,18 +88,23 @@ def _clean_ends(
 
 
 def _stream(
-    chunk: Chunk, window: int | None, operands: tuple[Any, ...], x: Any, arrived: Any, turn: Any
+    chunk: Chunk,
+    window: int | None,
+    prefetched: tuple[Any, Any],
+    tables: Any,
+    pool: Any,
+    x: Any,
+    signals: Signals,
 ) -> Stream:
-    *prefetched, pool = operands
-    signals, count = (arrived, turn), pl.num_programs(0)
-    return Stream(chunk, window, tuple(prefetched), pool, (x,), signals, 0, count)
+    count = pl.num_programs(0)
+    return Stream(chunk, window, prefetched, tables, pool, (x,), signals, 0, count)
 
 
 def _one_pass(
     items: Any,  # SMEM int32 [7, R]
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [1, parts, H, head_dim], the item's row
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM like q
     x: Any,  # VMEM [2, parts, tokens, head_dim]
@@ -105,8 +112,7 @@ def _one_pass(
     peak: Any,  # VMEM float32 [1, H, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [parts, H, head_dim]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     *,
     chunk: Chunk,
     options: Options,
@@ -128,21 +134,20 @@ def _one_pass(
 
         _by_parts(chunk.heads, one)
 
-    _stream(chunk, window, (items, tables, layer, pool), x, arrived, turn).walk(i, use)
+    _stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
     out[0] = (acc[...] / total[...][..., :1]).astype(out.dtype)
 
 
 def _scores(
     items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [1, parts, H, head_dim]
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM float32 [1, 1, H, tokens]: raw products
     x: Any,  # VMEM [2, parts, tokens, head_dim]
     sums: Any,  # VMEM float32 [H, tokens]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     *,
     chunk: Chunk,
     options: Options,
@@ -153,19 +158,18 @@ def _scores(
         _clean_ends(chunk, items, i, j, x, half, window)
         out[0, 0] = _products(q, x, half, sums)
 
-    _stream(chunk, window, (items, tables, layer, pool), x, arrived, turn).walk(i, use)
+    _stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
 
 
 def _weighted(
     items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row, in order
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     weights: Any,  # VMEM float32 [1, 1, H, tokens], zeros where not seen
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # VMEM float32 [1, parts, H, head_dim], the row's: adds up over its chunks
     x: Any,  # VMEM [2, parts, tokens, head_dim]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     *,
     chunk: Chunk,
     options: Options,
@@ -184,7 +188,7 @@ def _weighted(
 
         _by_parts(chunk.heads, one)
 
-    _stream(chunk, window, (items, tables, layer, pool), x, arrived, turn).walk(i, use)
+    _stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
 
 
 def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
@@ -201,37 +205,37 @@ def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array,
 
 def _launch(
     kernel: Any,
-    operands: tuple[Any, ...],
+    work: Work,
+    layer: jax.Array | int,
+    given: jax.Array,
+    pool: jax.Array,
     specs: tuple[pl.BlockSpec, pl.BlockSpec],
     out: jax.ShapeDtypeStruct,
     scratch: list[Any],
-    number: jax.Array,
     sizes: Sizes,
     chunk: Chunk,
     options: Options,
 ) -> jax.Array:
-    """pallas_call over `number` items; operands are those of `scalars`, the input, the pool."""
-    pool = operands[-1]
+    """pallas_call over the work's items, of which one brings its part of `given`."""
     call = pl.pallas_call(
         functools.partial(kernel, chunk=chunk, options=options),
         out_shape=out,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(number,),
-            in_specs=[specs[0], ANY],
+            num_scalar_prefetch=2,
+            grid=(work.number,),
+            in_specs=[specs[0], HBM, ANY],
             out_specs=specs[1],
             scratch_shapes=[
                 pltpu.VMEM((2, *chunk.shape), pool.dtype),
                 *scratch,
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
+                tpu_stream.signals(chunk),
             ],
         ),
         compiler_params=compiler(sizes, 0),
         interpret=interpreted(options.interpret),
         name=f"absorbed{kernel.__name__}",
     )
-    return call(*operands)
+    return call(*work.scalars(layer), given, work.tables, pool)
 
 
 def _two_passes(
@@ -256,11 +260,11 @@ def _two_passes(
         (1, 1, num_heads, chunk.tokens),
         lambda i, items, *_: (items[ROW, i], items[BEGIN, i], 0, 0),
     )
-    prefetched = make_work(items, number, batch).scalars(layer)
+    work = make_work(items, number, batch)
     shape = jax.ShapeDtypeStruct((rows, chunks, num_heads, chunk.tokens), jnp.float32)
     sums = [pltpu.VMEM((num_heads, chunk.tokens), jnp.float32)]
-    launch = functools.partial(_launch, number=number, sizes=sizes, chunk=chunk, options=options)
-    products = launch(_scores, (*prefetched, queries, pool), (row, part), shape, sums)
+    launch = functools.partial(_launch, sizes=sizes, chunk=chunk, options=options)
+    products = launch(_scores, work, layer, queries, pool, (row, part), shape, sums)
     seen = _seen(batch, live, chunk, chunks, options.sliding_window)
     seen = seen.reshape(rows, chunks, 1, chunk.tokens)
     # What was never written may be anything: nothing of it may reach the sum over devices.
@@ -271,7 +275,7 @@ def _two_passes(
     # A row without anything seen has NaN here; it has no item either.
     weights = jax.nn.softmax(scores, axis=(1, 3))
     out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
-    return launch(_weighted, (*prefetched, weights, pool), (part, row), out, [])
+    return launch(_weighted, work, layer, weights, pool, (part, row), out, [])
 
 
 def _seen(
@@ -326,7 +330,10 @@ def absorbed(
         spec = pl.BlockSpec((1, *queries.shape[1:]), lambda i, items, *_: (items[ROW, i], 0, 0, 0))
         out = _launch(
             _one_pass,
-            (*make_work(items, number, batch).scalars(layer), queries, pool),
+            make_work(items, number, batch),
+            layer,
+            queries,
+            pool,
             (spec, spec),
             jax.ShapeDtypeStruct(queries.shape, qx.dtype),
             [
@@ -335,7 +342,6 @@ def absorbed(
                 pltpu.VMEM((1, num_heads, LANES), jnp.float32),
                 pltpu.VMEM((parts, num_heads, head_dim), jnp.float32),
             ],
-            number,
             sizes,
             chunk,
             options,

@@ -26,9 +26,10 @@ LANES = 128
 GRANULE = 8
 # Heads are cut out of 16-bit weights, whose tiles have so many rows; not mostly padding.
 PACKED, LEAST_HEAD_DIM = 16, 64
-# SMEM for tables and items; the smallest chip has 1 MiB, of which the compiler wants some.
+# SMEM for items and rows of tables; the smallest chip has 1 MiB, of which the compiler wants some.
 SMEM_LIMIT = 900 << 10
 ANY = pl.BlockSpec(memory_space=pl.ANY)
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 # Fields of an item: its row, position of its first query, number of queries, first chunk and end
 # of those it sees, the row's direction, and where its queries lie (in units of the kernel's own).
@@ -136,26 +137,26 @@ def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 class Work(NamedTuple):
     """What a kernel has to do, the same in all layers. items: int32 [7, N], of which the first
-    `number`, int32 [], count; tables: int32 [R * 2 * W], flat, since SMEM would pad them."""
+    `number`, int32 [], count; tables: int32 [R, 1, 2 * W], so that tiles pad next to nothing."""
 
     items: jax.Array
     tables: jax.Array
     number: jax.Array
 
-    def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The scalar-prefetch operands (items, tables, layer)."""
-        return self.items, self.tables, jnp.asarray(layer, jnp.int32).reshape(1)
+    def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """The scalar-prefetch operands (items, layer)."""
+        return self.items, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def make_work(items: jax.Array, number: jax.Array, batch: AttentionBatch) -> Work:
-    """ValueError if items and tables are more than scalar memory has."""
-    size = 4 * (items.size + batch.tables.size)
+    """ValueError if the items and two rows of the tables are more than scalar memory has."""
+    size = 4 * (items.size + 2 * batch.tables[0].size)
     if size > SMEM_LIMIT:
         raise ValueError(
-            f"batch.tables: {list(batch.tables.shape)} and the items take {size} bytes of a TPU's "
-            f"scalar memory, more than {SMEM_LIMIT}: use a larger block_size or fewer rows"
+            f"batch.tables: two rows of {list(batch.tables.shape)} and the items take {size} bytes "
+            f"of a TPU's scalar memory, more than {SMEM_LIMIT}: use a larger block_size"
         )
-    return Work(items, batch.tables.reshape(-1), number)
+    return Work(items, batch.tables.reshape(batch.max_rows, 1, -1), number)
 
 
 def decode_items(

@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels import tpu_softmax, tpu_stream, tuned_tpu
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.tpu_common import (
     ANY,
     FIRST,
+    HBM,
     ROW,
     SIDE,
     Chunk,
@@ -34,14 +35,14 @@ from jaxserve.pallas_kernels.tpu_common import (
     make_chunk,
     make_work,
 )
-from jaxserve.pallas_kernels.tpu_stream import Stream, clean
+from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
 
 
 def _kernel(
     items: Any,  # SMEM int32 [7, R]
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [1, heads, group, head_dim], the item's row
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     out: Any,  # VMEM like q
     k: Any,  # VMEM [2, heads, tokens, head_dim]
@@ -49,21 +50,20 @@ def _kernel(
     peak: Any,  # VMEM float32 [heads, group, 128]
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, group, head_dim]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     *,
     chunk: Chunk,
     options: Options,
 ) -> None:
     i, state = pl.program_id(1), (peak, total, acc)
-    prefetched = items, tables, layer
     stream = Stream(
         chunk,
         options.sliding_window,
-        prefetched,
+        (items, layer),
+        tables,
         pool,
         (k, v),
-        (arrived, turn),
+        signals,
         pl.program_id(0) * chunk.heads,
         pl.num_programs(1),
     )
@@ -136,16 +136,15 @@ def decode(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[row, ANY],
+            in_specs=[row, HBM, ANY],
             out_specs=row,
             scratch_shapes=[
                 buffer,
                 buffer,
                 *tpu_softmax.scratch(heads, group, head_dim),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
+                tpu_stream.signals(chunk),
             ],
         ),
         compiler_params=compiler(sizes, 1),
@@ -153,6 +152,6 @@ def decode(
         name="paged_decode",
     )
     queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)
-    out = call(*work.scalars(layer), queries, pool)
+    out = call(*work.scalars(layer), queries, work.tables, pool)
     # Rows without an item were never written.
     return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)

@@ -16,10 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels import tpu_softmax, tpu_stream, tuned_tpu
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.tpu_common import (
     ANY,
+    HBM,
     SIDE,
     Chunk,
     Options,
@@ -29,7 +30,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     interpreted,
     make_chunk,
 )
-from jaxserve.pallas_kernels.tpu_stream import Stream, clean
+from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
 from jaxserve.pallas_kernels.tpu_tiles import (
     ALIGNED,
     Outputs,
@@ -42,9 +43,9 @@ from jaxserve.pallas_kernels.tpu_tiles import (
 
 def _kernel(
     items: Any,  # SMEM int32 [7, N]
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     out: Any,  # HBM [kv_heads, group, units, 16, head_dim]
     k: Any,  # VMEM [2, heads, tokens, head_dim]
@@ -53,8 +54,7 @@ def _kernel(
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
     done: Any,  # VMEM [heads, group, tile, head_dim]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
     *,
@@ -64,14 +64,14 @@ def _kernel(
     h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
     state = peak, total, acc
     group, tile = done.shape[1:3]
-    prefetched = items, tables, layer
     stream = Stream(
         chunk,
         window,
-        prefetched,
+        (items, layer),
+        tables,
         pool,
         (k, v),
-        (arrived, turn),
+        signals,
         h * chunk.heads,
         pl.num_programs(1),
     )
@@ -150,17 +150,16 @@ def prefill(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
-            in_specs=[query_spec(heads, group, tile, head_dim), ANY],
+            in_specs=[query_spec(heads, group, tile, head_dim), HBM, ANY],
             out_specs=ANY,
             scratch_shapes=[
                 buffer,
                 buffer,
                 *tpu_softmax.scratch(heads, group * tile, head_dim),
                 pltpu.VMEM((heads, group, tile, head_dim), q.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
+                tpu_stream.signals(chunk),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -169,4 +168,4 @@ def prefill(
         interpret=interpreted(options.interpret),
         name="paged_prefill",
     )
-    return layout.scatter(call(*work.scalars(layer), queries, pool))
+    return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool))

@@ -20,11 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import tpu_softmax, tuned_tpu
+from jaxserve.pallas_kernels import tpu_softmax, tpu_stream, tuned_tpu
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.tpu_common import (
     ANY,
+    HBM,
     LANES,
     SIDE,
     Chunk,
@@ -35,7 +36,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     interpreted,
     make_chunk,
 )
-from jaxserve.pallas_kernels.tpu_stream import Stream
+from jaxserve.pallas_kernels.tpu_stream import Signals, Stream
 from jaxserve.pallas_kernels.tpu_tiles import (
     ALIGNED,
     Outputs,
@@ -131,7 +132,6 @@ def _swapped(key: jax.Array) -> jax.Array:
 
 def _kernel(
     items: Any,  # SMEM int32 [7, N]
-    tables: Any,  # SMEM int32 [R * 2 * W]
     layer: Any,  # SMEM int32 [1]
     q: Any,  # VMEM [heads, 1, tile / 16, 16, head_dim], the item's queries
     wk: Any,  # VMEM [E, heads * head_dim]
@@ -139,6 +139,7 @@ def _kernel(
     bias: Any,  # VMEM float32 [2, heads * head_dim]
     norm: Any,  # VMEM float32 [1, head_dim]
     rotation: Any,  # HBM float32 [2, 2, positions, head_dim]
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
     out: Any,  # HBM [H, 1, units, 16, head_dim]
     x: Any,  # VMEM [2, parts, tokens, head_dim]
@@ -151,8 +152,7 @@ def _kernel(
     total: Any,  # like peak
     acc: Any,  # VMEM float32 [heads, tile, head_dim]
     done: Any,  # VMEM [heads, 1, tile, head_dim]
-    arrived: Any,  # DMA semaphores [2]
-    turn: Any,  # SMEM int32 [1]
+    signals: Signals,
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
     *,
@@ -162,11 +162,9 @@ def _kernel(
 ) -> None:
     h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
     state, tile = (peak, total, acc), done.shape[2]
-    beside = functools.partial(_rotations, recipe, chunk, items, rotation, turned, arrived)
-    prefetched = items, tables, layer
-    stream = Stream(
-        chunk, window, prefetched, pool, (x,), (arrived, turn), 0, pl.num_programs(1), beside
-    )
+    beside = functools.partial(_rotations, recipe, chunk, items, rotation, turned, signals.arrived)
+    count = pl.num_programs(1)
+    stream = Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, count, beside)
     outputs = Outputs(items, done, out, sent, pending, recipe.heads)
     low, high = bounds(items, i, window)
     tpu_softmax.reset(state)
@@ -248,9 +246,14 @@ def projected(
         functools.partial(_kernel, chunk=chunk, options=options, recipe=recipe),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(num_heads // heads, work.number),
-            in_specs=[query_spec(heads, 1, tile, head_dim), *_specs(width, heads, head_dim), ANY],
+            in_specs=[
+                query_spec(heads, 1, tile, head_dim),
+                *_specs(width, heads, head_dim),
+                HBM,
+                ANY,
+            ],
             out_specs=ANY,
             scratch_shapes=_scratch(chunk, recipe, tile, pool.dtype, q.dtype),
         ),
@@ -258,7 +261,7 @@ def projected(
         interpret=interpreted(interpret),
         name="projected",
     )
-    return layout.scatter(call(*work.scalars(layer), queries, *made, pool))
+    return layout.scatter(call(*work.scalars(layer), queries, *made, work.tables, pool))
 
 
 def _operands(
@@ -304,8 +307,7 @@ def _scratch(chunk: Chunk, recipe: Recipe, tile: int, dtype: Any, out_dtype: Any
         made,
         *tpu_softmax.scratch(heads, tile, head_dim),
         pltpu.VMEM((heads, 1, tile, head_dim), out_dtype),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SMEM((1,), jnp.int32),
+        tpu_stream.signals(chunk),
         pltpu.SemaphoreType.DMA,
         pltpu.SMEM((1,), jnp.int32),
     ]

@@ -95,7 +95,7 @@ def test_tables_that_scalar_memory_cannot_hold() -> None:
     case = Case("wide-tables", Shape(3, 1, head_dim=128, rows=4, tokens=4))
     shape = case.shape
     batch = make_batch(shape, [(5, 1)], [LEFT], 1, np.random.default_rng(0))
-    batch = dataclasses.replace(batch, tables=jnp.zeros((shape.rows, 2, 40_000), jnp.int32))
+    batch = dataclasses.replace(batch, tables=jnp.zeros((shape.rows, 2, 80_000), jnp.int32))
     pool = jnp.zeros((1, 3, 1, shape.block_size, shape.head_dim))
     q = jnp.zeros((shape.tokens, 3, shape.head_dim))
     with pytest.raises(ValueError, match="scalar memory"):
