@@ -111,6 +111,7 @@ def _backend(interpret: bool) -> Backend:
         stage_in=with_mode(tpu_move.stage_in),
         supports=tpu_common.supports,
         plan=with_mode(_plan),
+        plan_absorbed=with_mode(tpu_absorbed.plan),
         plan_write=_plan_write,
     )
 

@@ -144,18 +144,20 @@ class Work(NamedTuple):
     number: jax.Array
 
     def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """The scalar-prefetch operands (items, layer)."""
+        """The scalar-prefetch operands (items, layer). ValueError if the items and two rows of the
+        tables are more than scalar memory has."""
+        rows, _, width = self.tables.shape
+        size = 4 * (self.items.size + 2 * width)
+        if size > SMEM_LIMIT:
+            raise ValueError(
+                f"batch.tables: two rows of {[rows, 2, width // 2]} and the items take {size} "
+                f"bytes of a TPU's scalar memory, more than {SMEM_LIMIT}: use a larger block_size"
+            )
         return self.items, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def make_work(items: jax.Array, number: jax.Array, batch: AttentionBatch) -> Work:
-    """ValueError if the items and two rows of the tables are more than scalar memory has."""
-    size = 4 * (items.size + 2 * batch.tables[0].size)
-    if size > SMEM_LIMIT:
-        raise ValueError(
-            f"batch.tables: two rows of {list(batch.tables.shape)} and the items take {size} bytes "
-            f"of a TPU's scalar memory, more than {SMEM_LIMIT}: use a larger block_size"
-        )
+    """Of the items [7, N], of which so many count, over the batch's tables."""
     return Work(items, batch.tables.reshape(batch.max_rows, 1, -1), number)
 
 

@@ -106,7 +106,7 @@ def plan(
     sliding_window: int | None,
     interpret: bool,
 ) -> Decodes:
-    """For a pool of this shape and dtype. ValueError where the tables do not fit scalar memory."""
+    """For a pool of this shape and dtype."""
     chunk = _chunk(shape, dtype, batch.table_width, interpret)
     items, number = decode_items(live, batch, chunk, sliding_window)
     return Decodes(live, make_work(items, number, batch))

@@ -122,8 +122,7 @@ def plan(
     sliding_window: int | None,
     interpret: bool,
 ) -> Tiles:
-    """Of the rows that are live, bool [R], for a pool of this shape and dtype. ValueError where the
-    tables do not fit scalar memory."""
+    """Of the rows that are live, bool [R], for a pool of this shape and dtype."""
     chunk, tile = _cut(shape, dtype, num_heads, batch.table_width, interpret)
     return make_tiles(batch, live, tile, chunk, sliding_window)
 

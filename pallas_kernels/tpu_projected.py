@@ -208,8 +208,7 @@ def plan(
     decode_only: bool,
     interpret: bool,
 ) -> Tiles:
-    """Of the hidden rows, for a pool of this shape and dtype. ValueError where the tables do not
-    fit scalar memory."""
+    """Of the hidden rows, for a pool of this shape and dtype."""
     chunk, tile = _cut(shape, dtype, batch.table_width, decode_only, interpret)
     live = (batch.kind == HIDDEN) & (batch.query_lens > 0)
     live &= jnp.arange(batch.max_rows) < batch.num_rows

@@ -65,8 +65,7 @@ def make_tiles(
     chunk: Chunk,
     sliding_window: int | None,
 ) -> Tiles:
-    """Of the rows that are live, bool [R]. tile: queries of one, a multiple of 16. ValueError where
-    the tables do not fit scalar memory."""
+    """Of the rows that are live, bool [R]. tile: queries of one, a multiple of 16."""
     layout, start = _lay_out(batch, live, tile)
     items, number = _tile_items(batch, live, start, tile, chunk, sliding_window)
     return Tiles(layout, make_work(items, number, batch))

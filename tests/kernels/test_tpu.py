@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jaxserve.pallas_kernels import (
     LEFT,
     RIGHT,
     get_backend,
+    plan_absorbed,
     plan_attention,
     plan_write,
     reference,
@@ -27,7 +29,6 @@ from tests.kernels.conformance import (
     ABSORBED,
     ATTENTION,
     PAGED,
-    PROJECTED,
     Attention,
     call,
     check_write,
@@ -105,22 +106,22 @@ def test_tables_that_scalar_memory_cannot_hold() -> None:
 PLANNED = Case("planned", Shape(2, 2, head_dim=64, rows=3, width=5, tokens=20), window=9)
 
 
-@pytest.mark.parametrize("kind", [KV, HIDDEN])
-def test_attention_does_what_its_plan_says(kind: int) -> None:
+@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
+def test_attention_does_what_its_plan_says(attention: Attention) -> None:
     """Not what it could find out by itself: made for a batch and given with another, whose rows are
     half as long, it attends over the first one's contexts, in each layer."""
-    attention = PAGED if kind == KV else PROJECTED
-    rng = np.random.default_rng(0)
-    batch = make_batch(PLANNED.shape, [(20, 1), (33, 17)], [LEFT, RIGHT], 1, rng, kinds=[kind] * 2)
+    rng, kinds = np.random.default_rng(0), [attention.kind] * 2
+    batch = make_batch(PLANNED.shape, [(20, 1), (33, 17)], [LEFT, RIGHT], 1, rng, kinds=kinds)
     queries, pool, _, _, *rest = attention.arguments(PLANNED, batch, 1)
-    plan = plan_attention(
-        pool, batch, 2, kind=kind, sliding_window=9, decode_only=False, backend="tpu-interpret"
-    )
+    options: dict[str, Any] = {"sliding_window": 9, "backend": "tpu-interpret"}
+    if attention is ABSORBED:
+        plan = plan_absorbed(pool, batch, 2, **options)
+    else:
+        options |= {"kind": attention.kind, "decode_only": False}
+        plan = plan_attention(pool, batch, 2, **options)
     other = dataclasses.replace(batch, context_lens=batch.context_lens // 2)
-    run = compiled(
-        partial(attention.function, decode_only=False, **attention.options(PLANNED)),
-        "tpu-interpret",
-    )
+    function = partial(attention.function, **attention.step_options(PLANNED))
+    run = compiled(function, "tpu-interpret")
     for layer in range(PLANNED.shape.layers):
         want = attention.reference(queries, pool, layer, batch, *rest, **attention.options(PLANNED))
         got = run(queries, pool, jnp.int32(layer), other, *rest, plan=plan)
