@@ -78,7 +78,8 @@ class EngineMetrics(Collector, Observer):
 
     def __init__(self, engine: ServedEngine, endings: Endings) -> None:
         self._engine, self._endings = engine, endings
-        self._model = engine.info().model
+        self._info = engine.info()
+        self._model = self._info.model
         self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
         self._tbt = {tier: Histogram(_LATENCY) for tier in Tier}
         self._e2e = {tier: Histogram(_LATENCY) for tier in Tier}
@@ -155,6 +156,7 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
         yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
+        yield self._cache_config()
         name, text = "num_blocks_used", "Blocks in use, by what they cache and who fills them."
         blocks = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "kind", "tier"))
         for (kind, tier), count in sorted(stats.blocks.items()):
@@ -182,6 +184,16 @@ class EngineMetrics(Collector, Observer):
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
+
+    def _cache_config(self) -> Metric:
+        """As the Gateway API Inference Extension's model-server protocol has it (BlockSize and
+        NumGPUBlocks): a block there holds K and V of its tokens, where two of `num_blocks` do."""
+        name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
+        labels = ("model_name", "block_size", "num_gpu_blocks")
+        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+        size = self._info.block_size
+        family.add_metric((self._model, str(size), str(self._info.pool_tokens // size)), 1)
+        return family
 
     def _live(self) -> Metric:
         """Requests without a class are there for each tier, even if there are none."""
