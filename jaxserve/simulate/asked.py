@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxserve import workload_flags
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.workloads.specs import WorkloadSpec
-from jaxserve.simulate import flags, output
+from jaxserve.simulate import flags, output, routing_flags
 from jaxserve.simulate.runs import Run, Source
 
 
@@ -48,7 +48,7 @@ def runs(args: argparse.Namespace, sources: Sequence[Source]) -> list[Run]:
             args.max_prefill_tokens,
             args.max_rows,
             args.replicas,
-            args.routing or "round_robin",
+            routing_flags.routing(args),
             args.seed,
             keep=output.keeps(args),
             record_rows=output.records_rows(args),

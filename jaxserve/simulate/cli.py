@@ -11,6 +11,9 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
         --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
     python -m jaxserve.simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
         --best_effort=closed:batch=64,input=uniform:512:1024,output=uniform:32:128
+    python -m jaxserve.simulate --workload=sharegpt --rate=300 --num_requests=20000 --seeds=1 \
+        --slo_ttft_ms=1000 --replicas=64 --routing=slo --routers=4 --snapshot_s=0.5 \
+        --snapshot_age_s=0.1 --snapshot_loss=0.05 --faults=0:at=20s:slow=3,7:at=30s
     python -m jaxserve.simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
     python -m jaxserve.simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
@@ -25,6 +28,14 @@ other when all of the one before have ended; they may write as many tokens as th
 At --duration the run is cut off: who has not ended counts with what it has written, as missing a
 target whose time has passed, and as attaining one whose time has not. Throughput, ended/s, is in
 the table by tier.
+
+--replicas: engines behind one stream of requests, of which --routing (jaxserve/sched/routing/)
+decides who gets which. A router knows of a replica what its last snapshot said, one every
+--snapshot_s, and what it has sent there itself; several (--routers) share nothing.
+--faults=REPLICA[:at=TIME][:slow=TIMES][:notice=TIME], several separated by commas, replicas counted
+from 0: from that time on, or the start, each step of the replica takes so many times as long, or,
+without slow=, the replica is dead, which routers notice after 1 s or that time. Who had no token
+there is served elsewhere, once; the others have failed.
 
 --replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
 system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits

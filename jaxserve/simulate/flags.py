@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
-from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.simulation.hardware import HIDDEN_READS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.sched.workloads.specs import ARRIVALS
 from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.simulate import routing_flags
 from jaxserve.workload_flags import positive_int
 
 SYSTEM = "llama-2-7b@a100"
@@ -85,11 +85,9 @@ def check(args: argparse.Namespace) -> str:
         return "--best_effort requests would find the queue full: --max_queue does not go with them"
     if args.views is not None and args.plots is None:
         return "--views says which figures; --plots says where they go"
-    if args.routing is not None and args.replicas == 1:
-        return "--routing is for more than one of --replicas"
     if (args.seed or 0) + args.seeds - 1 > MAX_SEED:
         return f"--seed and those after it must be at most {MAX_SEED}"
-    return ""
+    return routing_flags.check(args)
 
 
 def add_policy(parser: Parser, default: list[str] | None, named: str) -> None:
@@ -137,8 +135,7 @@ def add_what_is_simulated(parser: Parser) -> None:
         help="refuse who is expected to wait for more than this share of the TTFT, as the server "
         "does (nobody)",
     )
-    add("--replicas", type=positive_int, default=1, help="(1)")
-    add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
+    routing_flags.add_flags(parser)
     workload_flags.add_flags(
         parser,
         "a number; 'length', what each writes (by default as much as the longest request leaves)",

@@ -19,6 +19,7 @@ _COLUMNS = {
     "num_batches": ("batches", "{:.0f}"),
     "num_preemptions": ("preemptions", "{:.0f}"),
     "num_refused": ("refused", "{:.0f}"),
+    "num_failed": ("failed", "{:.0f}"),
     "saved_slots": ("slots saved", "{:.0f}"),
     "loaded_slots": ("slots loaded", "{:.0f}"),
     "mean_shared_blocks": ("shared blocks", "{:.1f}"),
@@ -27,7 +28,7 @@ _COLUMNS = {
     "goodput_bound_per_s": ("at most", "{:.2f}"),
     "search_runs": ("tried", "{:.0f}"),
 }
-_IF_ANY = ("num_refused", "saved_slots", "loaded_slots", "mean_shared_blocks")
+_IF_ANY = ("num_refused", "num_failed", "saved_slots", "loaded_slots", "mean_shared_blocks")
 _RATIO = "{:.3f}"
 
 

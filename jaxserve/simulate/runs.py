@@ -13,6 +13,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
+from jaxserve.sched.simulation.compiled.setting import Routing
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.systems import system
@@ -91,7 +92,7 @@ class Run:
     max_prefill_tokens: int | None
     max_rows: int | None
     replicas: int
-    routing: str
+    routing: Routing
     seed: int
     keep: bool = False
     record_rows: bool = False

@@ -30,6 +30,7 @@ class Point:
             "workload": self.run.workload.lengths,
             "rules": self.run.rules,
             "replicas": self.run.replicas,
+            "routing": self.run.routing.name,
             "kv_tokens": self.outcomes[0].kv_tokens,
         }
 

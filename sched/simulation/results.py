@@ -203,7 +203,8 @@ class SimulationResult:
         included. slo_attainment: share of the requests within all of their own targets, ttft_, tbt_
         and jct_attainment within one of them; 1 if there are none (`sched/metrics.py`).
         num_refused: requests that found the queue full; they attain nothing and count in no
-        latency. saved_slots, loaded_slots: of one plane each, to host memory and back;
+        latency. num_failed: that ended with less than all their tokens, with their replica.
+        saved_slots, loaded_slots: of one plane each, to host memory and back;
         mean_shared_blocks, peak_shared_blocks: that several hold, over the time of the batches.
         goodput_bound_per_s, search_runs: see above; only of what was searched for.
         tiers, classes: the same by name, as `metrics.group_metrics` has it.
@@ -234,6 +235,7 @@ class SimulationResult:
             **self._search(),
             "num_requests": len(requests),
             "num_refused": int(requests.refused.sum()),
+            "num_failed": int(requests.failed.sum()),
             "num_finished": total["finished"],
             "finished_per_s": total["finished_per_s"],
             "output_tokens": tokens,

@@ -130,7 +130,7 @@ def _parse(part: str) -> SloClass:
         share = float(rest[0])
     except ValueError:
         raise WorkloadError(f"{where}: its share must be a number, got {rest[0]!r:.40}") from None
-    values = _values(where, rest[1:], ("tier", "greedy", *TARGETS))
+    values = values_of(where, rest[1:], ("tier", "greedy", *TARGETS))
     greedy = truth_of(f"{where}: greedy", values.pop("greedy", "true"))
     return SloClass(name, share, *_asked(where, values), greedy)
 
@@ -139,11 +139,12 @@ def parse_terms(where: str, text: str) -> tuple[SLO, Tier]:
     """What a class in words has behind its share: `ttft=500ms:tbt=50ms`, `jct=60s`,
     `tier=best_effort`; but not whether its requests are greedy, which they say themselves.
     WorkloadError, beginning with `where`, for anything else."""
-    return _asked(where, _values(where, text.split(":"), ("tier", *TARGETS)))
+    return _asked(where, values_of(where, text.split(":"), ("tier", *TARGETS)))
 
 
-def _values(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """By key, of which each may be there once."""
+def values_of(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` items by key, of which each may be there once. WorkloadError, beginning with
+    `where`, for others."""
     values: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -158,11 +159,12 @@ def _values(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, 
 
 def _asked(where: str, values: dict[str, str]) -> tuple[SLO, Tier]:
     tier = tier_named(f"{where}: tier", values.pop("tier", "realtime"))
-    return SLO(**{key: _time(f"{where}: {key}", value) for key, value in values.items()}), tier
+    return SLO(**{key: time_of(f"{where}: {key}", value) for key, value in values.items()}), tier
 
 
-def _time(where: str, text: str) -> float:
-    """Seconds."""
+def time_of(where: str, text: str) -> float:
+    """Seconds, of `200ms` or `1.5s`. WorkloadError, beginning with `where`, for what is no time
+    above 0."""
     found = _TIME.fullmatch(text)
     value = float(found[1]) / (1e3 if found[2] == "ms" else 1.0) if found else 0.0
     if not (math.isfinite(value) and value > 0):

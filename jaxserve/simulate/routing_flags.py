@@ -1,0 +1,133 @@
+"""The flags of what is before several replicas, and of what goes wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from jaxserve.command_line import Parser
+from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.simulation.compiled.setting import Fault, Routing
+from jaxserve.sched.workloads.classes import time_of, values_of
+from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.workload_flags import positive_int
+
+MOST_REPLICAS = 1 << 14  # each has a scheduler
+MOST_SECONDS = 1e6
+MOST_SLOWDOWN = 1e6
+_OF_SEVERAL = ("routing", "routers", "snapshot_s", "snapshot_age_s", "snapshot_loss", "faults")
+_OF_SNAPSHOTS = ("snapshot_s", "snapshot_age_s", "snapshot_loss")
+_FAULT = ("at", "slow", "notice")
+
+
+def add_flags(parser: Parser) -> None:
+    """Adds --replicas, --routing, --routers, --snapshot_s, --snapshot_age_s, --snapshot_loss and
+    --faults."""
+    add = parser.add_argument
+    add("--replicas", type=_replicas, default=1, help="(1)")
+    add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
+    add("--routers", type=positive_int, help="each with every N-th replica and request (1)")
+    add(
+        "--snapshot_s", type=_seconds, help="from one of a replica's to the next (0: seen as it is)"
+    )
+    add("--snapshot_age_s", type=_seconds, help="that one is under way, less than that (0)")
+    add("--snapshot_loss", type=_loss, help="share of them that is lost (0)")
+    add("--faults", type=_faults, metavar="REPLICA[:at=60s]...", help="see above")
+
+
+def check(args: argparse.Namespace) -> str:
+    """Which of these flags contradict each other, or would have no effect, in a line; "" if none
+    do."""
+    given = [name for name in _OF_SEVERAL if getattr(args, name) is not None]
+    if args.replicas == 1:
+        return f"--{given[0]} is for more than one of --replicas" if given else ""
+    if (args.routers or 1) > args.replicas:
+        return f"--routers must be at most --replicas, {args.replicas}, got {args.routers}"
+    seen = [name for name in given if name in _OF_SNAPSHOTS]
+    if seen and not ROUTERS[_name(args)].looks:
+        looking = ", ".join(name for name, way in ROUTERS.items() if way.looks)
+        return f"--{seen[0]} is for a --routing that looks at snapshots: {looking}"
+    if seen and not args.snapshot_s:
+        return f"--{seen[0]} is of snapshots that come from time to time: --snapshot_s says when"
+    if seen and (args.snapshot_age_s or 0.0) >= args.snapshot_s:
+        limit = f"less than --snapshot_s, {args.snapshot_s:g}"
+        return f"--snapshot_age_s must be {limit}, got {args.snapshot_age_s:g}"
+    for fault in args.faults or ():
+        if fault.replica >= args.replicas:
+            last = f"the last of --replicas is {args.replicas - 1}"
+            return f"--faults: there is no replica {fault.replica}, {last}"
+    return ""
+
+
+def routing(args: argparse.Namespace) -> Routing:
+    """As the flags, which have been checked, say."""
+    return Routing(
+        _name(args),
+        args.routers or 1,
+        args.snapshot_s or 0.0,
+        args.snapshot_age_s or 0.0,
+        args.snapshot_loss or 0.0,
+        args.faults or (),
+    )
+
+
+def _name(args: argparse.Namespace) -> str:
+    return args.routing or "round_robin"
+
+
+def _replicas(text: str) -> int:
+    value = positive_int(text)
+    if value > MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_REPLICAS}, got {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.0, MOST_SECONDS)
+
+
+def _loss(text: str) -> float:
+    return _number(text, 0.0, 1.0)
+
+
+def _number(text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        limits = f"must be a number from {low:g} to {high:g}"
+        raise argparse.ArgumentTypeError(f"{limits}, got {text!r:.40}")
+    return value
+
+
+def _faults(text: str) -> tuple[Fault, ...]:
+    try:
+        found = tuple(_fault(part) for part in text.split(","))
+    except WorkloadError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    replicas = [fault.replica for fault in found]
+    for replica in replicas:
+        if replicas.count(replica) > 1:
+            raise argparse.ArgumentTypeError(f"replica {replica} is given twice")
+    return found
+
+
+def _fault(part: str) -> Fault:
+    """`REPLICA`, then any of `at=` and `notice=`, times, and `slow=`, a number."""
+    replica, *rest = part.split(":")
+    if not (replica.isascii() and replica.isdigit() and int(replica[:10]) < MOST_REPLICAS):
+        most = MOST_REPLICAS - 1
+        raise WorkloadError(f"a fault begins with a replica, 0 to {most}, got {part!r:.40}")
+    where = f"replica {replica}"
+    values = values_of(where, rest, _FAULT)
+    slowdown = math.inf
+    if "slow" in values:
+        try:
+            slowdown = _number(values["slow"], 1.0, MOST_SLOWDOWN)
+        except argparse.ArgumentTypeError as error:
+            raise WorkloadError(f"{where}: slow {error}") from None
+    times = {
+        key: time_of(f"{where}: {key}", values[key]) for key in ("at", "notice") if key in values
+    }
+    return Fault(int(replica), times.get("at", 0.0), slowdown, times.get("notice", 1.0))
