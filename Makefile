@@ -26,10 +26,11 @@ test: $(READY) ## the whole suite; ARGS="-k name" for a part
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 compile-check: ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
 	@$(PYTHON) tools/compile_check/install.py

@@ -307,12 +307,31 @@ def _slots(d: Drawing, x: float, y: float, left: int, right: int, slots: int = 1
         d.rect(x + width * slot, y, width - 1.5, 28, fill, "#b6bec6", 2)
 
 
+def gateway() -> Drawing:
+    """Who chooses a replica behind a Gateway."""
+    d = Drawing(760, 236, "A gateway asks a picker, which reads the replicas' metrics")
+    d.box(14, 40, 120, 66, OUTSIDE, "client", "OpenAI's API")
+    d.box(226, 40, 150, 66, HOST, "Gateway", "HTTPRoute,", "InferencePool")
+    d.box(226, 158, 150, 66, HOST, "endpoint picker", "queue, cache in use")
+    for i in range(3):
+        d.box(560, 14 + 74 * i, 180, 60, DEVICE, f"jaxserve {i + 1}", "a Pod, one engine")
+        d.arrow((376, 191), (558, 50 + 74 * i), colour=QUIET, dashed=True)
+    d.arrow((134, 73), (224, 73))
+    d.arrow((286, 106), (286, 156))
+    d.arrow((316, 158), (316, 108))
+    d.arrow((376, 73), (558, 112))
+    d.note(324, 136, "which one?")
+    d.note(392, 222, "GET /metrics")
+    return d
+
+
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "request-path": request_path,
     "block-pool": block_pool,
     "loop": loop,
     "cache-reads": cache_reads,
     "shared-blocks": shared_blocks,
+    "gateway": gateway,
 }
 
 
