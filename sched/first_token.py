@@ -7,6 +7,13 @@ whichever are more. Both are priced by the cost model that the scheduler plans w
 something cannot be known before, it errs to the short side, so that who refuses late requests
 refuses too few: policies that say nothing of their order (`Policy.standing`) are taken to serve the
 newcomer first, caches do not grow, and nobody is preempted for their growth.
+
+A router has a coarser one of the same view (`routing/estimate.py`), for all replicas at once and
+from sums, since a snapshot has no requests in it: it knows tiers where this knows places in the
+policy's order, lets blocks and rows come free evenly where this follows how long outputs get, and
+shares out a step's own price by token where this counts steps. Neither can do the other's work:
+this one takes a backlog and 25 us for one engine. Where nothing is short and all come in order, the
+two are a step and what is rounded to whole tokens apart; a test holds them to that.
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.cost_model import Coefficients, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.first_token import FirstToken
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -19,9 +21,18 @@ from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.sched.routing.draws import MODULUS, below, drawn, seeded
 from jaxserve.sched.routing.estimate import first_token
 from jaxserve.sched.routing.fleet import Ask, Fleet
-from jaxserve.sched.routing.observe import Lately, fixed, idle, lately, serves_by_tier
+from jaxserve.sched.routing.observe import (
+    Lately,
+    fixed,
+    idle,
+    lately,
+    observe,
+    serves_by_tier,
+)
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
 from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add, take
+from tests.cost_models import FLAT
+from tests.sched.driver import Drive
 
 MODEL = LinearCostModel(Coefficients(1e-5, 1e-3, 1e-9, 1e-5, 1e-6, 1e-10, 1e-5, 1e-6, 1e-9), 2)
 FIXED = fixed(Prices.of(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16)
@@ -222,3 +233,28 @@ def test_what_a_router_sees_of_a_request() -> None:
     assert Ask.of(request) == Ask(3, 1, 0.5, np.inf, np.inf)
     with pytest.raises(ValueError, match="no routing 'nowhere'; known: round_robin"):
         Router("nowhere", Fleet(1))
+
+
+@settings(max_examples=30)
+@given(
+    prompts=st.lists(st.integers(1, 60), max_size=12),
+    own=st.integers(1, 60),
+    budget=st.integers(8, 64),
+)
+def test_routers_and_doors_predict_the_same_but_for_a_step(
+    prompts: list[int], own: int, budget: int
+) -> None:
+    """Where nothing is short and all come in order. A door counts steps, a router shares out what
+    one costs by token, and adds the decode behind the last."""
+    drive = Drive("sarathi", c=budget, p=budget, rows=64, blocks=1024)
+    for prompt in prompts:
+        drive.add(prompt=prompt, output=4)
+    backlog = Backlog.of(drive.scheduler, 0.0, 0.0)
+    door = FirstToken(backlog).wait(Request("new", (0,) * own), 0.0).seconds
+    known = fixed(Prices.of(FLAT), drive.policy, drive.limits, 1024, 4)
+    fleet = fleet_of(observe(backlog, len(prompts), known, Lately(), draining=False))
+    s = fleet.columns
+    (router,) = first_token(s, s.realtime_work, s.realtime_short, Ask(own), 0.0)
+    prices, steps = Prices.of(FLAT), -(-(sum(prompts) + own) // budget)
+    # Those of a door have whole tokens, as many in each.
+    assert abs(router - door) <= prices.step + steps * prices.token + 1e-9
