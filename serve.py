@@ -17,6 +17,9 @@ if __name__ == "__main__":  # Ctrl-C ends it at once while it imports, loads and
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.hosts.ending import end_process
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.seat import find_seat
 from jaxserve.server import launch
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batch_options import open_batches
@@ -35,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for a config that cannot be served or an engine that
     has failed, 2 for a wrong flag."""
     log_to_stderr()
-    form = TEXT
+    form, seat = TEXT, None
     try:
         answer = launch.answer(argv, str(_DEFAULT))
         if answer is not None:
@@ -44,6 +47,12 @@ def main(argv: Sequence[str]) -> int:
         config = launch.read_config()
         form = config.telemetry.log_format
         log_to_stderr(form)
+        seat = find_seat(config.mesh)
+        if seat is not None and not seat.leads:
+            from jaxserve.engine.following import follow
+
+            follow(config, seat)
+            return 0
         launch.check_ports(config)
         http, access = http_settings(config), access_settings(config)
         with (
@@ -53,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.build import build_engine
 
-            engine = build_engine(config, progress=form == TEXT)
+            engine = build_engine(config, progress=form == TEXT, seat=seat)
             engine.start()
 
             def on_ready(server: launch.Server) -> None:
@@ -64,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
     except launch.UsageError as error:
         complain(f"serve.py: {error}", form)
         return 2
-    except ConfigError as error:
+    except (ConfigError, GroupError) as error:
         complain(f"serve.py: {error}", form)
+        if seat is not None:
+            end_process(1)  # JAX would wait for the other hosts
         return 1
 
 

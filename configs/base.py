@@ -137,8 +137,18 @@ def _engine() -> dict[str, Any]:
 def _mesh() -> dict[str, Any]:
     """The devices."""
     return {
-        # Devices that one layer's heads are split over.
+        # Devices that one layer's heads are split over; of several hosts as many on each.
         "tensor": 1,
+        # Processes, one a host, that serve the model together, see docs/hosts.md; 0: as many as the
+        # cluster says (TPU pod, SLURM, Kubernetes Job).
+        "hosts": 1,
+        # HOST:PORT at which the first of them, the leader, listens for the others; empty: as the
+        # cluster says.
+        "coordinator": "",
+        # Which of them this one is, 0 leads; -1: as the cluster says.
+        "host_index": -1,
+        # Seconds in which all of them have to come.
+        "hosts_wait_s": 300.0,
     }
 
 

@@ -14,49 +14,49 @@ from tqdm import tqdm
 
 from jaxserve import __version__
 from jaxserve.engine import compiled_cache
+from jaxserve.engine.blueprint import Blueprint, build_executor
 from jaxserve.engine.choices import Choices, choose
+from jaxserve.engine.config_errors import config_errors, first_line
 from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
-from jaxserve.engine.errors import ConfigError
-from jaxserve.engine.executor import Executor, JaxExecutor
+from jaxserve.engine.errors import ConfigError, HostLost
+from jaxserve.engine.executor import Executor
 from jaxserve.engine.hidden import PROJECTED
+from jaxserve.engine.hosting import BUILD, lead
+from jaxserve.engine.leading import LeaderExecutor
 from jaxserve.engine.model_options import tokenizer_path
 from jaxserve.engine.prior import Prior, find_prior
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.timing import Progress
-from jaxserve.models import sharding
-from jaxserve.pallas_kernels import make_pool
+from jaxserve.hosts.group import Group
+from jaxserve.hosts.messages import Message
+from jaxserve.hosts.seat import Seat
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording import Header
-from jaxserve.weights import CheckpointError, fuse_loaded, load_params
-
-OUT_OF_MEMORY = (
-    "out of memory: lower cache.memory_gib, cache.memory_fraction or cache.num_blocks, or "
-    "scheduler.max_batch_tokens and scheduler.max_rows"
-)
 
 
-def build_engine(config: ConfigDict, *, progress: bool = True) -> Engine:
+def build_engine(config: ConfigDict, *, progress: bool = True, seat: Seat | None = None) -> Engine:
     """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
 
-    config: see `configs/base.py`. progress: show a bar while compiling. Raises ConfigError with
-    one clear line.
+    config: see `configs/base.py`. progress: show a bar while compiling. seat: of the leader, where
+    several hosts serve the model together; `jaxserve.engine.following` is for the others. Raises
+    ConfigError with one clear line.
     """
-    try:
-        return _build(config, progress)
-    except ConfigError:
-        raise
-    except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}") from error
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    with config_errors():
+        check_path(config.engine.record, config.engine.record_mib)
+        if seat is None:
+            if config.mesh.hosts != 1:
+                raise ConfigError("mesh.hosts: only serve.py serves a model over several hosts")
+            return _build(config, progress)
+        group, memory = lead(config, seat)
+        try:
+            return _build(config, progress, group, memory)
+        except BaseException as error:
+            group.close(first_line(error))
             raise
-        raise ConfigError(f"{OUT_OF_MEMORY} ({_first_line(error)})") from error
 
 
 def _check_device() -> None:
@@ -65,55 +65,33 @@ def _check_device() -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin is missing
         asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
-        raise ConfigError(f"{asked}: there is no such device: {_first_line(error)}") from error
+        raise ConfigError(f"{asked}: there is no such device: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _build(config: ConfigDict, progress: bool) -> Engine:
-    check_path(config.engine.record, config.engine.record_mib)
+def _build(
+    config: ConfigDict,
+    progress: bool,
+    group: Group | None = None,
+    memory: tuple[str, int] | None = None,
+) -> Engine:
+    """memory: as in `choose`."""
     _check_device()
     config = config.copy_and_resolve_references()
     config.engine.compilation_cache_dir = compiled_cache.use(config.engine.compilation_cache_dir)
-    chosen = choose(config)
-    model, mesh = chosen.model.config, chosen.model.mesh
-    tokenizer = load_tokenizer(tokenizer_path(config), model.vocab_size)
-    params = load_params(
-        config.model.path,
-        chosen.model.family,
-        model,
-        dtype=chosen.dtype,
-        mesh=mesh,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-        progress=progress,
-    )
-    if chosen.model.fused:
-        params = fuse_loaded(params, chosen.model.family, model, mesh)
-    pool_axes = ("layers", "blocks", "kv_heads", "slots", "head_dim")
-    pool = make_pool(
-        model.num_layers,
-        chosen.allocated_blocks,
-        chosen.pool_heads,
-        chosen.block_size,
-        model.head_dim,
-        chosen.cache_dtype,
-        sharding.named(mesh, pool_axes) if mesh else None,
-    )
-    executor = JaxExecutor(
-        chosen.model,
-        params,
-        pool,
-        chosen.buckets,
-        moves_cache=chosen.policy.moves_cache,
-        draws_masked=tokenizer.definition() is not None,
-    )
-    executor.warmup(_bar("compiling", progress))
-    engine = assemble(
-        config, chosen, executor, tokenizer, pool_bytes=pool.nbytes, progress=progress
-    )
+    chosen = choose(config, memory)
+    tokenizer = load_tokenizer(tokenizer_path(config), chosen.model.config.vocab_size)
+    blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
+    if group is not None:
+        group.tell(Message(BUILD, blueprint.plain()))
+    bar = _bar("compiling", progress)
+    local, pool_bytes = build_executor(config, blueprint, progress=progress, bar=bar)
+    executor: Executor = local
+    if group is not None:
+        group.answers()  # all are ready
+        executor = LeaderExecutor(local, group)
+    engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=progress)
+    if group is not None:
+        group.on_loss(lambda why: engine.abandon(HostLost(why)))
     compiled_cache.note(config.engine.compilation_cache_dir)
     return engine
 

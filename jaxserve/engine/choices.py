@@ -73,8 +73,9 @@ class Choices:
         return jnp.dtype(self.model.activations or self.dtype)
 
 
-def choose(config: ConfigDict) -> Choices:
-    """Raises ConfigError, or ValueError or OSError, with one clear line."""
+def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices:
+    """memory: name of the device with the least of it, and bytes that are free there, if it is not
+    to be measured here. Raises ConfigError, or ValueError or OSError, with one clear line."""
     family, model, hf = load_shape(config)
     _check_ends(model)
     tensor = config.mesh.tensor
@@ -103,6 +104,7 @@ def choose(config: ConfigDict) -> Choices:
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
+    heads_of_host = pool_heads // jax.process_count()
     moving = moving_workspace(policy, model, cached, pool_heads // tensor)
     room = pool_room(
         demand,
@@ -112,6 +114,7 @@ def choose(config: ConfigDict) -> Choices:
         pool_heads=pool_heads,
         shards=tensor,
         other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
+        device=memory,
     )
     allocated = array_blocks(demand, room)
     unroll = unrolls(jax.default_backend())
@@ -127,7 +130,7 @@ def choose(config: ConfigDict) -> Choices:
         demand.block_size,
         pool_heads,
         given,
-        host_slots(config.cache.host_gib, policy, model, cached, pool_heads),
+        host_slots(config.cache.host_gib, policy, model, cached, heads_of_host),
         _profile(config, model, read if given is None else None),
     )
 

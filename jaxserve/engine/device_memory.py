@@ -19,7 +19,7 @@ _GROUPS = (  # limit and use of the control group that a container is: version 2
 
 def free_memory() -> tuple[str, int]:
     """Name of one device, and bytes that are free there; for the CPU backend, the host's."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return device.device_kind, int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))

@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.engine.commands import Cancel, Submit
 from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
-from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.errors import EngineStopped, HostLost, QueueFull
 from jaxserve.engine.executor import Executor
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
@@ -206,8 +206,8 @@ class Engine:
         self._serving.observers.append(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
-        """listener(exception) is called once if the engine fails, on the engine thread, or here
-        and now if it has failed already."""
+        """listener(exception) is called once if the engine fails, on the engine thread or, where it
+        is abandoned, another, or here and now if it has failed already."""
         with self._wake:
             self._failure_listeners.append(listener)
             failure = self._failure
@@ -255,6 +255,17 @@ class Engine:
             if isinstance(command, Submit):
                 refuse(command.request, command.on_output, FinishReason.CANCELLED)
         self._serving.stop()
+
+    def abandon(self, error: BaseException) -> None:
+        """Gives the engine up from outside, since its own thread may wait for ever for a device: it
+        takes no more requests, and whoever listens for failures ends those that it has."""
+        with self._wake:
+            if self._failure is not None:
+                return
+            self._failure, self._open = error, False
+            listeners = list(self._failure_listeners)
+        for listener in listeners:
+            attempt(listener, error)
 
     # The loop, on the engine thread.
 
@@ -313,6 +324,9 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """Ends every request with the error; nobody is left waiting, whatever else goes wrong."""
         log.error("the engine failed: %s", error, exc_info=error)
+        if isinstance(error, HostLost):
+            self.abandon(error)
+            return
         message = f"{type(error).__name__}: {error}"
         with self._wake:
             self._failure = error

@@ -13,3 +13,7 @@ class QueueFull(RuntimeError):
 
 class EngineStopped(RuntimeError):
     """The engine is shutting down or has failed and takes no requests."""
+
+
+class HostLost(EngineStopped):
+    """Another of the hosts that serve the model together is gone; the message says which."""

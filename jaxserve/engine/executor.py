@@ -21,6 +21,7 @@ from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.hidden import make_widen
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.moves import Mover
+from jaxserve.engine.placing import put_whole
 from jaxserve.engine.prompt_step import make_prompt_step
 from jaxserve.engine.sampling import (
     SampleResult,
@@ -222,18 +223,18 @@ class JaxExecutor:
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
-            batch = jax.device_put(packed, self._place)
+            batch = put_whole(packed, self._place)
             done = self._step(self.params, self.pool, self._state.newest, batch, layout=layout)
             self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = None
             if targets is not None:
-                wanted = jax.device_put(targets, self._place)
+                wanted = put_whole(targets, self._place)
                 prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
         return done, prompt
 
     def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
         """See `Executor`."""
-        return self._sample(undrawn, jax.device_put(masks, self._place))
+        return self._sample(undrawn, put_whole(masks, self._place))
 
     def _sample(self, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
         with self._mesh or contextlib.nullcontext():
@@ -250,7 +251,7 @@ class JaxExecutor:
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
-            batch = jax.device_put(packed, self._place)
+            batch = put_whole(packed, self._place)
             self.pool = self._widen(self.params, self.pool, batch, layout=layout)
 
     def copy_slots(self, places: np.ndarray) -> None:
@@ -286,7 +287,7 @@ class JaxExecutor:
         """Compiles a model's step; a call with these arguments finds it compiled."""
         step: Any = self._step
         with self._mesh or contextlib.nullcontext():
-            batch = jax.device_put(layout.empty(), self._place)
+            batch = put_whole(layout.empty(), self._place)
             arguments = (self.params, self.pool, self._state.newest, batch)
             step.lower(*arguments, layout=layout).compile()
 

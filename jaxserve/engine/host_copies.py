@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.engine.placing import own_part
+
 
 class HostCopies:
-    """What is kept by key: arrays [slots, ...]. One thread calls; what a copy raised is raised by
-    the next call of any kind but `close`. room: slots that may be staged at a time, not yet copied.
+    """What is kept by key: arrays [slots, ...], of several hosts each one's own part. One thread
+    calls; what a copy raised is raised by the next call of any kind but `close`. room: slots that
+    may be staged at a time, not yet copied.
     """
 
     def __init__(self, room: int) -> None:
@@ -72,7 +75,7 @@ class HostCopies:
 
 
 def _copy(staged: jax.Array, targets: list[np.ndarray]) -> None:
-    contents, first = np.asarray(staged), 0  # waits for the device
+    contents, first = own_part(staged), 0  # waits for the device
     for target in targets:
         target[:] = contents[first : first + len(target)]
         first += len(target)

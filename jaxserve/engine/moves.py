@@ -14,6 +14,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxserve.engine.host_copies import HostCopies
+from jaxserve.engine.placing import own_part, own_shape, put_own_part, put_whole
 from jaxserve.engine.step_model import StepModel
 from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.move import STAGING
@@ -47,7 +48,7 @@ class Mover:
         self._staging: Sharding = (
             SingleDeviceSharding(place) if mesh is None else NamedSharding(mesh, STAGING)
         )
-        device = next(iter(self._staging.device_set))
+        device = next(iter(self._staging.addressable_devices))
         pinned = has_pinned(device) if pinned is None else pinned
         self._pinned = self._staging.with_memory_kind(PINNED) if pinned else None
         self._move, self._out, self._in = _functions(model.backend, mesh, pool_format)
@@ -71,9 +72,9 @@ class Mover:
     ) -> None:
         """Keeps what is in slots int32 [sum(counts), 2], (block, slot): the first counts[0] under
         keys[0], and so on."""
-        layers, _, heads, _, dim = pool.shape
         for key, count in zip(keys, counts, strict=True):
-            self._host.open(key, (count, layers, heads, dim), pool.dtype)
+            mine = own_shape(self._staging, _staged_shape(pool, count))
+            self._host.open(key, mine, pool.dtype)
         first = 0
         for piece, count in _pieces(slots):
             self._host.make_room(len(piece))
@@ -94,7 +95,8 @@ class Mover:
         for piece, count in _pieces(slots):
             parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]
             self._make_room(len(piece))
-            staged = jax.device_put(_joined(parts, len(piece)), self._staging)
+            mine = _joined(parts, len(piece))
+            staged = put_own_part(mine, self._staging, _staged_shape(pool, len(piece)))
             pool, there = self._in(pool, staged, *self._put(piece, count))
             self._arriving.append((there, len(piece)))
             first += count
@@ -121,7 +123,7 @@ class Mover:
             staged = self._out(pool, *self._put(slots, 0))
             if self._pinned is not None:
                 staged = jax.device_put(staged, self._pinned)
-            back = jax.device_put(np.asarray(staged), self._staging)
+            back = put_own_part(own_part(staged), self._staging, staged.shape)
             pool, _ = self._in(pool, back, *self._put(slots, 0))
         return pool
 
@@ -134,7 +136,13 @@ class Mover:
             arriving.popleft()[0].block_until_ready()
 
     def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
-        return jax.device_put((places, np.int32(count)), self._place)
+        placed: tuple[jax.Array, jax.Array] = put_whole((places, np.int32(count)), self._place)
+        return placed
+
+
+def _staged_shape(pool: jax.Array, slots: int) -> tuple[int, ...]:
+    layers, _, heads, _, dim = pool.shape
+    return slots, layers, heads, dim
 
 
 def has_pinned(device: jax.Device) -> bool:

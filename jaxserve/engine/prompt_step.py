@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.engine.layout import NO_TARGET
 from jaxserve.engine.sampling import SampleResult, with_logprobs, without_logprobs
@@ -33,7 +34,8 @@ PromptStep = Callable[..., SampleResult]
 def make_prompt_step(model: StepModel) -> PromptStep:
     """The program of this model, jitted over the rows of its steps. Engines of the same model in
     one process share it."""
-    return jax.jit(partial(_prompt_step, model), static_argnames=("rows",))
+    whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+    return jax.jit(partial(_prompt_step, model), static_argnames=("rows",), out_shardings=whole)
 
 
 def _prompt_step(

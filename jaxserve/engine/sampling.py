@@ -127,7 +127,7 @@ def sample_full(
         tokens,
     )
     state = state.after(_advanced(state.newest, slots, emit, tokens))
-    return _counted(state, slots, emit, tokens), result
+    return _counted(state, slots, emit, tokens), on_mesh(result, state.mesh)
 
 
 @jax.tree_util.register_dataclass
@@ -214,7 +214,8 @@ def _counted(
     where = jnp.where(emit, slots, state.num_slots)
     old = state.counts.at[where, tokens].get(mode="fill", fill_value=0)
     new = jnp.where(old & COUNT_MASK == COUNT_MASK, old, old + jnp.uint16(1))
-    return on_mesh(replace(state, counts=state.counts.at[where, tokens].set(new, mode="drop")))
+    counted = replace(state, counts=state.counts.at[where, tokens].set(new, mode="drop"))
+    return on_mesh(counted, state.mesh)
 
 
 def _adjusted(scores: jax.Array, rows: _Rows, *, lowest: float) -> jax.Array:

@@ -16,13 +16,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.engine.placing import put_whole
 from jaxserve.sched.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -45,6 +46,7 @@ _BIAS_IDS_AT = _SUPPRESSED_AT + MAX_SUPPRESSED
 _BIAS_VALUES_AT = _BIAS_IDS_AT + MAX_LOGIT_BIAS
 _ROW = _BIAS_VALUES_AT + MAX_LOGIT_BIAS
 _SALT = secrets.token_bytes(16)
+_Held = TypeVar("_Held")
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +158,7 @@ def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> Sam
     return SamplingState(
         last_token=jnp.zeros(num_slots, jnp.int32, device=place),
         num_generated=jnp.zeros(num_slots, jnp.int32, device=place),
-        rows=jnp.tile(jax.device_put(row, place), (num_slots, 1)),
+        rows=jnp.tile(put_whole(row, place), (num_slots, 1)),
         counts=jnp.zeros((num_slots, vocab_size), jnp.uint16, device=place),
         mesh=mesh,
     )
@@ -222,8 +224,8 @@ def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
     packed = row.packed.copy()
     packed[0] = slot
     if row.counts is None:
-        return _admit(state, jax.device_put(packed, place))
-    return _admit_counted(state, *jax.device_put((packed, row.counts), place))
+        return _admit(state, put_whole(packed, place))
+    return _admit_counted(state, *put_whole((packed, row.counts), place))
 
 
 def warm_up(state: SamplingState) -> SamplingState:
@@ -234,22 +236,21 @@ def warm_up(state: SamplingState) -> SamplingState:
     return admit(state, 0, plain)
 
 
-def on_mesh(state: SamplingState) -> SamplingState:
-    """Holds the state replicated, so that a step's output has the sharding of its input."""
-    if state.mesh is None:
-        return state
-    return jax.lax.with_sharding_constraint(state, replicated(state.mesh))
+def on_mesh(held: _Held, mesh: Mesh | None) -> _Held:
+    """Holds it replicated: the state, so that a step's output has the sharding of its input; what a
+    host reads, so that each has all of it."""
+    return held if mesh is None else jax.lax.with_sharding_constraint(held, replicated(mesh))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _admit(state: SamplingState, packed: jax.Array) -> SamplingState:
-    return on_mesh(_with_row(state, packed))
+    return on_mesh(_with_row(state, packed), state.mesh)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _admit_counted(state: SamplingState, packed: jax.Array, counts: jax.Array) -> SamplingState:
     state = _with_row(state, packed)
-    return on_mesh(replace(state, counts=state.counts.at[packed[0]].set(counts)))
+    return on_mesh(replace(state, counts=state.counts.at[packed[0]].set(counts)), state.mesh)
 
 
 def _with_row(state: SamplingState, packed: jax.Array) -> SamplingState:

@@ -142,15 +142,15 @@ def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, head
 
 
 def host_slots(
-    gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, pool_heads: int
+    gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int
 ) -> int:
-    """Slots, of one plane and all layers each, that host memory for checkpoints holds. ConfigError
-    if it is not for a policy that makes any."""
+    """Slots, of one plane and all layers each, that host memory for checkpoints holds. heads: KV
+    heads that one host keeps. ConfigError if it is not for a policy that makes any."""
     if not 0 <= gib < math.inf:
         raise ConfigError(f"cache.host_gib must be at least 0, got {gib}")
     if gib and not policy.moves_cache:
         raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
-    return int(gib * GIB // _slot_bytes(config, dtype, pool_heads))
+    return int(gib * GIB // _slot_bytes(config, dtype, heads))
 
 
 def _slot_bytes(config: ModelConfig, dtype: DTypeLike, heads: int) -> int:

@@ -38,18 +38,30 @@ _Array = TypeVar("_Array", bound=jax.Array)
 
 
 def make_mesh(tensor: int) -> Mesh:
-    """A mesh of the first `tensor` devices, with the one axis "tensor".
+    """A mesh of `tensor` devices with the one axis "tensor": the first ones of each host, equally
+    many, a host's own beside each other.
 
     Raises:
-        ValueError: `tensor` is below 1 or above the number of devices.
+        ValueError: `tensor` is below 1, above the number of devices, or no multiple of the hosts.
     """
-    devices = jax.devices()
+    devices, hosts = jax.devices(), jax.process_count()
     if not 1 <= tensor <= len(devices):
         raise ValueError(
             f"mesh.tensor must be between 1 and the number of {devices[0].platform} devices "
             f"({len(devices)}), got {tensor}"
         )
-    return Mesh(np.asarray(devices[:tensor]), (TENSOR,))
+    each = tensor // hosts
+    chosen = [
+        device
+        for host in range(hosts)
+        for device in [d for d in devices if d.process_index == host][:each]
+    ]
+    if len(chosen) != tensor:
+        raise ValueError(
+            f"mesh.tensor must be as many devices on each of {hosts} hosts, got {tensor} of "
+            f"{len(devices)}"
+        )
+    return Mesh(np.asarray(chosen), (TENSOR,))
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:

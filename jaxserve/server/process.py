@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.hosts.ending import end_process
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.http.door import HttpSettings
@@ -74,11 +74,7 @@ def run_server(
         for number, handler in before.items():
             signal.signal(number, handler)
     if server.hung:
-        logging.shutdown()  # else what waits to be written is lost
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        end_process(1)
     return 1 if server.failed else 0
 
 

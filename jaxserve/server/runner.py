@@ -14,6 +14,7 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.server.access.options import Access
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
@@ -31,6 +32,7 @@ from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.request_log import RequestLog
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
+from jaxserve.server.requests.streams import StreamFailed
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.requests.writing import WriteLimit
 from jaxserve.server.service import GenerationService
@@ -285,16 +287,18 @@ class Server:
             self._stop_requested.set()
 
     def _on_failure(self, error: BaseException) -> None:
-        """On the engine's thread."""
-        self.failed = True
+        """On any thread. Where a host is lost, the engine's own may wait for it for ever, and other
+        servers can serve what this one cannot."""
+        lost = isinstance(error, HostLost)
+        self.failed, self.hung = True, lost
         text = f"the engine failed: {str(error) or type(error).__name__}"
 
         async def tell() -> None:
-            self._requests.fail(text)
+            self._requests.fail(text, EngineStopped if lost else StreamFailed)
             if self._batches is not None:
                 self._batches.closed()
             await self._set_health(serving=False)
-            if self._options.exit_on_failure:
+            if self._options.exit_on_failure or lost:
                 log.error("the server stops: %s", text)
                 self._stop_requested.set()
 

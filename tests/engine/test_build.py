@@ -11,7 +11,15 @@ import jax
 import pytest
 
 from jaxserve.configs import base
-from jaxserve.engine import build, choices, compiled_cache, device_memory, model_options, steps
+from jaxserve.engine import (
+    blueprint,
+    build,
+    choices,
+    compiled_cache,
+    device_memory,
+    model_options,
+    steps,
+)
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.simulation.profiles import System
@@ -137,7 +145,7 @@ def test_memory_that_is_not_there_after_all(
     def full(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(build, "make_pool", full)
+    monkeypatch.setattr(blueprint, "make_pool", full)
     config = base.get_config()
     config.model.path, config.model.load_format = str(shapes["opt"]), "random"
     config.cache.num_blocks = 100

@@ -172,7 +172,7 @@ class BatchRunner:
                 ending = Ending.OK
             elif work.batch in self._dropped:
                 ending = Ending.CANCELLED
-        except StreamFailed:  # the engine: the line waits for the next server
+        except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
             completions, ending = None, Ending.ENGINE_FAILED
         finally:  # or this task is cancelled, when the server stops
             self._over(record, ending)

@@ -27,7 +27,7 @@ from jaxserve.server.requests.endings import CallRecord
 from jaxserve.server.requests.late import LateRefusal
 from jaxserve.server.requests.logprob_arrays import size as logprobs_size
 from jaxserve.server.requests.slo_classes import ServiceLevel, named
-from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream
+from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream, StreamFailed
 
 MAX_REQUEST_ID = 128  # characters
 SHUTTING_DOWN = "the server is shutting down"
@@ -89,10 +89,10 @@ class EngineRequests:
         """No new requests from now on."""
         self.draining = True
 
-    def fail(self, error: str) -> None:
-        """Ends every open stream with StreamFailed; no new requests from now on."""
+    def fail(self, error: str, kind: type[Exception] = StreamFailed) -> None:
+        """Ends every open stream with kind(error); no new requests from now on."""
         self.failure = error
-        self._router.fail_all(error)
+        self._router.fail_all(error, kind)
 
     def close(self) -> None:
         """Nothing is made any more, and of what was, nothing is heard."""

@@ -152,10 +152,10 @@ class Stream:
         if not self.finished:
             self._cancel()
 
-    def fail(self, error: str) -> None:
-        """Ends the stream with `StreamFailed` once what is pending has been read."""
+    def fail(self, error: str, kind: type[Exception] = StreamFailed) -> None:
+        """Ends the stream with an error of this kind once what is pending has been read."""
         self._ended(set(self._unfinished))
-        self._error = self._error or StreamFailed(error)
+        self._error = self._error or kind(error)
         self._news.set()
 
     def _ended(self, indices: set[int]) -> None:
@@ -175,7 +175,7 @@ class Stream:
     async def next(self) -> Delta | None:
         """What is pending of one continuation, the oldest first; None at the end.
 
-        Raises StreamFailed, SlowReader.
+        Raises what it failed with, SlowReader.
         """
         while True:
             if self._pending:
@@ -240,11 +240,11 @@ class OutputRouter:
         """Ids of the requests on which the engine has not said its last word."""
         return list(self._streams)
 
-    def fail_all(self, error: str) -> None:
-        """Ends every open stream with `StreamFailed(error)`, after what it has pending."""
+    def fail_all(self, error: str, kind: type[Exception] = StreamFailed) -> None:
+        """Ends every open stream with kind(error), after what it has pending."""
         self._deliver()
         for stream in self._streams.values():
-            stream.fail(error)
+            stream.fail(error, kind)
         self._streams.clear()
 
     def on_output(self, output: Output) -> None:

@@ -1,0 +1,38 @@
+"""What goes wrong while an engine is built, as one line for whoever has configured it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.weights import CheckpointError
+
+OUT_OF_MEMORY = (
+    "out of memory: lower cache.memory_gib, cache.memory_fraction or cache.num_blocks, or "
+    "scheduler.max_batch_tokens and scheduler.max_rows"
+)
+
+
+@contextlib.contextmanager
+def config_errors() -> Iterator[None]:
+    """Makes a ConfigError of what a configuration, a checkpoint or too little memory raises."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(f"{OUT_OF_MEMORY} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of what the error says; its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,134 @@
+"""A host that follows: it builds the same executor, and makes the leader's calls in their order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections import deque
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve.engine import compiled_cache
+from jaxserve.engine.blueprint import Blueprint, build_executor
+from jaxserve.engine.config_errors import config_errors, first_line
+from jaxserve.engine.device_memory import free_memory
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.executor import Executor, Handle, Undrawn
+from jaxserve.engine.hosting import BUILD, FACTS, READY, profile_of
+from jaxserve.engine.layout import Layout
+from jaxserve.engine.leading import Calls
+from jaxserve.engine.sampling import SlotParams
+from jaxserve.hosts.ending import end_process
+from jaxserve.hosts.link import CLOSE, FAILED, Link
+from jaxserve.hosts.membership import join
+from jaxserve.hosts.messages import Message
+from jaxserve.hosts.runtime import start_jax
+from jaxserve.hosts.seat import Seat
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as the leader has
+
+
+def follow(config: ConfigDict, seat: Seat) -> None:
+    """Serves with the others until the leader ends. config: as the leader's, see
+    configs/base.py. Raises ConfigError; where the leader is lost, the process ends with exit code
+    1."""
+    with config_errors():
+        link, address = join(seat, profile_of(config, seat))
+        try:
+            start_jax(seat, address)
+            executor = _build(config, link)
+        except Exception as error:
+            link.close(Message(FAILED, {"why": first_line(error)}))
+            raise
+    log.info("host %d of %d follows the leader at %s", seat.index, seat.hosts, seat.coordinator)
+    _leave_signals_to_the_leader()
+    try:
+        make_calls(link, executor)
+    except BaseException as error:
+        log.exception("this host ends")
+        link.close(Message(FAILED, {"why": first_line(error)}))
+        end_process(1)
+    executor.close()
+
+
+def _build(config: ConfigDict, link: Link) -> Executor:
+    name, free = free_memory()
+    facts = {"device": jax.local_devices()[0].device_kind, "memory": [name, free]}
+    link.send(Message(FACTS, facts))
+    message = link.receive()
+    if message.name != BUILD:  # a leader that has closed
+        raise ConfigError("the leader has ended before it was ready")
+    config = config.copy_and_resolve_references()
+    compiled_cache.use(config.engine.compilation_cache_dir)
+    blueprint = Blueprint.from_plain(message.fields)
+    executor, _ = build_executor(config, blueprint, progress=False, bar=iter)
+    link.send(Message(READY))
+    link.done()
+    return executor
+
+
+def make_calls(link: Link, executor: Executor) -> None:
+    """The leader's calls, as they come, until it closes."""
+    undrawn: dict[int, Undrawn] = {}
+    launched: deque[Handle] = deque()
+    while True:
+        message = link.receive()
+        if message.name == CLOSE:
+            return
+        if message.name in (Calls.SUBMIT, Calls.DRAW) and len(launched) == IN_FLIGHT:
+            launched.popleft().result()  # what went wrong on the device is raised here
+        handle = _make(message, executor, undrawn)
+        if handle is not None:
+            launched.append(handle)
+        link.done()
+
+
+def _make(message: Message, executor: Executor, undrawn: dict[int, Undrawn]) -> Handle | None:
+    """One call; the handle of a step whose tokens are drawn."""
+    fields, arrays = message.fields, message.arrays
+    match message.name:
+        case Calls.SUBMIT:
+            layout, full = Layout(**fields["layout"]), fields["full"]
+            return executor.submit(layout, arrays[0], full=full, targets=_second(message))
+        case Calls.COMPUTE:
+            layout = Layout(**fields["layout"])
+            step = executor.compute(layout, arrays[0], targets=_second(message))
+            undrawn[fields["number"]] = step
+        case Calls.DRAW:
+            return executor.draw(undrawn.pop(fields["number"]), arrays[0])
+        case Calls.ADMIT:
+            executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
+        case Calls.WIDEN:
+            executor.widen(Layout(**fields["layout"]), arrays[0])
+        case Calls.COPY_SLOTS:
+            executor.copy_slots(arrays[0])
+        case Calls.SAVE:
+            executor.save(fields["keys"], fields["counts"], arrays[0])
+        case Calls.LOAD:
+            executor.load(fields["keys"], fields["counts"], arrays[0])
+        case Calls.DISCARD:
+            executor.discard(fields["keys"])
+        case _:
+            raise RuntimeError(f"the leader calls {message.name!r}, which is nothing here")
+    return None
+
+
+def _second(message: Message) -> Any:
+    return message.arrays[1] if len(message.arrays) > 1 else None
+
+
+def _leave_signals_to_the_leader() -> None:
+    """Whoever stops all hosts at once stops the leader, too: it lets what runs end, and then tells
+    this one. A second signal ends this one alone."""
+
+    def ignored(number: int, frame: object) -> None:
+        log.warning("this host ends when the leader does; a second signal ends it now")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ignored)

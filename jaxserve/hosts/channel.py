@@ -1,0 +1,73 @@
+"""Messages over TCP: each behind its length, 4 bytes, big-endian."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+from jaxserve.hosts.messages import Message, unpack
+
+MAX_BYTES = 1 << 28  # of a message; the largest are masks of 256 rows, some megabytes
+_LENGTH = struct.Struct("!I")
+
+
+class Closed(ConnectionError):
+    """The other side has gone, or is not what it should be."""
+
+
+class Channel:
+    """One end of a connection, which becomes its own. Any thread may send, one receives.
+
+    stuck_s: seconds after which a message that nobody takes is an error.
+    """
+
+    def __init__(self, connection: socket.socket, stuck_s: float) -> None:
+        self._socket = connection
+        connection.settimeout(None)
+        # A message is sent when it is there: the next one may depend on it.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds, rest = divmod(stuck_s, 1)
+        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Raises Closed."""
+        content = message.pack()
+        try:
+            with self._sending:
+                self._socket.sendall(_LENGTH.pack(len(content)) + content)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """The next one; waits for it, each part of it at most timeout_s. Raises Closed, BadMessage,
+        TimeoutError."""
+        try:
+            self._socket.settimeout(timeout_s)
+            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            if length > MAX_BYTES:
+                raise Closed(f"it sends {length} bytes at once")
+            return unpack(self._exactly(length))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def _exactly(self, size: int) -> bytes:
+        parts = bytearray(size)
+        view, have = memoryview(parts), 0
+        while have < size:
+            count = self._socket.recv_into(view[have:])
+            if not count:
+                raise Closed("the connection is closed")
+            have += count
+        return bytes(parts)
+
+    def close(self) -> None:
+        """Idempotent; a `receive` that waits raises Closed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,177 @@
+"""The leader's side: who is in the group, and what it tells them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxserve.hosts.channel import Channel, Closed
+from jaxserve.hosts.ending import end_process
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.link import CLOSE, FAILED, PATIENCE_S, Link
+from jaxserve.hosts.messages import BadMessage, Message
+from jaxserve.hosts.seat import Seat
+
+log = logging.getLogger(__name__)
+
+HELLO, WELCOME = "hello", "welcome"
+_HELLO_S = 5.0  # for whoever has connected to say who it is
+LAST_S = 5.0
+"""Seconds after which the process ends, once a host is lost, whatever else it is about to do."""
+
+
+class Group:
+    """The followers, all of them there. Where one is lost the group is: `on_loss` says so, and
+    LAST_S later the process ends with exit code 1, for what waits for a device of a host that is
+    gone would wait for ever. Without an `on_loss` it ends at once.
+
+    channels: as `gather` found them, by index. coordinator: where JAX is to coordinate, as
+    "host:port".
+    `tell` and `mark` are for one thread.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        coordinator: str,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._lost = threading.Event()
+        self._lock = threading.Lock()
+        self._why = ""
+        self._on_loss: Callable[[str], None] | None = None
+        self._links = [
+            Link(channel, f"host {index}", self._lose, patience_s=patience_s)
+            for index, channel in channels.items()
+        ]
+        for channel, link in zip(channels.values(), self._links, strict=True):
+            with contextlib.suppress(Closed):  # then the link finds that out
+                channel.send(Message(WELCOME, {"coordinator": coordinator}))
+            link.start()
+
+    def tell(self, message: Message) -> None:
+        """Every follower, in the order of the calls."""
+        for link in self._links:
+            link.send(message)
+
+    def answers(self) -> list[Message]:
+        """The next message of each follower, in the order of their indices; waits for them."""
+        return [link.receive() for link in self._links]
+
+    def mark(self) -> None:
+        """The leader has done what it has told the others so far, see `Link.mark`."""
+        for link in self._links:
+            link.mark()
+
+    def lost(self, timeout_s: float) -> str | None:
+        """Why the group is lost, if it is within so many seconds."""
+        return self._why if self._lost.wait(timeout_s) else None
+
+    def on_loss(self, tell: Callable[[str], None]) -> None:
+        """tell(why) is called once, from any thread, when a follower is lost."""
+        with self._lock:
+            self._on_loss = tell
+            lost = self._lost.is_set()
+        if lost:
+            tell(self._why)
+
+    def close(self, why: str | None = None) -> None:
+        """The followers are told to end, as well or, with a reason, as a failure. Idempotent."""
+        last = Message(CLOSE) if why is None else Message(FAILED, {"why": why})
+        for link in self._links:
+            link.close(last)
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._lost.is_set():
+                return
+            self._why, tell = why, self._on_loss
+            self._lost.set()
+        log.error("the group of hosts is lost: %s", why)
+        if tell is None:
+            self.close(why)
+            end_process(1)
+        timer = threading.Timer(LAST_S, end_process, (1,))
+        timer.daemon = True
+        timer.start()
+        tell(why)
+        self.close(why)
+
+
+def gather(
+    seat: Seat, profile: Mapping[str, Any], *, patience_s: float = PATIENCE_S
+) -> dict[int, Channel]:
+    """Waits for all followers, by index, whose `profile` is this one's; who has another one is
+    refused, and told why. Raises GroupError."""
+    try:
+        listener = socket.create_server((seat.address, seat.port), family=_family(seat))
+    except OSError as error:
+        where = f"cannot listen on {seat.coordinator}"
+        raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
+    found: dict[int, Channel] = {}
+    deadline = time.monotonic() + seat.wait_s
+    with listener:
+        while len(found) < seat.hosts - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                problem = (
+                    f"mesh.hosts: {len(found)} of {seat.hosts - 1} followers have come to "
+                    f"{seat.coordinator} within {seat.wait_s:g} s"
+                )
+                for channel in found.values():
+                    _refuse(channel, problem)
+                raise GroupError(problem) from None
+            channel = Channel(connection, patience_s)
+            index = _admitted(channel, str(address[0]), seat, profile)
+            if index is None:
+                continue
+            if index in found:
+                _refuse(found[index], f"mesh.host_index: another host has come as {index}")
+            found[index] = channel
+    return dict(sorted(found.items()))
+
+
+def _family(seat: Seat) -> socket.AddressFamily:
+    return socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, Any]) -> int | None:
+    """The index of who has connected; None, and it is told why, if it does not belong here."""
+    try:
+        message = channel.receive(_HELLO_S)
+        if message.name != HELLO:
+            raise BadMessage(f"a {message.name!r} instead of a hello")
+        index, theirs = int(message.fields["index"]), dict(message.fields["profile"])
+    except (Closed, BadMessage, OSError, KeyError, TypeError, ValueError) as error:
+        log.warning("somebody at %s has connected who is no follower: %s", address, error)
+        channel.close()
+        return None
+    problem = _difference(theirs, profile)
+    if problem is None and not 0 < index < seat.hosts:
+        problem = f"mesh.host_index must be 1 to {seat.hosts - 1}, got {index}"
+    if problem is None:
+        return index
+    log.warning("the host at %s is refused: %s", address, problem)
+    _refuse(channel, problem)
+    return None
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            return f"{name}: it has {theirs.get(name)!r}, the leader {ours.get(name)!r}"
+    return None
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    with contextlib.suppress(Closed):
+        channel.send(Message(FAILED, {"why": why}))
+    channel.close()

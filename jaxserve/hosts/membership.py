@@ -1,0 +1,61 @@
+"""A follower's side: how it joins the group, and what it hears of the leader."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.hosts.channel import Channel, Closed
+from jaxserve.hosts.ending import end_process
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.group import HELLO, WELCOME
+from jaxserve.hosts.link import FAILED, PATIENCE_S, Link
+from jaxserve.hosts.messages import BadMessage, Message
+from jaxserve.hosts.seat import Seat
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.25  # between two attempts to reach a leader that is not there yet
+_CONNECT_S = 5.0
+
+
+def join(
+    seat: Seat, profile: Mapping[str, Any], *, patience_s: float = PATIENCE_S
+) -> tuple[Link, str]:
+    """The link to the leader, and where its JAX coordinates, as "host:port". Where the leader is
+    lost later on, the process ends with exit code 1. Raises GroupError."""
+    deadline = time.monotonic() + seat.wait_s
+    channel = _connect(seat, deadline, patience_s)
+    try:
+        channel.send(Message(HELLO, {"index": seat.index, "profile": dict(profile)}))
+        # It waits for the others, too.
+        message = channel.receive(seat.wait_s + _CONNECT_S)
+    except (Closed, BadMessage, TimeoutError) as error:
+        raise GroupError(f"mesh.coordinator: {seat.coordinator} does not go on: {error}") from error
+    if message.name == FAILED:
+        raise GroupError(str(message.fields.get("why")))
+    if message.name != WELCOME:
+        raise GroupError(f"mesh.coordinator: at {seat.coordinator} there is no leader")
+    link = Link(channel, f"the leader at {seat.coordinator}", _lost, patience_s=patience_s)
+    link.start()
+    return link, str(message.fields["coordinator"])
+
+
+def _connect(seat: Seat, deadline: float, patience_s: float) -> Channel:
+    while True:
+        try:
+            where = (seat.address, seat.port)
+            return Channel(socket.create_connection(where, _CONNECT_S), patience_s)
+        except OSError as error:
+            if time.monotonic() + _AGAIN_S > deadline:
+                nobody = f"nobody answers at {seat.coordinator} within {seat.wait_s:g} s"
+                raise GroupError(f"mesh.coordinator: {nobody} ({error})") from error
+            time.sleep(_AGAIN_S)
+
+
+def _lost(why: str) -> None:
+    log.error("this host ends: %s", why)
+    end_process(1)

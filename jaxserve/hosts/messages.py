@@ -1,0 +1,64 @@
+"""What hosts tell each other: a name, plain fields and arrays, as bytes.
+
+    4 bytes, big-endian: the length of the header
+    header: JSON, [name, fields, [[dtype, shape] of each array]]
+    the arrays, one behind the other, C order
+
+Nothing in it can make a receiver do more than what it does with the name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_LENGTH = struct.Struct("!I")
+_KINDS = "iufb"  # of arrays: numbers
+
+
+class BadMessage(ValueError):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """fields: what JSON has. arrays: of numbers."""
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        described = [[array.dtype.str, array.shape] for array in self.arrays]
+        header = json.dumps([self.name, self.fields, described], separators=(",", ":")).encode()
+        arrays = [np.ascontiguousarray(array).tobytes() for array in self.arrays]
+        return b"".join([_LENGTH.pack(len(header)), header, *arrays])
+
+
+def unpack(content: bytes) -> Message:
+    """The message that was packed; its arrays cannot be written to. Raises BadMessage."""
+    try:
+        (length,) = _LENGTH.unpack_from(content)
+        at = _LENGTH.size + length
+        name, fields, described = json.loads(content[_LENGTH.size : at])
+        arrays = []
+        for code, shape in described:
+            dtype, count = np.dtype(code), math.prod(shape)
+            if dtype.kind not in _KINDS:
+                raise BadMessage(f"arrays of {dtype} are not sent")
+            arrays.append(np.frombuffer(content, dtype, count, at).reshape(shape))
+            at += count * dtype.itemsize
+    except BadMessage:
+        raise
+    except (ValueError, TypeError, struct.error) as error:
+        raise BadMessage(f"not a message: {error}") from error
+    if at != len(content) or not isinstance(name, str) or not isinstance(fields, dict):
+        raise BadMessage("not a message: its parts do not fit")
+    return Message(name, fields, tuple(arrays))

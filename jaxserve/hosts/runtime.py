@@ -1,0 +1,51 @@
+"""JAX over all hosts of a group."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import jax
+
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.seat import Seat
+
+# Hosts that are lost are noticed by the group's own beats, and long before: what JAX does then is
+# to abort the process, with many lines.
+_HEARTBEAT_S = 100
+_SHUTDOWN_S = 10
+
+
+def free_address(seat: Seat) -> str:
+    """Where JAX may coordinate: at the leader's address, on a port that is free there now."""
+    family = socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0][0]
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.bind((seat.address, 0))
+        return f"{_quoted(seat.address)}:{probe.getsockname()[1]}"
+
+
+def start_jax(seat: Seat, address: str) -> None:
+    """Every process of the group calls it, before anything else of JAX's is used; afterwards
+    `jax.devices` are those of all. address: as the leader has it of `free_address`. Raises
+    GroupError."""
+    # Else it takes SIGTERM for itself.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            address,
+            seat.hosts,
+            seat.index,
+            local_device_ids=seat.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(10, int(seat.wait_s)),
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+            coordinator_bind_address=address if seat.leads else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GroupError(f"mesh.coordinator: JAX does not start over the hosts: {reason}") from None
+
+
+def _quoted(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,95 @@
+"""Which of the hosts this process is on, and where their leader listens."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.hosts.errors import GroupError
+
+_WAIT_S = 60  # for a cluster that answers questions about itself
+
+
+@dataclass(frozen=True)
+class Seat:
+    """address, port: where the leader listens. hosts: how many there are. index: this one's, 0
+    leads. wait_s: seconds in which all have to come. devices: local ids of those that are this
+    process's, None for all of the host."""
+
+    address: str
+    port: int
+    hosts: int
+    index: int
+    wait_s: float
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one schedules and serves."""
+        return self.index == 0
+
+    @property
+    def coordinator(self) -> str:
+        """Where the leader listens, as "host:port"."""
+        return f"{self.address}:{self.port}"
+
+
+def find_seat(mesh: Any) -> Seat | None:
+    """From the config's section `mesh`; what is not given there is as the cluster says that JAX
+    finds (TPU pods, SLURM, Kubernetes Jobs). None where there is one host. Raises GroupError."""
+    hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
+    if hosts < 0:
+        raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
+    if not 0 < mesh.hosts_wait_s < math.inf:
+        raise GroupError(f"mesh.hosts_wait_s must be more than 0, got {mesh.hosts_wait_s}")
+    if hosts == 1:
+        for name, default in (("coordinator", ""), ("host_index", -1)):
+            if mesh[name] != default:
+                raise GroupError(f"mesh.{name}={mesh[name]} is of no use with mesh.hosts=1")
+        return None
+    devices = None
+    if not hosts or not coordinator or index == -1:
+        coordinator, hosts, index, devices = _of_cluster(coordinator, hosts, index)
+    address, port = _address(coordinator)
+    if not 0 <= index < hosts:
+        raise GroupError(f"mesh.host_index must be 0 to {hosts - 1}, got {index}")
+    if mesh.tensor % hosts:
+        raise GroupError(
+            f"mesh.tensor must be a multiple of the {hosts} hosts, as many devices on each of "
+            f"them, got {mesh.tensor}"
+        )
+    return Seat(address, port, hosts, index, mesh.hosts_wait_s, devices)
+
+
+def _of_cluster(
+    coordinator: str, hosts: int, index: int
+) -> tuple[str, int, int, tuple[int, ...] | None]:
+    """What is given, and the rest as JAX finds it."""
+    # Not public, but `jax.distributed.initialize` has no other way to say what it has found before
+    # it acts upon it, and then a mistake ends the process.
+    clusters = importlib.import_module("jax._src.clusters")
+    given = (coordinator or None, hosts or None, None if index == -1 else index, None)
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, _WAIT_S)
+    except Exception as error:  # whatever the cluster's own client raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GroupError(f"mesh.coordinator: the cluster does not say: {reason}") from error
+    names = ("mesh.coordinator", "mesh.hosts", "mesh.host_index")
+    missing = [name for name, value in zip(names, found, strict=False) if value is None]
+    if missing:
+        raise GroupError(
+            f"{' and '.join(missing)}: give them, as there is no cluster that says (TPU pod, "
+            "SLURM, Kubernetes Job)"
+        )
+    coordinator, hosts, index, devices = found
+    return coordinator, int(hosts), int(index), None if devices is None else tuple(devices)
+
+
+def _address(text: str) -> tuple[str, int]:
+    address, _, port = text.rpartition(":")
+    address = address.removeprefix("[").removesuffix("]")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise GroupError(f"mesh.coordinator must be HOST:PORT, got {text!r}")
+    return address, int(port)

@@ -1,0 +1,153 @@
+"""Hosts come together, or are told in one line why they do not."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import pytest
+
+from jaxserve.hosts import group as group_module
+from jaxserve.hosts.channel import Channel
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.group import Group, gather
+from jaxserve.hosts.link import CLOSE, Link
+from jaxserve.hosts.membership import join
+from jaxserve.hosts.messages import Message
+from jaxserve.hosts.seat import Seat
+
+from .peers import TIMEOUT, Losses, seats
+
+PROFILE = {"model.path": "there", "mesh.hosts": 3}
+
+
+def beside(act: Callable[[], Any]) -> Future[Any]:
+    """In a thread of its own."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def joining(seat: Seat, profile: dict[str, Any] = PROFILE) -> Future[tuple[Link, str]]:
+    return beside(lambda: join(seat, profile))
+
+
+def test_all_come_and_are_told_the_same() -> None:
+    leader, *others = seats(3)
+    followers = [joining(seat) for seat in reversed(others)]  # before there is a leader
+    group = Group(gather(leader, PROFILE), "here:1")
+    found = [each.result(TIMEOUT) for each in followers][::-1]
+    assert [address for _, address in found] == ["here:1"] * 2
+    for index, (link, _) in enumerate(found, 1):
+        link.send(Message("facts", {"index": index}))
+    assert [answer.fields["index"] for answer in group.answers()] == [1, 2]
+    group.tell(Message("call"))
+    group.close()
+    for link, _ in found:
+        assert [link.receive(TIMEOUT).name for _ in range(2)] == ["call", CLOSE]
+    assert group.lost(0) is None
+
+
+def test_where_one_is_lost_all_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, told = Losses(), Losses()
+    monkeypatch.setattr(group_module, "end_process", lambda code: ended(str(code)))
+    monkeypatch.setattr(group_module, "LAST_S", 0.0)
+    leader, *others = seats(3)
+    followers = [joining(seat) for seat in others]
+    group = Group(gather(leader, PROFILE), "here:1")
+    group.on_loss(told)
+    (first, _), (second, _) = (each.result(TIMEOUT) for each in followers)
+    heard = Losses()
+    second._on_loss = heard
+    first._on_loss = Losses()
+    first._channel.close()
+    assert told.wait() == "host 1 is gone"
+    assert "host 1 is gone" in heard.wait()
+    assert ended.wait() == "1"
+    assert "host 1 is gone" in str(group.lost(0))
+    late = Losses()
+    group.on_loss(late)
+    assert late.wait() == "host 1 is gone"
+
+
+def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later() -> None:
+    leader, right = seats(2)
+    gathered = beside(lambda: gather(leader, PROFILE))
+    wrong = joining(right, {**PROFILE, "model.path": "elsewhere"})
+    problem = "model.path: it has 'elsewhere', the leader 'there'"
+    with pytest.raises(GroupError, match=problem):
+        wrong.result(TIMEOUT)
+    with pytest.raises(GroupError, match=re.escape("mesh.hosts: it has 4, the leader 3")):
+        joining(right, {**PROFILE, "mesh.hosts": 4}).result(TIMEOUT)
+    outside = Seat(right.address, right.port, 5, 4, TIMEOUT)
+    with pytest.raises(GroupError, match=re.escape("mesh.host_index must be 1 to 1, got 4")):
+        joining(outside).result(TIMEOUT)
+    joining(right)
+    assert list(gathered.result(TIMEOUT)) == [1]
+
+
+def test_of_two_with_one_index_the_first_is_told() -> None:
+    leader, one, _ = seats(3)
+    gathered = beside(lambda: gather(leader, PROFILE))
+    both = [joining(one), joining(one)]
+    (first, *_), _ = wait(both, TIMEOUT, FIRST_COMPLETED)
+    with pytest.raises(GroupError, match=r"mesh\.host_index: another host has come as 1"):
+        first.result()
+    assert not gathered.done()
+
+
+def test_whoever_else_connects_is_let_go() -> None:
+    leader, right = seats(2)
+    gathered = beside(lambda: gather(leader, PROFILE))
+    while True:
+        try:
+            stranger = socket.create_connection((leader.address, leader.port), TIMEOUT)
+            break
+        except ConnectionRefusedError:
+            continue
+    with stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        stranger.settimeout(TIMEOUT)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    with socket.create_connection((leader.address, leader.port), TIMEOUT) as other:
+        Channel(other, TIMEOUT).send(Message("hello", {"index": "one"}))
+        joining(right)
+        assert list(gathered.result(TIMEOUT)) == [1]
+
+
+def test_nobody_waits_for_ever() -> None:
+    leader, one, _ = seats(3, wait_s=0.3)
+    with pytest.raises(GroupError, match=r"mesh\.coordinator: nobody answers at localhost:"):
+        join(one, PROFILE)
+    one = Seat(one.address, one.port, 3, 1, TIMEOUT)
+    follower = joining(one)
+    problem = re.escape("of 2 followers have come to localhost:")
+    leader = Seat(leader.address, leader.port, 3, 0, 0.7)
+    with pytest.raises(GroupError, match=problem):
+        gather(leader, PROFILE)
+    with pytest.raises(GroupError, match=problem):
+        follower.result(TIMEOUT)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    leader, _ = seats(2)
+    with (
+        socket.create_server((leader.address, leader.port)),
+        pytest.raises(
+            GroupError, match=f"mesh.coordinator: cannot listen on localhost:{leader.port}"
+        ),
+    ):
+        gather(leader, PROFILE)
