@@ -11,7 +11,7 @@ ARGS ?=
 # the end are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help serve test soak lint compile-check reference format proto bench-vllm clean
+.PHONY: help serve test test-hosts soak lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,6 +22,9 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes
+	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)

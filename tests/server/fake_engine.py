@@ -251,6 +251,13 @@ class FakeEngine:
         self._thread.start()
         return self
 
+    def lose(self, error: BaseException) -> None:
+        """It is abandoned: whoever listens hears of it, and those who wait hear nothing."""
+        with self.changed:
+            self.failure = error
+            for listener in self.listeners:
+                listener(error)
+
     def fail(self, error: BaseException) -> None:
         with self.changed:
             self.failure = error

@@ -1,4 +1,4 @@
-"""A server process over the fake engine, which does what it is told on stdin: step, fail.
+"""A server process over the fake engine, which does what it is told on stdin: step, fail, lose.
 
 argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
 once it takes calls.
@@ -10,6 +10,7 @@ import sys
 import threading
 
 from jaxserve.configs import base
+from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.logs import log_to_stderr
 from jaxserve.server.process import run_server
@@ -33,6 +34,8 @@ def main() -> int:
                 engine.step()
             elif line == "fail\n":
                 engine.fail(RuntimeError("told to"))
+            elif line == "lose\n":
+                engine.lose(HostLost("host 1 is gone"))
 
     threading.Thread(target=obey, daemon=True).start()
     log_to_stderr(config.telemetry.log_format)

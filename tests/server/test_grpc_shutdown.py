@@ -129,6 +129,19 @@ def test_a_failed_engine_ends_the_process_where_the_config_says_so() -> None:
     assert "the server stops: the engine failed: told to" in server.log
 
 
+def test_a_lost_host_ends_the_process_whatever_the_config_says() -> None:
+    """The engine's thread may wait for it for ever; nobody waits for the grace period."""
+    with fake_server(1000, "server.exit_on_failure=off") as server:
+        stream = server.client.generate("hi")
+        _first(server, stream)
+        server.tell("lose")
+        with pytest.raises(ServerError, match="host 1 is gone") as error:
+            list(stream)
+        assert error.value.code == "UNAVAILABLE"
+    assert server.process.returncode == 1
+    assert "the server stops: the engine failed: host 1 is gone" in server.log
+
+
 def test_a_hung_engine_ends_the_process_where_the_config_says_so() -> None:
     with fake_server(1000, "server.exit_on_failure=on", "engine.stall_s=0.2") as server:
         with pytest.raises(ServerError, match=r"no step for 0\.2 s, with 1 request") as error:
