@@ -32,6 +32,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.readings import Readings
 from jaxserve.engine.serving import Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.first_token import Wait
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.reachability import slo_problems
@@ -190,6 +191,10 @@ class Engine:
     def expected_wait(self, request: Request) -> Wait:
         """How long a request that is submitted now is expected to wait for its first token."""
         return self._outlook.wait(request)
+
+    def backlog(self) -> Backlog:
+        """What there was to do at the last step; its time is on the clock of requests' arrival."""
+        return self._outlook.backlog
 
     def block_map(self) -> np.ndarray:
         """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the

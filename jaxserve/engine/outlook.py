@@ -15,7 +15,7 @@ from jaxserve.sched.scheduler import Scheduler
 
 class Outlook:
     """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
-    clock: seconds, of the requests' arrival."""
+    clock: seconds, of the requests' arrival. backlog: what was there to do at the last step."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._scheduler, self._clock = scheduler, clock
@@ -35,7 +35,7 @@ class Outlook:
         else:  # it began when it was launched, or when the one before it was done
             began = min(max(self._free_at, flying.watched.submitted), now)
             self._free_at = began + flying.watched.predicted
-        backlog = Backlog.of(self._scheduler, now, self._free_at)
+        backlog = self.backlog = Backlog.of(self._scheduler, now, self._free_at)
         self._latest = backlog.received, FirstToken(backlog)
 
     def submitted(self, request: Request) -> None:

@@ -18,31 +18,20 @@ from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.server.access.options import Access
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.batches.batches import Batches, BatchSettings
-from jaxserve.server.calls import Calls
 from jaxserve.server.daemon_thread import in_daemon_thread
+from jaxserve.server.doors import Doors, make_endings
 from jaxserve.server.exposure import exposure
 from jaxserve.server.http.door import HttpDoor, HttpSettings
-from jaxserve.server.http.doorkeeper import METHODS as HTTP_METHODS
-from jaxserve.server.http.doorkeeper import Doorkeeper
 from jaxserve.server.metrics import MetricsRegistry, MetricsServer
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
-from jaxserve.server.requests.endings import Endings, Sink
+from jaxserve.server.requests.endings import Sink
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.requests.request_log import RequestLog
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.streams import StreamFailed
 from jaxserve.server.requests.watchdog import watch
-from jaxserve.server.requests.writing import WriteLimit
-from jaxserve.server.service import GenerationService
-from jaxserve.server.transport import (
-    METHODS,
-    SERVICES,
-    listen,
-    longest_message,
-    make_server,
-)
+from jaxserve.server.transport import SERVICES, listen, make_server
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +86,7 @@ class Server:
         self._bound: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event
-        sinks = [] if traces is None else [traces]
-        logged, prompts = self._options.request_log, self._options.log_prompts
-        if logged:
-            sinks.append(RequestLog(engine.decode, prompts=prompts))
-        methods = (*METHODS, *HTTP_METHODS)
-        self._endings = Endings(methods, sinks, logged=logged, keeps_text=prompts)
+        self._endings = make_endings(engine, self._options, traces)
         self._requests: EngineRequests
         self._admission: Admission
         self._health: health.aio.HealthServicer
@@ -226,29 +210,23 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop_requested = asyncio.Event()
         options = self._options
-        self._requests = EngineRequests(
-            self._engine, options.stream_buffer_bytes, self._slo_classes, options.refuse_late
-        )
-        self._admission = Admission(options.max_calls, "server.max_calls")
-        if self._batch_settings is not None:
-            self._batches = Batches(self._requests, self._batch_settings, self._endings)
-        self._health = health.aio.HealthServicer()
-        body_bytes = longest_message(self._engine, batches=self._batches is not None)
-        writes = WriteLimit(options.write_timeout_s)
-        keeper = Doorkeeper(
-            self.access.keys,
-            self._admission,
+        doors = Doors(
+            self._engine,
+            options,
             self._endings,
-            body_bytes=body_bytes,
-            writes=writes,
+            self.access.keys,
+            self._slo_classes,
+            self._batch_settings,
         )
+        self._requests, self._admission = doors.requests, doors.admission
+        self._batches = doors.batches
+        self._health = health.aio.HealthServicer()
         server = make_server(
-            Calls(self._endings, writes, self.access.keys),
-            GenerationService(self._requests),
+            doors.calls,
+            doors.generation_handler(),
             BatchesService(self._batches),
             self._health,
-            admission=self._admission,
-            message_bytes=body_bytes,
+            message_bytes=doors.body_bytes,
             keys=self.access.keys,
             reflects=options.reflection,
         )
@@ -257,7 +235,7 @@ class Server:
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
-            self._http.start(self._requests, self._batches, keeper)
+            self._http.start(self._requests, self._batches, doors.keeper)
         if self._batches is not None:
             self._batches.start()
         watching = None

@@ -19,7 +19,6 @@ from jaxserve.server.proto import batches_pb2, generation_pb2
 from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
-from jaxserve.server.service import GenerationService
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
 BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
@@ -50,16 +49,15 @@ _OPTIONS = (
 
 def make_server(
     calls: Calls,
-    generation: GenerationService,
+    generation: grpc.GenericRpcHandler,
     batches: BatchesService,
     health_servicer: health.aio.HealthServicer,
     *,
-    admission: Admission,
     message_bytes: int,
     keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
-    """With all services, listening nowhere yet. admission: of Generate's calls. message_bytes: the
+    """With all services, listening nowhere yet. generation: that service. message_bytes: the
     longest request. reflects: offers server reflection, to those who have one of the keys."""
     options = (*_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
     asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
@@ -68,7 +66,7 @@ def make_server(
     of_batches: Mapping[str, Admission] = dict.fromkeys(batches.methods, few)
     server.add_generic_rpc_handlers(
         (
-            calls.handler(GENERATION, generation.methods, {"Generate": admission}),
+            generation,
             calls.handler(BATCHES, batches.methods, of_batches),
         )
     )

@@ -46,14 +46,19 @@ class Columns:
         raise AttributeError(name)
 
 
+def _nothing_known(count: int) -> np.ndarray:
+    known = np.zeros(count, KNOWN)
+    for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
+        known[name] = value
+    return known
+
+
 class Fleet:
     """Replicas 0 to count - 1, of which nothing is known at first: they are up once they have been
     found, or heard of. columns: what is known, the snapshots with what has been sent since."""
 
     def __init__(self, count: int) -> None:
-        self._known = np.zeros(count, KNOWN)
-        for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
-            self._known[name] = value
+        self._known = _nothing_known(count)
         self.columns = Columns(self._known)
         self._sent: list[deque[tuple[float, Ask]]] = [deque() for _ in range(count)]
 
@@ -64,6 +69,17 @@ class Fleet:
     def up(self) -> np.ndarray:
         """Those that may get requests, bool [replicas]."""
         return np.asarray(~(self.columns.dead | self.columns.draining))
+
+    def grow(self, count: int) -> None:
+        """So many more replicas, with the next numbers, of which nothing is known either."""
+        self._known = np.concatenate([self._known, _nothing_known(count)])
+        self.columns = Columns(self._known)
+        self._sent += [deque() for _ in range(count)]
+
+    def forget(self, replica: int) -> None:
+        """It is gone, and its number is for another one, of which nothing is known."""
+        self._known[replica] = _nothing_known(1)[0]
+        self._sent[replica].clear()
 
     def find(self, replica: int) -> None:
         """It lives, and has said nothing yet."""

@@ -175,7 +175,8 @@ class _Visit:
                 return await self._refuse(too_many_calls(str(error)), receive)
             leave = admission.leave
         try:
-            await self._app(self._scope, self._limited(receive), self._sent)
+            limit = self._keeper.body_limit(self._scope)
+            await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
         except SlowReader as error:
             self._record.ending, self._record.reason = Ending.SLOW_READER, str(error)
         finally:
@@ -186,36 +187,38 @@ class _Visit:
         error.note(self._record)
         await error.response()(self._scope, receive, self._sent)
 
-    def _limited(self, receive: Receive) -> Receive:
-        limit = self._keeper.body_limit(self._scope)
-        length = _content_length(self._scope)
-        begun, got, whole = asyncio.get_running_loop().time(), 0, False
-
-        async def limited() -> Message:
-            nonlocal got, whole
-            if length > limit:
-                raise _too_long(limit)
-            if whole:  # it waits for the client to hang up
-                return await receive()
-            seconds = BODY_S + got / _BODY_BYTES_PER_S
-            try:
-                async with asyncio.timeout_at(begun + seconds):
-                    message = await receive()
-            except TimeoutError:
-                text = f"the body: only {got:,} bytes of it have come within {seconds:.1f} s"
-                raise HTTPException(408, text) from None
-            got += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if got > limit:
-                raise _too_long(limit)
-            return message
-
-        return limited
-
     async def _sent(self, message: Message) -> None:
         await self._keeper.writes.keep(self._send(message))
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._done = True
+
+
+def limited(receive: Receive, scope: Scope, limit: int) -> Receive:
+    """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
+    longer one, or a slower one."""
+    length = _content_length(scope)
+    begun, got, whole = asyncio.get_running_loop().time(), 0, False
+
+    async def within() -> Message:
+        nonlocal got, whole
+        if length > limit:
+            raise _too_long(limit)
+        if whole:  # it waits for the client to hang up
+            return await receive()
+        seconds = BODY_S + got / _BODY_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(begun + seconds):
+                message = await receive()
+        except TimeoutError:
+            text = f"the body: only {got:,} bytes of it have come within {seconds:.1f} s"
+            raise HTTPException(408, text) from None
+        got += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if got > limit:
+            raise _too_long(limit)
+        return message
+
+    return within
 
 
 def _label(path: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.first_token import Wait
 from jaxserve.sched.request import Grammar, Request
 
@@ -55,6 +56,11 @@ class ServedEngine(Protocol):
 
     def expected_wait(self, request: Request) -> Wait:
         """How long it would wait for its first token if it were submitted now; in microseconds."""
+        ...
+
+    def backlog(self) -> Backlog:
+        """What there was to do at the last step, with its time on `time.monotonic`'s clock; waits
+        and routers' snapshots are made of it."""
         ...
 
     def stats(self) -> EngineStats:

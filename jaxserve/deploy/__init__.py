@@ -1,0 +1,1 @@
+"""Replicas of the engine behind one door, on Ray Serve."""

@@ -1,0 +1,47 @@
+"""Of the flags of `serve.py`, those that mean something to a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server import launch
+
+_DEFAULT = Path(base.__file__).parent / "tiny_cpu.py"
+_PROXIES = "Ray Serve's proxies listen, with the http_options and grpc_options of its config"
+_ELSEWHERE = {
+    "host": _PROXIES,
+    "port": _PROXIES,
+    "http_port": _PROXIES,
+    "metrics_port": "Ray exports the metrics of replicas",
+    "tls_cert": _PROXIES,
+    "tls_key": _PROXIES,
+    "tls_client_ca": _PROXIES,
+    "exit_on_failure": "Ray Serve starts a replica again whose health check fails",
+    "reflection": "Ray Serve's gRPC proxy offers it or not",
+    "batch_dir": "replicas take no batches",
+    "batch_in_flight": "replicas take no batches",
+    "batch_keep_days": "replicas take no batches",
+    "batch_gib": "replicas take no batches",
+}
+
+
+def replica_config(given: Sequence[str]) -> Any:
+    """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them,
+    checked. Raises ConfigError, also for a flag that is somebody else's business here."""
+    values = flags.FlagValues()
+    try:
+        launch.parse_flags(["replica", *given], str(_DEFAULT), values)
+    except launch.UsageError as error:
+        raise ConfigError(f"flags: {error}") from None
+    config = launch.read_config(values)
+    default = base.get_config()
+    for name, why in _ELSEWHERE.items():
+        if config.server[name] != default.server[name]:
+            raise ConfigError(f"flags: server.{name} has no meaning for a replica: {why}")
+    return config

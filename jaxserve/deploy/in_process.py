@@ -1,0 +1,134 @@
+"""Calls that are handed over in the same process, without a port: what a door says comes out piece
+by piece, as much at once as is there.
+
+A piece is a list of parts: ASGI messages of the HTTP door, or of the gRPC door messages as bytes
+and, last, a `Status` if the call has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from starlette.types import ASGIApp, Message, Scope
+
+Parts = AsyncGenerator[list[Any], None]
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a gRPC call has failed. code: the name of a grpc.StatusCode."""
+
+    code: str
+    details: str
+
+
+def call_asgi(app: ASGIApp, scope: Scope, body: bytes) -> Parts:
+    """The answer of the application, as ASGI messages. Whoever stops reading has hung up."""
+
+    async def run(say: Callable[[Any], None]) -> None:
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if first:
+                return first.pop()
+            await asyncio.Event().wait()  # until the call is cancelled
+            raise AssertionError("nobody sets it")
+
+        async def send(message: Message) -> None:
+            say(message)
+
+        await app(scope, receive, send)
+
+    return _parts(run)
+
+
+def call_grpc(
+    handler: grpc.GenericRpcHandler,
+    method: str,
+    message: bytes,
+    metadata: Sequence[tuple[str, str | bytes]],
+    peer: str,
+) -> Parts:
+    """The messages of an RPC, serialized, and a Status if it fails. method:
+    "/package.Service/Name", one that the handler has. Whoever stops reading has cancelled it."""
+
+    async def run(say: Callable[[Any], None]) -> None:
+        context = _Context(message, metadata, peer, say)
+        found = handler.service(_Details(method, tuple(metadata)))
+        assert found is not None and found.stream_stream is not None
+        with suppress(grpc.aio.AbortError):
+            await found.stream_stream(None, context)
+
+    return _parts(run)
+
+
+async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Parts:
+    """What `run` says to the function that it is given."""
+    waiting: list[Any] = []
+    news = asyncio.Event()
+
+    def say(part: Any) -> None:
+        waiting.append(part)
+        news.set()
+
+    running = asyncio.ensure_future(run(say))
+    running.add_done_callback(lambda _: news.set())
+    try:
+        while True:
+            await news.wait()
+            news.clear()
+            if waiting:
+                piece = list(waiting)
+                waiting.clear()
+                yield piece
+            elif running.done():
+                running.result()
+                return
+    finally:
+        running.cancel()
+        with suppress(BaseException):
+            await running
+
+
+@dataclass(frozen=True)
+class _Details(grpc.HandlerCallDetails):
+    method: str
+    invocation_metadata: Any
+
+
+class _Context:
+    """As much of grpc.aio.ServicerContext as `jaxserve.server.calls` needs."""
+
+    def __init__(
+        self,
+        message: bytes,
+        metadata: Sequence[tuple[str, str | bytes]],
+        peer: str,
+        say: Callable[[Any], None],
+    ) -> None:
+        self._message, self._metadata, self._peer, self._say = message, metadata, peer, say
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        return self._metadata
+
+    def peer(self) -> str:
+        return self._peer
+
+    def time_remaining(self) -> float | None:
+        """The deadline is kept by whoever hands the call over."""
+        return None
+
+    async def read(self) -> bytes:
+        return self._message
+
+    async def write(self, message: Any) -> None:
+        self._say(message.SerializeToString())
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:
+        self._say(Status(code.name, details))
+        raise grpc.aio.AbortError(details)

@@ -1,0 +1,81 @@
+"""Replicas of the engine on Ray Serve.
+
+    serve run jaxserve.deploy.ray:app
+    serve run jaxserve.deploy.ray:app replicas=4 flags="--model=/path/to/checkpoint" num_gpus=1
+    serve deploy configs/deploy/ray.yaml
+
+docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the config file starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from jaxserve.deploy.autoscaling import scale
+from jaxserve.deploy.flags import replica_config
+from jaxserve.deploy.ingress import Ingress
+from jaxserve.deploy.replica import EngineReplica
+from jaxserve.deploy.router import SnapshotRouter
+from jaxserve.deploy.settings import Settings
+
+ENGINE, INGRESS = "engine", "ingress"
+GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
+"""What `grpc_servicer_functions` of Ray Serve's config must have."""
+_CALLS = 100_000  # at once: it is the engines that say when there are too many
+_STOP_S = 30.0  # beyond the grace, until a replica that is to go is ended by force
+_HEALTH_S, _HEALTH_TIMEOUT_S = 5.0, 30.0
+_LOOK_BACK_S = 10.0
+
+
+def app(settings: Settings) -> Application:
+    """The application. Raises ConfigError for flags that serve.py would not take."""
+    config = replica_config(settings.flags)
+    engine = serve.deployment(
+        EngineReplica,
+        name=ENGINE,
+        max_ongoing_requests=_CALLS,
+        ray_actor_options={
+            "num_cpus": settings.num_cpus,
+            "num_gpus": settings.num_gpus,
+            "resources": settings.resources,
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class=SnapshotRouter,
+            request_router_kwargs={"routing": settings.routing},
+            request_routing_stats_period_s=settings.snapshot_s,
+        ),
+        graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=_HEALTH_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        **_count(settings),
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name=INGRESS,
+        num_replicas=settings.ingresses,
+        max_ongoing_requests=_CALLS,
+        ray_actor_options={"num_cpus": 0.0},
+        graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    return ingress.bind(engine.bind(settings.flags), settings.flags)
+
+
+def _count(settings: Settings) -> dict[str, Any]:
+    if settings.max_replicas <= settings.replicas:
+        return {"num_replicas": settings.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=settings.replicas,
+            max_replicas=settings.max_replicas,
+            upscale_delay_s=settings.upscale_delay_s,
+            downscale_delay_s=settings.downscale_delay_s,
+            look_back_period_s=_LOOK_BACK_S,
+            policy=AutoscalingPolicy(policy_function=scale),
+        )
+    }

@@ -1,0 +1,47 @@
+"""An answer on its way from a replica to the client, when replicas die.
+
+A request is sent to a second replica, once, where the first has died before any of the answer was
+passed on; whatever that one had computed is lost with it. So nobody is ever given parts of two
+answers, and an answer of which a part was passed on is never begun again: it ends with what there
+is, and an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+Pieces = AsyncGenerator[list[Any], None]
+
+
+class ReplicaLost(RuntimeError):
+    """The replica that had the request is gone, with `reason`. dead: for certain; else it may still
+    be computing, out of reach."""
+
+    def __init__(self, reason: str, *, dead: bool) -> None:
+        super().__init__(f"the replica that served the request is gone: {reason}")
+        self.dead = dead
+
+
+async def relay(send: Callable[[], Pieces], tells: Callable[[Any], bool]) -> Pieces:
+    """The answer, piece by piece. send: gives the request to some replica, whose answer raises
+    ReplicaLost. tells: whether a part of it has anything of what was asked for; what comes before
+    is held back. Raises ReplicaLost where the request is not sent again."""
+    for may_go_elsewhere in (True, False):
+        held: list[Any] = []
+        begun = False
+        try:
+            async with aclosing(send()) as pieces:
+                async for piece in pieces:
+                    held += piece
+                    begun = begun or any(map(tells, piece))
+                    if begun:
+                        yield held
+                        held = []
+            if held:
+                yield held
+            return
+        except ReplicaLost as lost:
+            if begun or not (lost.dead and may_go_elsewhere):
+                raise

@@ -1,0 +1,150 @@
+"""One engine with its doors, as a replica of a deployment: what Ray Serve calls.
+
+Nothing here knows of Ray: calls come in as plain data, and what is said of them goes out piece by
+piece (`in_process.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.deploy.flags import replica_config
+from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
+from jaxserve.deploy.replicas import SNAPSHOT
+from jaxserve.deploy.tally import Tally
+from jaxserve.sched.routing.fleet import Ask
+from jaxserve.server.access.options import access_settings
+from jaxserve.server.doors import Doors, make_endings
+from jaxserve.server.http.app import build_app
+from jaxserve.server.http.cors import with_cors
+from jaxserve.server.http.front import Front
+from jaxserve.server.logs import log_to_stderr
+from jaxserve.server.requests.chat_template import load_chat_template
+from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.options import server_options
+from jaxserve.server.requests.slo_classes import slo_classes
+from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.trace_options import open_traces
+
+log = logging.getLogger(__name__)
+
+
+def build(config: Any) -> ServedEngine:
+    """The engine of a config, started."""
+    from jaxserve.engine.build import build_engine  # jax takes seconds
+
+    engine = build_engine(config, progress=False)
+    engine.start()
+    return engine
+
+
+class EngineReplica:
+    """Create it on the event loop that serves. flags: as of serve.py. Raises ConfigError."""
+
+    def __init__(
+        self, flags: Sequence[str] = (), build: Callable[[Any], ServedEngine] = build
+    ) -> None:
+        self._stopped = True  # there is nothing to stop yet
+        config = replica_config(flags)
+        log_to_stderr(config.telemetry.log_format)
+        options, access = server_options(config), access_settings(config)
+        template = load_chat_template(config.model.path)
+        self._grace_s = config.server.grace_s
+        self._closing = contextlib.ExitStack()
+        traces = self._closing.enter_context(open_traces(config, lambda: self._engine.info().model))
+        self._engine = build(config)
+        self._stopped = False
+        self._tally = Tally(self._engine)
+        endings = make_endings(self._engine, options, traces)
+        self._doors = Doors(self._engine, options, endings, access.keys, slo_classes(config))
+        app = build_app(Front(self._engine, self._doors.requests, template))
+        self._app = with_cors(self._doors.keeper.around(app), access.cors_origins)
+        self._handler = self._doors.generation_handler()
+        self._loop = asyncio.get_running_loop()
+        self._engine.add_failure_listener(self._on_failure)
+        self._watching = None
+        if options.stall_s:
+            looking = watch(self._engine, options.stall_s, self._on_stall)
+            self._watching = asyncio.create_task(looking)
+
+    # Calls.
+
+    async def http(self, scope: Mapping[str, Any], body: bytes, *, ask: Ask) -> Parts:
+        """An HTTP call: ASGI messages. ask: for the router, which has sent it here."""
+        async with contextlib.aclosing(call_asgi(self._app, dict(scope), body)) as parts:
+            async for part in parts:
+                yield part
+
+    async def grpc(
+        self,
+        method: str,
+        message: bytes,
+        metadata: Sequence[tuple[str, str | bytes]],
+        peer: str,
+        *,
+        ask: Ask,
+    ) -> Parts:
+        """An RPC of jaxserve.v1.Generation, as `call_grpc`. ask: likewise."""
+        parts = call_grpc(self._handler, method, message, metadata, peer)
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                yield part
+
+    async def body_bytes(self) -> int:
+        """The longest body that is taken."""
+        return self._doors.body_bytes
+
+    # What Ray Serve asks of a replica, by its names.
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError where the engine has failed or stalled: the replica is replaced."""
+        requests = self._doors.requests
+        if requests.failure or requests.stalled:
+            raise RuntimeError(requests.failure or requests.stalled)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What routers see of it."""
+        return {SNAPSHOT: self._tally.snapshot().as_dict()}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `autoscaling.scale` sees of it."""
+        return self._tally.load().as_metrics()
+
+    def __del__(self) -> Awaitable[None] | None:
+        """Ray Serve calls it when a replica is to go, once its calls have ended, and awaits it."""
+        if self._stopped:
+            return None
+        self._stopped = True
+        return self._stop()
+
+    async def stop(self) -> None:
+        """Takes no more calls, drains the engine and stops it. Idempotent."""
+        stopping = self.__del__()
+        if stopping is not None:
+            await stopping
+
+    async def _stop(self) -> None:
+        self._doors.requests.stop_admission()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._doors.requests.failure is None:
+            await asyncio.to_thread(self._engine.drain, self._grace_s)
+        await asyncio.to_thread(self._engine.stop)
+        self._doors.requests.close()
+        self._closing.close()
+
+    # What becomes of the engine.
+
+    async def _on_stall(self, why: str | None) -> None:
+        self._doors.requests.stalled = why
+
+    def _on_failure(self, error: BaseException) -> None:
+        """On the engine's thread."""
+        text = f"the engine failed: {str(error) or type(error).__name__}"
+        log.error("%s", text)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._doors.requests.fail, text)

@@ -1,0 +1,70 @@
+"""A router's view of replicas that have names, and come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.routers import Router
+from jaxserve.sched.routing.snapshot import Snapshot
+
+ASK = "ask"
+"""The keyword argument of a call that says what it asks for."""
+NOTHING = Ask(1)
+"""Of a call that generates nothing, or that will be refused."""
+SNAPSHOT = "snapshot"
+"""What a replica's routing statistics call its snapshot."""
+_PLACES = 8  # to begin with
+
+
+class Replicas:
+    """Those of one router. routing: of `ROUTERS`; ValueError for an unknown one. seed, number: of
+    its draws, as `Router`."""
+
+    def __init__(self, routing: str, seed: int = 0, number: int = 0) -> None:
+        self._fleet = Fleet(_PLACES)
+        self._router = Router(routing, self._fleet, seed, number)
+        self._places: dict[Hashable, int] = {}
+        self._names: dict[int, Hashable] = {}
+        self._heard: dict[Hashable, float] = {}
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._places
+
+    def update(self, said: Mapping[Hashable, Mapping[str, Any] | None]) -> None:
+        """All that there are, each with the last snapshot of itself, as `Snapshot.as_dict` has it;
+        nothing of one that has said nothing yet."""
+        for name in [name for name in self._places if name not in said]:
+            self.lose(name)
+        for name, numbers in said.items():
+            if name not in self._places:
+                self._add(name)
+            if numbers and numbers["time"] > self._heard.get(name, 0.0):
+                self._heard[name] = numbers["time"]
+                self._fleet.hear(self._places[name], Snapshot(**numbers))
+
+    def choose(self, ask: Ask, now: float) -> Hashable:
+        """Which of them gets the request. now: seconds, on the snapshots' clock. NoReplica if there
+        is none."""
+        return self._names[self._router.choose(ask, now)]
+
+    def sent(self, name: Hashable, ask: Ask, now: float) -> None:
+        """It has been given the request."""
+        if name in self._places:
+            self._fleet.send(self._places[name], ask, now)
+
+    def lose(self, name: Hashable) -> None:
+        """It is there no more."""
+        place = self._places.pop(name, None)
+        if place is not None:
+            del self._names[place]
+            self._heard.pop(name, None)
+            self._fleet.forget(place)
+
+    def _add(self, name: Hashable) -> None:
+        if len(self._names) == len(self._fleet):
+            self._fleet.grow(len(self._fleet))
+        place = next(place for place in range(len(self._fleet)) if place not in self._names)
+        self._places[name], self._names[place] = place, name
+        self._fleet.find(place)

@@ -1,0 +1,63 @@
+"""Ray Serve's `RequestRouter` over `sched/routing`: which replica a request goes to.
+
+Each handle has a router of its own, and no router knows of another.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from jaxserve.deploy.replicas import ASK, NOTHING, SNAPSHOT, Replicas
+from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.routers import NoReplica
+
+
+class SnapshotRouter(RequestRouter):
+    """Keyword arguments of its configuration: routing, a name of `ROUTERS`; seed, of its draws."""
+
+    def initialize_state(self, *, routing: str = "slo", seed: int = 0) -> None:
+        """Called by Ray Serve, once. Raises ValueError for an unknown routing."""
+        self._known = Replicas(routing, seed)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Takes in who is there, and the snapshots that have come."""
+        super().update_replicas(replicas)
+        said = {each.replica_id: (each.routing_stats or {}).get(SNAPSHOT) for each in replicas}
+        self._known.update(said)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The chosen one first. All the others behind it, the least loaded first, as Ray Serve has
+        it: for when the chosen one is gone, or takes no more calls."""
+        there = {each.replica_id: each for each in candidate_replicas}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        try:
+            name = self._known.choose(_ask(pending_request), time.time())
+        except NoReplica:  # it is not known yet that the last one of them has gone
+            return [candidate_replicas]
+        chosen = there.pop(name, None)
+        rest = list(there.values())
+        return [group for group in ([chosen] if chosen else [], rest) if group]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Counts it as that replica's until its next snapshot."""
+        self._known.sent(replica_id, _ask(pending_request), time.time())
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Nothing goes there any more."""
+        super().on_replica_actor_died(replica_id)
+        self._known.lose(replica_id)
+
+
+def _ask(pending: PendingRequest | None) -> Ask:
+    ask = None if pending is None else pending.kwargs.get(ASK)
+    return ask if isinstance(ask, Ask) else NOTHING

@@ -1,0 +1,53 @@
+"""What a deployment can be told: `serve run jaxserve.deploy.ray:app NAME=VALUE`, or `args` in the
+config of `serve deploy`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jaxserve.sched.routing.routers import ROUTERS
+
+
+class Settings(BaseModel):
+    """flags: of serve.py, for every replica; a text is split as a shell does. routing: of
+    `ROUTERS`. replicas: to begin with, and at least; max_replicas: more than
+    that many are added and taken away by load. ingresses: that ask what calls cost, each with a
+    router of its own. num_cpus, num_gpus, resources: that Ray gives to each replica. snapshot_s:
+    seconds between a replica's snapshots.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    flags: list[str] = []
+    routing: str = "slo"
+    replicas: int = Field(default=2, ge=1, le=1024)
+    max_replicas: int = Field(default=0, ge=0, le=1024)
+    ingresses: int = Field(default=1, ge=1, le=64)
+    num_cpus: float = Field(default=1.0, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0)
+    resources: dict[str, float] = {}
+    snapshot_s: float = Field(default=0.5, ge=0.1, le=10.0)
+    upscale_delay_s: float = Field(default=10.0, ge=0.0)
+    downscale_delay_s: float = Field(default=120.0, ge=0.0)
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return shlex.split(value) if isinstance(value, str) else value
+
+    @field_validator("routing")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ROUTERS:
+            raise ValueError(f"there is no routing {value!r}; known: {', '.join(ROUTERS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Settings:
+        if 0 < self.max_replicas < self.replicas:
+            limits = f"must be 0 or at least replicas ({self.replicas})"
+            raise ValueError(f"max_replicas: {limits}, got {self.max_replicas}")
+        return self

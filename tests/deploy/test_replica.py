@@ -1,0 +1,231 @@
+"""A replica, called as Ray Serve calls it, with an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from jaxserve.deploy.in_process import Status
+from jaxserve.deploy.replica import EngineReplica
+from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.backlog import Backlog
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.server.access.options import KEYS_VARIABLE
+from jaxserve.server.proto import generation_pb2 as pb
+from tests.cost_models import FLAT
+from tests.server.fake_engine import INFO, FakeEngine
+
+T = TypeVar("T")
+
+
+class Engine(FakeEngine):
+    """One that never has anything before it, as far as it says."""
+
+    def backlog(self) -> Backlog:
+        scheduler = Scheduler(
+            make_policy("sarathi"),
+            Limits(512, 512, 16),
+            num_blocks=INFO.num_blocks,
+            block_size=INFO.block_size,
+            max_model_len=INFO.max_model_len,
+            capacity=4,
+            cost_model=FLAT,
+        )
+        return Backlog.of(scheduler, time.monotonic(), 0.0)
+
+
+GENERATE = "/jaxserve.v1.Generation/Generate"
+SCOPE = {
+    "type": "http",
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+    "client": ("127.0.0.1", 1234),
+}
+
+
+def run(test: Callable[[EngineReplica], Awaitable[T]], engine: FakeEngine, *flags: str) -> T:
+    """The test, with a replica that is stopped behind it."""
+
+    async def whole() -> T:
+        replica = EngineReplica(["--config.engine.stall_s=0", *flags], build=lambda _: engine)
+        try:
+            return await asyncio.wait_for(test(replica), 60)
+        finally:
+            engine.stop()
+            await replica.stop()
+
+    return asyncio.run(whole())
+
+
+async def pieces_of(parts: AsyncGenerator[list[Any], None]) -> list[Any]:
+    return [part async for piece in parts for part in piece]
+
+
+def post(replica: EngineReplica, path: str, **body: Any) -> AsyncGenerator[list[Any], None]:
+    scope = {**SCOPE, "path": path, "raw_path": path.encode()}
+    return replica.http(scope, json.dumps(body).encode(), ask=NOTHING)
+
+
+def generate(replica: EngineReplica, message: pb.GenerateRequest) -> AsyncGenerator[Any, None]:
+    raw = message.SerializeToString()
+    return replica.grpc(GENERATE, raw, [("k", "v")], "ipv4:127.0.0.1:5", ask=NOTHING)
+
+
+def body(messages: list[dict[str, Any]]) -> bytes:
+    return b"".join(each.get("body", b"") for each in messages)
+
+
+def test_an_http_call_is_answered_by_the_door_itself() -> None:
+    async def call(replica: EngineReplica) -> list[Any]:
+        return await pieces_of(post(replica, "/v1/completions", prompt="Hi", max_tokens=3))
+
+    start, *rest = run(call, Engine().run())
+    assert start["status"] == 200
+    assert json.loads(body(rest))["choices"][0]["text"] == " w0 w1 w2"
+
+
+def test_a_stream_comes_as_it_is_made() -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> list[Any]:
+        parts = post(replica, "/v1/completions", prompt="Hi", max_tokens=2, stream=True)
+        first = asyncio.ensure_future(anext(parts))
+        await asyncio.to_thread(engine.wait, lambda: engine.live)
+        engine.step()
+        seen = list(await first)
+        while b"w0" not in body(seen):
+            seen += await anext(parts)
+        assert b"w1" not in body(seen)
+        engine.step()
+        return seen + await pieces_of(parts)
+
+    messages = run(call, engine)
+    assert [each["type"] for each in messages].count("http.response.start") == 1
+    assert body(messages).endswith(b"data: [DONE]\n\n") and b"w1" in body(messages)
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+def test_who_stops_reading_has_hung_up(door: str) -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> None:
+        parts = post(replica, "/v1/completions", prompt="Hi", max_tokens=9, stream=True)
+        if door == "grpc":
+            parts = generate(replica, pb.GenerateRequest(text="Hi"))
+        first = asyncio.ensure_future(anext(parts))
+        await asyncio.to_thread(engine.wait, lambda: engine.live)
+        engine.step()
+        await first
+        await parts.aclose()
+        await asyncio.to_thread(engine.wait, lambda: not engine.live)
+
+    run(call, engine)
+    assert len(engine.cancelled) == 1
+
+
+def test_an_rpc_is_answered_by_the_door_itself() -> None:
+    async def call(replica: EngineReplica) -> list[Any]:
+        message = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(max_tokens=3))
+        return await pieces_of(generate(replica, message))
+
+    raw = run(call, Engine().run())
+    answers = [pb.GenerateResponse.FromString(one) for one in raw]
+    assert "".join(one.text for one in answers) == " w0 w1 w2"
+    assert answers[-1].finish.usage.output_tokens == 3
+
+
+def test_an_rpc_that_fails_ends_with_its_status() -> None:
+    async def call(replica: EngineReplica) -> list[Any]:
+        return await pieces_of(generate(replica, pb.GenerateRequest(text="")))
+
+    (status,) = run(call, Engine())
+    assert isinstance(status, Status) and status.code == "INVALID_ARGUMENT"
+    assert "prompt" in status.details
+
+
+def test_keys_are_asked_for_at_both_doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, "me sha256:" + "0" * 64)
+
+    async def call(replica: EngineReplica) -> tuple[Any, Any]:
+        http = await pieces_of(post(replica, "/v1/completions", prompt="Hi"))
+        rpc = await pieces_of(generate(replica, pb.GenerateRequest(text="Hi")))
+        return http[0]["status"], rpc[0].code
+
+    assert run(call, Engine()) == (401, "UNAUTHENTICATED")
+
+
+def test_its_health_is_the_engines() -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> None:
+        await replica.check_health()
+        engine.fail(RuntimeError("no memory"))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="no memory"):
+            await replica.check_health()
+
+    run(call, engine)
+
+
+def test_what_it_says_is_what_routers_and_the_autoscaler_read() -> None:
+    engine = Engine().run()
+
+    async def call(replica: EngineReplica) -> tuple[dict[str, Any], dict[str, float]]:
+        slo = {"ttft_ms": 500}
+        await pieces_of(post(replica, "/v1/completions", prompt="Hi", max_tokens=3, slo=slo))
+        return await replica.record_routing_stats(), await replica.record_autoscaling_stats()
+
+    said, load = run(call, engine)
+    replicas = Replicas("slo")
+    replicas.update({"a": said[SNAPSHOT]})
+    assert replicas.choose(NOTHING, said[SNAPSHOT]["time"]) == "a"
+    assert said[SNAPSHOT]["mean_output"] == 3.0
+    # The fake engine expects 250 ms; its one request with targets has met them.
+    assert load["wait_share"] == 0.0 or load["wait_share"] == 0.5
+    assert sum(value for name, value in load.items() if name.startswith("met:")) == 1
+
+
+def test_it_stops_once_what_runs_has_ended() -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> list[Any]:
+        parts = post(replica, "/v1/completions", prompt="Hi", max_tokens=1)
+        answer = asyncio.ensure_future(pieces_of(parts))
+        await asyncio.to_thread(engine.wait, lambda: engine.live)
+        stopping = replica.__del__()
+        assert stopping is not None and replica.__del__() is None
+        task = asyncio.ensure_future(stopping)
+        await asyncio.to_thread(engine.wait, lambda: not engine.open)
+        late = await pieces_of(post(replica, "/v1/completions", prompt="Hi"))
+        assert late[0]["status"] == 503
+        engine.step()
+        await task
+        return await answer
+
+    assert run(call, engine)[0]["status"] == 200
+    assert engine.stopped and not engine.cancelled
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--port=9", "server.port has no meaning.*proxies"),
+        ("--config.server.batch_dir=/x", "server.batch_dir.*no batches"),
+        ("--polcy=vllm", "polcy"),
+        ("--config.server.grace_s=-1", "server.grace_s: must be 0"),
+    ],
+)
+def test_a_flag_that_means_nothing_here_is_refused(flag: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(lambda _: asyncio.sleep(0), Engine(), flag)

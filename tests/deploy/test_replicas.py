@@ -1,0 +1,81 @@
+"""Replicas by name, which come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.deploy.replicas import Replicas
+from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.observe import idle
+from jaxserve.sched.routing.routers import ROUTERS, NoReplica
+from jaxserve.sched.routing.snapshot import Prices, Snapshot
+
+ASK = Ask(100, ttft=1.0)
+KNOWN = {
+    "prices": Prices(1e-2, 1e-4, 1e-5, 1e-7, 1e-3, 0.0, 0.0),
+    "prefill_tokens": 512,
+    "max_rows": 16,
+    "by_tier": True,
+    "num_blocks": 1000,
+    "block_size": 16,
+}
+
+
+def said(time: float, **changes: float) -> dict[str, float]:
+    snapshot: Snapshot = dataclasses.replace(idle(KNOWN, time), mean_output=50.0, **changes)  # type: ignore[arg-type]
+    return snapshot.as_dict()
+
+
+def busy(time: float) -> dict[str, float]:
+    return said(time, unfinished=40, running=16, waiting=24, realtime_tokens=50_000, tbt=np.inf)
+
+
+def test_the_slo_router_avoids_the_busy_one() -> None:
+    replicas = Replicas("slo")
+    replicas.update({"a": busy(1.0), "b": said(1.0), "c": busy(1.0)})
+    assert replicas.choose(ASK, 1.1) == "b"
+    replicas.update({"a": said(2.0), "b": busy(2.0), "c": busy(2.0)})
+    assert replicas.choose(ASK, 2.1) == "a"
+
+
+def test_what_was_sent_counts_until_the_next_snapshot() -> None:
+    replicas = Replicas("least_loaded")
+    replicas.update({"a": said(1.0), "b": said(1.0, unfinished=2)})
+    for _ in range(3):
+        replicas.sent("a", ASK, 1.5)
+    assert replicas.choose(ASK, 1.6) == "b"
+    replicas.update({"a": said(1.0), "b": said(1.0, unfinished=2)})  # nothing new
+    assert replicas.choose(ASK, 1.6) == "b"
+    replicas.update({"a": said(2.0), "b": said(1.0, unfinished=2)})
+    assert replicas.choose(ASK, 2.1) == "a"
+
+
+@pytest.mark.parametrize("routing", ROUTERS)
+def test_a_replica_that_has_said_nothing_is_there_and_one_that_is_gone_is_not(routing: str) -> None:
+    replicas = Replicas(routing)
+    with pytest.raises(NoReplica):
+        replicas.choose(ASK, 0.0)
+    replicas.update({"new": None})
+    assert replicas.choose(ASK, 0.0) == "new"
+    replicas.lose("new")
+    replicas.sent("new", ASK, 0.5)  # it was on its way
+    with pytest.raises(NoReplica):
+        replicas.choose(ASK, 1.0)
+
+
+def test_there_may_be_any_number_and_a_place_is_used_again_without_what_was_known() -> None:
+    replicas = Replicas("least_loaded")
+    replicas.update({number: said(1.0, unfinished=number + 5) for number in range(40)})
+    assert replicas.choose(ASK, 1.0) == 0
+    replicas.update({**{number: said(1.0, unfinished=6) for number in range(1, 40)}, "new": None})
+    assert 0 not in replicas and replicas.choose(ASK, 1.0) == "new"
+    replicas.update({"new": said(0.5, unfinished=100), "newer": None})
+    assert replicas.choose(ASK, 1.0) == "newer"
+
+
+def test_an_unknown_routing_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"'nowhere'.*slo"):
+        Replicas("nowhere")
