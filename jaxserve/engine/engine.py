@@ -329,18 +329,13 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """Ends every request with the error; nobody is left waiting, whatever else goes wrong."""
         log.error("the engine failed: %s", error, exc_info=error)
+        self.abandon(error)
         if isinstance(error, HostLost):
-            self.abandon(error)
             return
         message = f"{type(error).__name__}: {error}"
         with self._wake:
-            self._failure = error
-            self._open = False
             commands = list(self._inbox)
             self._inbox.clear()
-            listeners = list(self._failure_listeners)
-        for listener in listeners:
-            attempt(listener, error)
         serving = self._serving
         for continuation in list(serving.live.values()):
             if not attempt(serving.end, continuation, FinishReason.ERROR, message):

@@ -83,9 +83,9 @@ BY_NAME = {case.name: case for case in CASES}
 def compiled(
     function: Callable[..., jax.Array], backend: str, *, donate: bool = False
 ) -> Callable[..., jax.Array]:
-    """A kernel's public function by a backend, under jit; donate: its first argument. Those of XLA
-    and numba are compiled as users have them; to optimise what is only interpreted takes longer than
-    running it."""
+    """A kernel's public function by a backend, under jit; donate: its first argument. XLA's are
+    compiled as users have them, and numba's; to optimise what is only interpreted takes longer
+    than running it."""
     options = OPTIMISED if backend in ("xla", "numba") else None
     return jax.jit(
         functools.partial(function, backend=backend),
