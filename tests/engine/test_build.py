@@ -24,7 +24,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
 from jaxserve.sched.simulation.profiles import System
 from tests.cost_models import FLAT
-from tests.engine.harness import engine, write_shape
+from tests.engine.harness import SHAPES, engine, write_shape
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,9 @@ def test_auto_is_a_dtype_that_the_platform_computes_in(
     assert model_options.choose_dtype("auto", {"torch_dtype": stored}).name == chosen
 
 
-def test_each_step_is_compiled_once(tmp_path: Path) -> None:
+def test_each_step_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ahead, by threads: the first call must find it."""
+    monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     names: list[str] = []
 
     def note(event: str, _: float, **about: Any) -> None:
@@ -284,7 +285,8 @@ def test_each_step_is_compiled_once(tmp_path: Path) -> None:
     steps.make_model_step.cache_clear()
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        with engine(write_shape(tmp_path, "opt"), engine__row_buckets=(1, 2, 32)) as running:
+        sizes = {"scheduler__max_rows": 8, "engine__row_buckets": (1, 2, 8)}
+        with engine(write_shape(tmp_path, "opt"), **sizes) as running:
             layouts = running.executor.buckets.all()
     finally:
         jax.monitoring.unregister_event_duration_listener(note)

@@ -141,7 +141,10 @@ def test_auto_takes_bfloat16_only_where_it_loses_nothing_and_pays(
     assert model_options.choose_dtype("float32", hf, hidden=hidden).name == "float32"
 
 
-def test_an_engine_of_bfloat16_weights_caches_float32_hidden_rows_too(tmp_path: Path) -> None:
+def test_an_engine_of_bfloat16_weights_caches_float32_hidden_rows_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     path = write_shape(tmp_path, "opt")
     with engine(path, model__dtype="bfloat16", scheduler__policy="aptserve", **SCARCE) as served:
         assert served.info().dtype == "bfloat16"

@@ -21,7 +21,7 @@ CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
 MHA = {"num_key_value_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "opt": SHAPES["opt"],
-    "llama": SHAPES["llama"] | MHA,
+    "llama": SHAPES["llama"] | MHA | {"num_hidden_layers": 1},
     "qwen3": SHAPES["llama"] | MHA | {"model_type": "qwen3", "head_dim": 8},
 }
 # model, how its hidden caches are read

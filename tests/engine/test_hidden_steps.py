@@ -23,14 +23,15 @@ from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, row_major
 from jaxserve.weights import load_params
 from tests.engine.harness import SHAPES
 
-ROWS, WIDTH, BLOCK_SIZE, LAYERS = 16, 4, 8, 2
+ROWS, WIDTH, BLOCK_SIZE, LAYERS = 16, 4, 8, 1
+SHAPE = {**SHAPES["opt"], "num_hidden_layers": LAYERS}
 NEWEST = Newest(*np.zeros((2, ROWS), np.int32))
 
 
 @functools.cache
 def model() -> tuple[Family, ModelConfig, Params]:
-    family = family_for(SHAPES["opt"])
-    config = family.config_from_hf(SHAPES["opt"])
+    family = family_for(SHAPE)
+    config = family.config_from_hf(SHAPE)
     return (
         family,
         config,
