@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.compile_check import hlo, toolchain, weights
+from jaxserve.compile_check import gathers, hlo, toolchain, weights
 from jaxserve.compile_check.bundles import Loops, kernel_loops
 from jaxserve.compile_check.case import Case
 from jaxserve.compile_check.host_memory import host_copies
@@ -54,6 +54,7 @@ def look(
         # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
         if moved and not (program.hidden and case.target.platform == "tpu"):
             problems.append(_told(moved))
+        problems += gathers.too_large(case, module)
         problems += _problems_of_step(case, module, folder)
     if cuda:
         problems += [f"32-bit indices: {where}" for where in narrow_indices(lowered)]

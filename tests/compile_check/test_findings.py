@@ -249,6 +249,31 @@ def test_a_step_in_one_command_buffer() -> None:
     assert outside_in(alone) == ["gemm_2"]
 
 
+def test_a_kernel_outside_of_the_buffer_is_a_problem(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU. On several, collectives stand between."""
+    monkeypatch.setattr(findings, "_kernels", lambda case, folder: [])
+    monkeypatch.setattr(findings, "narrow_indices", lambda lowered: [])
+    path = tmp_path / "module_0001.thunk_sequence_after_thunk_passes.txt"
+    path.write_text("001: kCustomKernel [source | sink] gemm_2 grid: [1, 1, 1] threads: [64, 1, 1]")
+    gpu = dataclasses.replace(case, target=load_target("a100"))
+    said = ["1 kernels outside of command buffers, such as gemm_2"]
+    assert problems(gpu, UNROLLED, tmp_path) == said
+    two = Mesh(np.asarray(jax.devices()[:1] * 2), ("tensor",))
+    assert problems(dataclasses.replace(gpu, mesh=two), UNROLLED, tmp_path) == []
+
+
+def test_32_bits_for_a_large_array_are_a_problem(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "_kernels", lambda case, folder: [])
+    monkeypatch.setattr(findings, "outside_buffers", lambda folder: [])
+    monkeypatch.setattr(findings, "narrow_indices", lambda lowered: ["write: operand 11"])
+    gpu = dataclasses.replace(case, target=load_target("a100"))
+    assert problems(gpu, UNROLLED, tmp_path) == ["32-bit indices: write: operand 11"]
+
+
 def test_indices_of_large_arrays() -> None:
     text = """\
     %5 = tt.splat %arg11 : !tt.ptr<bf16> -> tensor<64x128x!tt.ptr<bf16>>
@@ -297,6 +322,26 @@ def test_cycles_of_loops(tmp_path: Path) -> None:
         (tmp_path / f"1795-{name}-final_bundles.txt").write_text(LISTING)
     (tmp_path / "1795-paged_decode.1-00-schedule-analysis_final_bundles.txt").write_text("")
     assert kernel_loops(tmp_path, {"paged_decode"}) == [want]
+
+
+@pytest.mark.parametrize("begin", ["all-gather(", "all-gather-start("])
+def test_gathering_the_contexts_of_all_requests_is_seen(
+    case: Case, tmp_path: Path, begin: str
+) -> None:
+    """As for hidden rows over a mesh before they took turns: 5 GiB for OPT-13B on two A100s."""
+    width = case.config.d_model
+    part = f"f32[{case.config.max_position},{width // 2}]{{1,0}}"
+
+    def gathered(rows: int) -> list[str]:
+        whole = f"f32[{rows * case.config.max_position},{width}]{{1,0}}"
+        shape = whole if begin == "all-gather(" else f"({part}, {whole})"
+        return problems(
+            case, entry(f"%gather.2 = {shape} {begin}%x.1), dimensions={{1}}"), tmp_path
+        )
+
+    assert gathered(1) == []
+    size = case.sizes.max_rows * case.config.max_position * width * 4 >> 20
+    assert gathered(case.sizes.max_rows) == [f"%gather.2 gathers {size} MiB of all devices at once"]
 
 
 def test_a_problem_is_bad_and_printed() -> None:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.compile_check import indices
+from jaxserve.compile_check.indices import narrow_indices
 from jaxserve.pallas_kernels import (
     HIDDEN,
     KV,
@@ -25,8 +27,9 @@ from jaxserve.pallas_kernels.triton_backend import BACKEND
 from jaxserve.pallas_kernels.triton_common import Geometry
 from jaxserve.pallas_kernels.triton_tiles import query_tiles
 
-OPT_13B = Geometry(40, 512, 40, 16, 128)
-LLAMA_3_8B = Geometry(32, 512, 8, 16, 128)
+# Pools of 6 and 9 GiB, which 32 bits do not reach to the end of.
+OPT_13B = Geometry(40, 1024, 40, 16, 128)
+LLAMA_3_8B = Geometry(32, 9216, 8, 16, 128)
 ROWS, WIDTH, TOKENS = 64, 128, 512
 
 
@@ -124,10 +127,11 @@ def abstract_batch(tokens: int) -> AttentionBatch:
 
 
 def lower(call: Callable[..., Any], geometry: Geometry, *arguments: Any) -> str:
-    """The program with its Triton kernels, as text."""
+    """The program with its Triton kernels, as text. They index the pool in 64 bits."""
     pool = jax.ShapeDtypeStruct(geometry, jnp.bfloat16)
-    traced = jax.jit(call).trace(pool, *arguments)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    lowered = jax.jit(call).trace(pool, *arguments).lower(lowering_platforms=("cuda",))
+    assert pool.size > 2**31 and narrow_indices(lowered) == []
+    return lowered.as_text()
 
 
 def kernels_in(text: str) -> int:
@@ -195,6 +199,17 @@ def test_hidden_attention_lowers() -> None:
 
     text = lower(projected, OPT_13B, array(ROWS, 40, 128), LAYER, batch, projection)
     assert kernels_in(text) == 2
+
+
+def test_an_index_of_32_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small pool gets one, which counts once the pool is said to be beyond its reach."""
+    skip_without_compiler()
+    pool, slots = array(2, 64, 4, 16, 128), jax.ShapeDtypeStruct((8, 2), jnp.int32)
+    traced = jax.jit(BACKEND.stage_out).trace(pool, slots, LAYER)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert narrow_indices(lowered) == []
+    monkeypatch.setattr(indices, "_REACH", 1 << 10)
+    assert "pool_stage_out: operand 2" in narrow_indices(lowered)  # the pool's
 
 
 def test_moves_lower_to_one_launch_in_place() -> None:
