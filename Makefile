@@ -1,21 +1,30 @@
 # Two commands matter: `make serve` and `make test`. Each makes its own environment first.
 
 PYTHON ?= python3.11
-VENV := .venv
+# Any other Python has environments of its own, which leave those of 3.11 alone: .venv-3.12.
+NAME := $(if $(filter python3.11,$(notdir $(PYTHON))),3.11,$(or $(shell $(PYTHON) -c \
+	'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null),$(notdir $(PYTHON))))
+SUFFIX := $(addprefix -,$(filter-out 3.11,$(NAME)))
+VENV := .venv$(SUFFIX)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REFERENCE := .venv-reference
-COMPILE := .venv-compile
+COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
 # A file's tests run in one process, which builds their engines once; files in order, since those at
 # the end are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help serve test test-hosts soak lint compile-check reference format proto bench-vllm clean
+# A Python 3.12 that runs, for jax 0.12: on the PATH, where pyenv's own may be an empty shell, or
+# pyenv's.
+PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
+	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
+
+.PHONY: help serve test test-hosts test-py312 soak lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." for another
 	$(BIN)/python serve.py $(if $(findstring --config,$(ARGS)),,--config=configs/tiny_cpu.py) $(ARGS)
@@ -25,6 +34,12 @@ test: $(READY) ## the whole suite; ARGS="-k name" for a part
 
 test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes
 	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
+
+test-py312: ## kernels and compile check with Python 3.12 and the newest jax that is allowed
+	@test -n "$(PYTHON312)" || { echo "make test-py312: there is no Python 3.12 here: install one \
+	(pyenv install 3.12, or your system's python3.12 and python3.12-venv), or name it: \
+	make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
@@ -67,4 +82,4 @@ bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its 
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(REFERENCE) $(COMPILE) .venv-vllm .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.* $(REFERENCE) .venv-compile* .venv-vllm .venv-proto build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

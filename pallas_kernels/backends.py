@@ -69,11 +69,19 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "numba": ("numba_backend", "BACKEND"),
     "triton": ("triton_backend", "BACKEND"),
     "tpu": ("tpu_backend", "BACKEND"),
+    "mosaic-gpu": ("mosaic_backend", "BACKEND"),
     "triton-interpret": ("triton_backend", "INTERPRET_BACKEND"),
+    "mosaic-gpu-interpret": ("mosaic_backend", "INTERPRET_BACKEND"),
     "tpu-interpret": ("tpu_backend", "INTERPRET_BACKEND"),
 }
-PLATFORMS = {"triton": "gpu", "tpu": "tpu", "numba": "cpu"}  # of those that do not run everywhere
-OLDEST_GPU = 8.0  # compute capability that the Triton kernels want: Ampere
+# Of those that do not run everywhere. "auto" takes the first that fits, so it never is mosaic-gpu:
+# which of the two decodes faster, `python -m jaxserve.bench gpu` measures.
+PLATFORMS = {"triton": "gpu", "tpu": "tpu", "mosaic-gpu": "gpu", "numba": "cpu"}
+# Compute capability that kernels want: Ampere or later; Hopper alone, since no other has wgmma.
+CAPABILITIES: dict[str, tuple[float, float | None]] = {
+    "triton": (8.0, None),
+    "mosaic-gpu": (9.0, 9.0),
+}
 
 
 def resolve_backend(name: str) -> str:
@@ -95,14 +103,15 @@ def _misplaced(name: str) -> str | None:
     device, wanted = jax.devices()[0], PLATFORMS.get(name)
     if wanted not in (None, device.platform):
         return f"{name} needs a {wanted}, this is a {device.platform}"
-    if wanted == "gpu" and float(device.compute_capability) < OLDEST_GPU:
-        return (
-            f"{name} needs a gpu of compute capability {OLDEST_GPU} or newer, this one has "
-            f"{device.compute_capability}"
-        )
     if name == "numba" and importlib.util.find_spec("numba") is None:
         return "numba is not installed: pip install 'jaxserve[fast]'"
-    return None
+    if wanted != "gpu":
+        return None
+    oldest, newest = CAPABILITIES[name]
+    if oldest <= (found := float(device.compute_capability)) <= (newest or found):
+        return None
+    which = f"{oldest} or newer" if newest is None else f"{oldest}"
+    return f"{name} needs a gpu of compute capability {which}, this one has {found}"
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from jaxserve.pallas_kernels import tuned
 COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
 NOT_CHECKED, NOT_SUPPORTED = "not checked", "not supported"  # no compiler here; no such kernel
 
+_MOSAIC_DUMP = "MOSAIC_GPU_DUMP_TO"  # read at each compilation
 _KINDS = {
     "arguments": "argument_size_in_bytes",
     "outputs": "output_size_in_bytes",
@@ -97,7 +99,12 @@ def _dumping(case: Case, folder: Path) -> dict[str, Any] | None:
     is wanted. That for TPUs is told once, when it starts (see `toolchain.tpu_dump`)."""
     if case.target.platform != "cuda":
         return None
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": False}
+    # XLA of jax 0.12 dumps the kernels it compiles one by one only where it is asked to.
+    return {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_as_text": False,
+        "xla_dump_emitter_re": "ptx",
+    }
 
 
 @contextlib.contextmanager
@@ -110,7 +117,11 @@ def _folder(case: Case) -> Iterator[Path]:
         yield folder
     else:
         with tempfile.TemporaryDirectory() as name:
-            yield Path(name)
+            os.environ[_MOSAIC_DUMP] = name  # for what is not XLA's to dump
+            try:
+                yield Path(name)
+            finally:
+                del os.environ[_MOSAIC_DUMP]
 
 
 def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:

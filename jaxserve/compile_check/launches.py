@@ -1,4 +1,5 @@
-"""What XLA for GPUs will launch, by the lists that it dumps: shared memory, and command buffers."""
+"""What XLA for GPUs will launch, by the lists that it dumps: shared memory, and command buffers.
+Of Mosaic GPU's kernels, which XLA does not know, by Mosaic's own dump."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED = re.compile(r" (\S+) grid: \[[^\]]*\] threads: \[[^\]]*\] +shared_memory: (\d+) bytes")
+_MOSAIC = re.compile(r"smem_scratch_bytes=(\d+)")
 _LINE = re.compile(r"^( *)\d+: (k\w+) +(?:\[[^\]]*\] *)?(.*)$")
 _BUFFER = "kCommandBuffer"
 
@@ -16,6 +18,11 @@ def shared_memory(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in folder.glob("*thunk_sequence.txt"):
         found |= shared_in(path.read_text(encoding="utf-8"))
+    for path in folder.glob("*.resources.txt"):  # Mosaic GPU's, of kernel NAME_0
+        said = _MOSAIC.search(path.read_text(encoding="utf-8"))
+        if said is not None:
+            name = path.name.removesuffix(".resources.txt").rpartition("_")[0]
+            found[f"{name}_mosaic_gpu_kernel"] = int(said[1])
     return found
 
 

@@ -29,6 +29,7 @@ from jaxserve.pallas_kernels import (
     stage_out,
     write,
 )
+from jaxserve.pallas_kernels.mosaic_common import missing
 from tests.kernels.batches import Shape, make_batch, make_projection, vectors
 
 SHAPE = Shape(num_heads=4, kv_heads=2)
@@ -154,7 +155,22 @@ MODEL: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_are_imported_when_chosen(name: str) -> None:
-    assert get_backend(name).supports(KV, **MODEL) is None
+    needs = missing() if "mosaic" in name else None
+    assert get_backend(name).supports(KV, **{**MODEL, "dtype": "bfloat16"}) == needs
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0"])
+def test_mosaic_gpu_is_for_hopper_and_never_taken_unasked(
+    monkeypatch: pytest.MonkeyPatch, capability: str
+) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    half = {**MODEL, "dtype": "bfloat16"}
+    monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", "9.0")])
+    assert select_backend("mosaic-gpu", kinds=(KV,), **half) == ("mosaic-gpu", None)
+    assert select_backend("auto", kinds=(KV,), **half) == ("triton", None)
+    monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", capability)])
+    with pytest.raises(ValueError, match=rf"capability 9\.0, this one has {capability}"):
+        select_backend("mosaic-gpu", kinds=(KV,), **half)
 
 
 def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

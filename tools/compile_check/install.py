@@ -2,8 +2,9 @@
 
     python tools/compile_check/install.py
 
-Does nothing when it is there and requirements.txt has not changed. An environment of its own,
-since an ordinary start of jax complains at length when the CUDA plugin is there and a GPU is not.
+Does nothing when it is there and requirements.txt has not changed. By another Python than 3.11 it
+is .venv-compile-3.12 and so on, since jax is another one too. An environment of its own, since an
+ordinary start of jax complains at length when the CUDA plugin is there and a GPU is not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".venv-compile"
+_MAJOR, _MINOR = sys.version_info[:2]
+_SUFFIX = "" if (_MAJOR, _MINOR) == (3, 11) else f"-{_MAJOR}.{_MINOR}"
+FOLDER = ROOT / f".venv-compile{_SUFFIX}"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
