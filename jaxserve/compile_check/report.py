@@ -127,6 +127,7 @@ def _layout(one: Checked) -> dict[str, Any]:
     return {
         "devices": case.shards,
         "topology": case.target.topology(case.shards),
+        "hosts": len({device.process_index for device in case.mesh.devices.flat}),
         "backend": case.backend,
         "backend_note": case.note,
         "weights_bytes": case.weights_bytes,

@@ -1,4 +1,4 @@
-"""Messages over TCP: each behind its length, 4 bytes, big-endian."""
+"""Messages over TCP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import socket
 import struct
 import threading
 
-from jaxserve.hosts.messages import Message, unpack
+from jaxserve.hosts.messages import LENGTH, Message, unpack
 
 MAX_BYTES = 1 << 28  # of a message; the largest are masks of 256 rows, some megabytes
-_LENGTH = struct.Struct("!I")
 
 
 class Closed(ConnectionError):
@@ -35,10 +34,10 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Raises Closed."""
-        content = message.pack()
+        frame = message.frame
         try:
             with self._sending:
-                self._socket.sendall(_LENGTH.pack(len(content)) + content)
+                self._socket.sendall(frame)
         except OSError as error:
             raise Closed(str(error)) from error
 
@@ -47,7 +46,7 @@ class Channel:
         TimeoutError."""
         try:
             self._socket.settimeout(timeout_s)
-            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
             if length > MAX_BYTES:
                 raise Closed(f"it sends {length} bytes at once")
             return unpack(self._exactly(length))

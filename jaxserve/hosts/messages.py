@@ -1,5 +1,6 @@
 """What hosts tell each other: a name, plain fields and arrays, as bytes.
 
+    4 bytes, big-endian: the length of what follows
     4 bytes, big-endian: the length of the header
     header: JSON, [name, fields, [[dtype, shape] of each array]]
     the arrays, one behind the other, C order
@@ -9,6 +10,7 @@ Nothing in it can make a receiver do more than what it does with the name.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-_LENGTH = struct.Struct("!I")
+LENGTH = struct.Struct("!I")
 _KINDS = "iufb"  # of arrays: numbers
 
 
@@ -34,20 +36,24 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)
     arrays: Sequence[np.ndarray] = ()
 
-    def pack(self) -> bytes:
-        """As bytes."""
+    @functools.cached_property
+    def frame(self) -> bytes:
+        """As bytes; made once, for however many hosts."""
         described = [[array.dtype.str, array.shape] for array in self.arrays]
         header = json.dumps([self.name, self.fields, described], separators=(",", ":")).encode()
-        arrays = [np.ascontiguousarray(array).tobytes() for array in self.arrays]
-        return b"".join([_LENGTH.pack(len(header)), header, *arrays])
+        arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays]
+        size = LENGTH.size + len(header) + sum(array.size for array in arrays)
+        lengths = LENGTH.pack(size), LENGTH.pack(len(header))
+        return b"".join([*lengths, header, *(array.data for array in arrays)])
 
 
 def unpack(content: bytes) -> Message:
-    """The message that was packed; its arrays cannot be written to. Raises BadMessage."""
+    """The message of a frame, without the frame's length; its arrays cannot be written to. Raises
+    BadMessage."""
     try:
-        (length,) = _LENGTH.unpack_from(content)
-        at = _LENGTH.size + length
-        name, fields, described = json.loads(content[_LENGTH.size : at])
+        (length,) = LENGTH.unpack_from(content)
+        at = LENGTH.size + length
+        name, fields, described = json.loads(content[LENGTH.size : at])
         arrays = []
         for code, shape in described:
             dtype, count = np.dtype(code), math.prod(shape)

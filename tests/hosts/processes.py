@@ -19,10 +19,11 @@ PATIENCE = 240  # seconds until a test gives up on a process
 SIZES = (
     "--config.cache.block_size=4",
     "--config.scheduler.max_rows=8",
-    "--config.scheduler.max_batch_tokens=32",
-    "--config.scheduler.max_prefill_tokens=32",
+    "--config.scheduler.max_batch_tokens=64",
+    "--config.scheduler.max_prefill_tokens=64",
+    "--config.engine.max_model_len=64",
     "--config.engine.row_buckets=(8,)",
-    "--config.engine.token_buckets=(32,)",
+    "--config.engine.token_buckets=(64,)",
     "--config.engine.compilation_cache_dir=",
 )
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.hosts.messages import BadMessage, Message, unpack
+from jaxserve.hosts.messages import LENGTH, BadMessage, Message, unpack
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8),
@@ -36,7 +36,7 @@ ARRAYS = st.builds(
 def test_they_come_out_as_they_went_in(
     name: str, fields: dict[str, object], arrays: list[np.ndarray]
 ) -> None:
-    found = unpack(Message(name, fields, arrays).pack())
+    found = unpack(Message(name, fields, arrays).frame[LENGTH.size :])
     assert (found.name, found.fields, len(found.arrays)) == (name, fields, len(arrays))
     for one, other in zip(found.arrays, arrays, strict=True):
         assert one.dtype == other.dtype
@@ -45,7 +45,7 @@ def test_they_come_out_as_they_went_in(
 
 def test_an_array_that_is_not_in_one_piece_is_sent() -> None:
     array = np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2]
-    (found,) = unpack(Message("a", {}, [array]).pack()).arrays
+    (found,) = unpack(Message("a", {}, [array]).frame[LENGTH.size :]).arrays
     np.testing.assert_array_equal(found, array)
 
 
