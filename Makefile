@@ -20,7 +20,7 @@ WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve test test-hosts test-py312 soak lint compile-check reference format proto bench-vllm clean
+.PHONY: help serve test test-hosts test-py312 soak scale-demo scale-test lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -43,6 +43,12 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
+
+scale-demo: $(READY) ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
+	$(BIN)/python -m jaxserve.deploy.demo $(ARGS)
+
+scale-test: $(READY) ## a Ray cluster whose replicas are scaled and killed while clients stream
+	$(BIN)/python -m pytest -m ray -s tests/deploy $(ARGS)
 
 lint: $(READY) ## ruff, mypy and hadolint
 	$(BIN)/ruff check .

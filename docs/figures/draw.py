@@ -325,6 +325,22 @@ def gateway() -> Drawing:
     return d
 
 
+def ray() -> Drawing:
+    """A call's way through a deployment on Ray Serve."""
+    d = Drawing(880, 222, "A call on Ray Serve: proxy, ingress, router, replicas, and back")
+    d.box(14, 76, 110, 70, OUTSIDE, "client")
+    d.box(170, 76, 130, 70, OUTSIDE, "Ray Serve's proxy", "HTTP or gRPC")
+    d.box(346, 76, 200, 70, HOST, "ingress", "asks what it costs,", "router: which replica")
+    for y, name in ((14, "replica 1"), (134, "replica 2")):
+        d.box(660, y, 200, 70, DEVICE, name, "doors and engine")
+        d.arrow((546, 104), (600, 104), (600, y + 28), (658, y + 28))
+        d.arrow((658, y + 48), (616, y + 48), (616, 118), (548, 118), dashed=True)
+    d.arrow((124, 111), (168, 111))
+    d.arrow((300, 111), (344, 111))
+    d.note(346, 172, "dashed: answers, piece by piece, and snapshots")
+    return d
+
+
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "request-path": request_path,
     "block-pool": block_pool,
@@ -332,6 +348,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "cache-reads": cache_reads,
     "shared-blocks": shared_blocks,
     "gateway": gateway,
+    "ray": ray,
 }
 
 

@@ -20,15 +20,14 @@ from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
-from jaxserve.deploy.settings import Settings
+from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
 
-ENGINE, INGRESS = "engine", "ingress"
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
 """What `grpc_servicer_functions` of Ray Serve's config must have."""
 _CALLS = 100_000  # at once: it is the engines that say when there are too many
 _STOP_S = 30.0  # beyond the grace, until a replica that is to go is ended by force
 _HEALTH_S, _HEALTH_TIMEOUT_S = 5.0, 30.0
-_LOOK_BACK_S = 10.0
+_LOOK_BACK_S = 15.0  # replicas say what they have seen every 10 s
 
 
 def app(settings: Settings) -> Application:

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from jaxserve.sched.routing.routers import ROUTERS
 
+ENGINE, INGRESS = "engine", "ingress"
+"""What Ray Serve calls the two deployments."""
+
 
 class Settings(BaseModel):
     """flags: of serve.py, for every replica; a text is split as a shell does. routing: of

@@ -219,18 +219,22 @@ def client_line(address: str, access: Access) -> str:
     """The client's command, with the interpreter and the flags only if they are needed."""
     host, _, port = address.rpartition(":")
     reached = "localhost" if host in ("0.0.0.0", "[::]") else host
-    python = shutil.which("python")
-    here = Path(sys.executable)
-    if python is not None and Path(python).parent == here.parent:
-        command = "python"
-    else:
-        inside = here.is_relative_to(Path.cwd())
-        command = str(here.relative_to(Path.cwd()) if inside else here)
+    command = python_command()
     default = reached == "localhost" and int(port) == DEFAULT_PORT
     where = "" if default else f"--address={reached}:{port} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
     return f'{command} -m jaxserve.client {where}"Once upon a time"'
+
+
+def python_command() -> str:
+    """The one that runs, as short as a shell here finds it."""
+    python = shutil.which("python")
+    here = Path(sys.executable)
+    if python is not None and Path(python).parent == here.parent:
+        return "python"
+    inside = here.is_relative_to(Path.cwd())
+    return str(here.relative_to(Path.cwd()) if inside else here)
 
 
 def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:

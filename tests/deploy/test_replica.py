@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -14,32 +13,11 @@ from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import ConfigError
-from jaxserve.sched.backlog import Backlog
-from jaxserve.sched.policy import Limits
-from jaxserve.sched.registry import make_policy
-from jaxserve.sched.scheduler import Scheduler
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
-from tests.cost_models import FLAT
-from tests.server.fake_engine import INFO, FakeEngine
+from tests.deploy.engine import Engine
 
 T = TypeVar("T")
-
-
-class Engine(FakeEngine):
-    """One that never has anything before it, as far as it says."""
-
-    def backlog(self) -> Backlog:
-        scheduler = Scheduler(
-            make_policy("sarathi"),
-            Limits(512, 512, 16),
-            num_blocks=INFO.num_blocks,
-            block_size=INFO.block_size,
-            max_model_len=INFO.max_model_len,
-            capacity=4,
-            cost_model=FLAT,
-        )
-        return Backlog.of(scheduler, time.monotonic(), 0.0)
 
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
@@ -54,7 +32,7 @@ SCOPE = {
 }
 
 
-def run(test: Callable[[EngineReplica], Awaitable[T]], engine: FakeEngine, *flags: str) -> T:
+def run(test: Callable[[EngineReplica], Awaitable[T]], engine: Engine, *flags: str) -> T:
     """The test, with a replica that is stopped behind it."""
 
     async def whole() -> T:

@@ -22,6 +22,7 @@ from jaxserve.experiments.common.grid import Known, dump, run_all
 from jaxserve.experiments.common.page import Page, flags, write_page
 from jaxserve.experiments.scale.cell import Case, Found, read, run
 from jaxserve.experiments.scale.grid import QUICK, Scale, cases
+from jaxserve.experiments.scale.on_ray import on_ray
 from jaxserve.experiments.scale.reading import introduction, sections
 from jaxserve.experiments.scale.traffic import check_folder
 
@@ -61,5 +62,8 @@ def _make(args: Namespace, figures: Path) -> Page:
         "Many replicas behind one stream of requests, simulated",
         _command(args),
         introduction(scale, args.azure),
-        sections(scale, args.azure, results, figures, checked=not args.quick),
+        [
+            *sections(scale, args.azure, results, figures, checked=not args.quick),
+            *on_ray(figures),
+        ],
     )

@@ -48,6 +48,7 @@ class HttpServer:
             http=Connection,
             h11_max_incomplete_event_size=HEAD_BYTES,
             lifespan="off",
+            ws="none",  # whatever is installed
             log_config=None,
             log_level="critical",  # what goes wrong is logged by whoever knows what it is
             access_log=False,

@@ -1,0 +1,216 @@
+"""Measures what becomes of calls while a deployment on Ray Serve is scaled, and a replica killed.
+
+    python -m jaxserve.experiments.scale_live
+    python -m jaxserve.experiments.scale_live --out=docs/figures/scale-live.json
+
+A Ray cluster on this machine, replicas of the model in the box, OpenAI's client over the proxy: 1
+replica becomes 2 under load, one of them is killed under 200 streams, and there is 1 again when
+the load has gone. It takes two to three minutes on two idle cores. --out: where the numbers go,
+from which `python -m jaxserve.experiments.scale` writes a section of its page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.command_line import Parser
+from jaxserve.deploy.cluster import Cluster, local_cluster
+from jaxserve.deploy.settings import Settings
+from jaxserve.experiments.scale_live.streams import Stream, client, many, stream, until
+from jaxserve.machine import machine
+from jaxserve.writable import check_file
+
+MODEL = "tiny-stories"
+STREAMS, TOKENS = 200, 32
+BEGUN = 100  # streams, at which a replica is killed
+MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
+ALONE = 20  # calls one after the other
+# Few steps to compile: this is about calls, not about speed.
+_FLAGS = (
+    "--config.scheduler.max_batch_tokens=256",
+    "--config.engine.row_buckets=(16,)",
+    "--config.engine.token_buckets=(256,)",
+)
+_CPUS = 2  # of Ray's count
+_SCALE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Calls while replicas came or went. replicas: from, to. seconds: until they had."""
+
+    replicas: tuple[int, int]
+    seconds: float
+    calls: int
+    failed: int
+    wrong: int
+
+
+@dataclass(frozen=True)
+class Killed:
+    """Streams while one of two replicas was killed. begun: when it was. whole: those with all of
+    their text, others with the error and what they had. wrong: whose text is not how the whole
+    one begins. recovered: seconds from their end until there were two replicas again."""
+
+    streams: int
+    begun: int
+    whole: int
+    cut: int
+    failed: int
+    wrong: int
+    errors: tuple[str, ...]
+    recovered: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """ready: seconds until the first replica served. ttft: seconds, median of ALONE calls."""
+
+    machine: dict[str, Any]
+    ready: float
+    ttft: float
+    up: Scaled
+    killed: Killed
+    down: Scaled
+
+
+def settings() -> Settings:
+    """One replica of the model in the box, or two by load."""
+    return Settings(
+        replicas=1,
+        max_replicas=2,
+        flags=list(_FLAGS),
+        num_cpus=_CPUS / 4,  # so that one may come while another one has not gone
+        upscale_delay_s=1.0,
+        downscale_delay_s=10.0,
+    )
+
+
+def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
+    """All of it, on a cluster of its own. also: called once the first replica serves. Raises
+    NotReady."""
+    with local_cluster(cpus=_CPUS) as cluster:
+        ready = cluster.deploy(settings())
+        also(cluster)
+        alone = asyncio.run(_alone(cluster))
+        text = alone[-1].text
+        up = _scaled(cluster, 1, 2, MANY, text)
+        killed = _killed(cluster, text)
+        down = _scaled(cluster, 2, 1, FEW, text)
+    ttft = statistics.median(each.ttft or 0.0 for each in alone)
+    return Found(machine(), ready, ttft, up, killed, down)
+
+
+async def _alone(cluster: Cluster) -> list[Stream]:
+    async with client(cluster.http) as api:
+        return [await stream(api, MODEL, TOKENS) for _ in range(ALONE)]
+
+
+class _Asking:
+    """So many clients that go on asking meanwhile. calls: all that they have made, at the end."""
+
+    def __init__(self, cluster: Cluster, clients: int) -> None:
+        self.calls: list[Stream] = []
+        self._over = threading.Event()
+
+        async def ask() -> None:
+            async with client(cluster.http) as api:
+                self.calls += await until(api, MODEL, TOKENS, clients, self._over.is_set)
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(ask()))
+
+    def __enter__(self) -> _Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _scaled(cluster: Cluster, before: int, after: int, clients: int, text: str) -> Scaled:
+    with _Asking(cluster, clients) as asking:
+        what = f"{before} replicas become {after}"
+        seconds = cluster.wait(lambda: cluster.replicas() == after, what, _SCALE_S)
+    calls = asking.calls
+    failed = sum(bool(call.error) for call in calls)
+    wrong = sum(call.text != text for call in calls if not call.error)
+    return Scaled((before, after), seconds, len(calls), failed, wrong)
+
+
+def _killed(cluster: Cluster, text: str) -> Killed:
+    victim = cluster.processes()[0]
+
+    async def streams() -> list[Stream]:
+        async with client(cluster.http) as api:
+            kill = functools.partial(os.kill, victim, signal.SIGKILL)
+            return await many(api, MODEL, TOKENS, STREAMS, BEGUN, kill)
+
+    def replaced() -> bool:
+        there = cluster.processes()
+        return victim not in there and len(there) == 2 and cluster.replicas() == 2
+
+    ended, began = asyncio.run(streams()), time.monotonic()
+    with _Asking(cluster, MANY):
+        cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)
+    outcomes = Counter(each.outcome for each in ended)
+    whole = [each for each in ended if not each.error]
+    cut = [each for each in ended if each.error]
+    return Killed(
+        streams=STREAMS,
+        begun=BEGUN,
+        whole=outcomes["whole"],
+        cut=outcomes["cut"],
+        failed=outcomes["failed"],
+        wrong=sum(each.text != text for each in whole)
+        + sum(not text.startswith(each.text) for each in cut),
+        errors=tuple(sorted({each.error for each in cut})),
+        recovered=time.monotonic() - began,
+    )
+
+
+def lines(found: Found) -> list[str]:
+    """What was found, for people."""
+    killed = found.killed
+    told = [
+        f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms",
+        f"one of two killed under {killed.streams} streams: {killed.whole} whole, {killed.cut} cut "
+        f"off with what they had, {killed.failed} failed, {killed.wrong} wrong; replaced after "
+        f"{killed.recovered:.1f} s",
+    ]
+    for scaled in (found.up, found.down):
+        one, other = scaled.replicas
+        told.append(
+            f"{one} to {other} replicas in {scaled.seconds:.1f} s: {scaled.calls} calls, "
+            f"{scaled.failed} failed, {scaled.wrong} wrong"
+        )
+    return told
+
+
+def main(argv: Sequence[str] | None = None, run: Callable[[], Found] = measure) -> int:
+    """Runs the command. Exit code 2 for an output that cannot be written."""
+    parser = Parser(prog="python -m jaxserve.experiments.scale_live", description=__doc__)
+    parser.add_argument("--out", metavar="FILE", default="", help="numbers as JSON")
+    args = parser.parse_args(argv)
+    if args.out:
+        try:
+            check_file("out", Path(args.out))
+        except ValueError as error:
+            parser.error(str(error))
+    found = run()
+    print("\n".join(lines(found)))
+    if args.out:
+        Path(args.out).write_text(json.dumps(asdict(found), indent=2) + "\n")
+    return 0

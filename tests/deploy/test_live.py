@@ -1,0 +1,54 @@
+"""A Ray cluster on this machine, with processes that die: minutes."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+
+import pytest
+
+from jaxserve.client import Client, ServerError
+from jaxserve.deploy.cluster import Cluster
+from jaxserve.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
+
+pytestmark = pytest.mark.ray
+
+
+def look(cluster: Cluster) -> None:
+    """The gRPC proxy, and errors at both."""
+    with Client(cluster.grpc) as client:
+        assert client.info(timeout=60).model == MODEL
+        (one,) = client.complete("Once upon a time", max_tokens=8, temperature=0.0, timeout=60)
+        assert len(one.token_ids) == 8 and one.text
+        with pytest.raises(ServerError, match="max_tokens: must be at least 1"):
+            client.complete("Once", max_tokens=-1, timeout=60)
+    body = json.dumps({"prompt": "Once", "nonsense": 1}).encode()
+    request = urllib.request.Request(f"{cluster.http}/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 400
+    assert json.load(refused.value)["error"]["param"] == "nonsense"
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    result = measure(look)
+    print("\n" + "\n".join(lines(result)))
+    print(json.dumps(asdict(result)))
+    return result
+
+
+def test_no_call_fails_while_replicas_come_and_go(found: Found) -> None:
+    for scaled in (found.up, found.down):
+        assert scaled.calls and not scaled.failed and not scaled.wrong
+
+
+def test_a_replica_that_is_killed_takes_with_it_only_what_had_begun_there(found: Found) -> None:
+    killed = found.killed
+    assert killed.whole + killed.cut + killed.failed == STREAMS
+    # All that had sent nothing went elsewhere, and of those that had, nobody heard a word twice.
+    assert killed.failed == 0 and killed.wrong == 0
+    assert 0 < killed.cut < STREAMS / 2 and all("unavailable" in one for one in killed.errors)
