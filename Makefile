@@ -44,10 +44,10 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
-scale-demo: $(READY) ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
+scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
 	$(BIN)/python -m jaxserve.deploy.demo $(ARGS)
 
-scale-test: $(READY) ## a Ray cluster whose replicas are scaled and killed while clients stream
+scale-test: $(VENV)/.ray ## a Ray cluster whose replicas are scaled and killed while clients stream
 	$(BIN)/python -m pytest -m ray -s tests/deploy $(ARGS)
 
 lint: $(READY) ## ruff, mypy and hadolint
@@ -76,6 +76,10 @@ format: $(READY) ## ruff's fixes and formatting
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(VENV)/.ray: $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[ray]'
 	@touch $@
 
 proto: ## regenerate jaxserve/server/proto from proto/

@@ -32,6 +32,7 @@ from jaxserve.server.proto import generation_pb2 as pb
 log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers", "client")
+_GONE = (ReplicaLost, RayActorError, RayServeException)
 
 
 class CallFailed(RuntimeError):
@@ -57,29 +58,26 @@ class Ingress:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application. An answer that breaks off ends with an error: as a whole where
         nothing of it was sent, else as an event of a stream."""
+        begun = over = False
         try:
             body = await self._body(scope, receive)
-        except HTTPException as error:
-            await ApiError(error.status_code, str(error.detail)).response()(scope, receive, send)
-            return
-        ask = await self._asks.of_http(scope["path"], body)
-        plain = {name: scope[name] for name in _SCOPE if name in scope}
-        begun = False
-        try:
+            ask = await self._asks.of_http(scope["path"], body)
+            plain = {name: scope[name] for name in _SCOPE if name in scope}
             pieces = relay(lambda: self._pieces(self._http, ask, plain, body), _has_body)
             async with aclosing(pieces):
                 async for piece in pieces:
                     for message in piece:
-                        begun = True
+                        begun, over = True, _is_last(message)
                         await send(message)
-        except (ReplicaLost, RayServeException) as error:
+        except HTTPException as error:
+            await ApiError(error.status_code, str(error.detail)).response()(scope, receive, send)
+        except _GONE as error:
             problem = _unavailable(error)
             log.warning("%s", problem)
             if not begun:
                 await problem.response()(scope, receive, send)
-                return
-            # What has begun before it was whole is a stream of events.
-            await send({"type": "http.response.body", "body": event(problem.body())})
+            elif not over:  # what has begun before it was whole is a stream of events
+                await send({"type": "http.response.body", "body": event(problem.body())})
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Raises HTTPException for one that is too long, or comes too slowly."""
@@ -129,7 +127,7 @@ class Ingress:
                         if isinstance(part, Status):
                             _fail(context, grpc.StatusCode[part.code], part.details)
                         yield part
-        except (ReplicaLost, RayServeException) as error:
+        except _GONE as error:
             _fail(context, grpc.StatusCode.UNAVAILABLE, str(_unavailable(error)))
 
     async def _pieces(self, method: Any, ask: Ask, *arguments: Any) -> Pieces:
@@ -154,6 +152,10 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._ingress.answer(scope, receive, send)
+
+
+def _is_last(message: Mapping[str, Any]) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def _has_body(message: Mapping[str, Any]) -> bool:

@@ -1,0 +1,206 @@
+"""The ingress, with replicas that answer, break off or die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxserve.deploy.in_process import Status
+from jaxserve.deploy.replicas import ASK
+from jaxserve.server.proto import generation_pb2 as pb
+
+pytestmark = pytest.mark.ray  # it has to be installed
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+DIES, AWAY = "dies", "away"
+
+
+def body(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+class Response:
+    """What a handle gives: a generator that may be cancelled."""
+
+    def __init__(self, script: Sequence[Any]) -> None:
+        self._script, self.cancelled = script, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        for step in self._script:
+            if step == DIES:
+                raise ActorDiedError()
+            if step == AWAY:
+                raise ActorUnavailableError("out of reach", b"0" * 16)
+            yield step
+
+
+class Handle:
+    """Of a deployment, whose replicas answer one after the other as the scripts say."""
+
+    def __init__(self, *scripts: Sequence[Any]) -> None:
+        self.scripts = list(scripts)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.responses: list[Response] = []
+
+    def options(self, *, method_name: str, stream: bool = False) -> Any:
+        if method_name == "body_bytes":
+            return SimpleNamespace(remote=self._body_bytes)
+        return self
+
+    async def _body_bytes(self) -> int:
+        return 1000
+
+    def remote(self, *arguments: Any, **named: Any) -> Response:
+        self.calls.append((arguments, named))
+        self.responses.append(Response(self.scripts.pop(0)))
+        return self.responses[-1]
+
+
+class Context:
+    def __init__(self) -> None:
+        self.code: Any = None
+        self.details = ""
+
+    def set_code(self, code: Any) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", "Bearer x")]
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+
+def http(handle: Handle, sent: bytes) -> list[dict[str, Any]]:
+    """What the client of a call gets."""
+    from jaxserve.deploy.ingress import Ingress
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [],
+        "query_string": b"",
+        "extensions": object(),  # of the proxy's, which no other process can have
+    }
+    got: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": sent}
+
+    async def send(message: dict[str, Any]) -> None:
+        got.append(message)
+
+    async def call() -> None:
+        response = await Ingress(handle)(SimpleNamespace())  # type: ignore[arg-type]
+        await response(scope, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(call())
+    return got
+
+
+def rpc(handle: Handle) -> tuple[list[str], Context]:
+    """The texts that the client of Generate gets, and how it ends."""
+    from jaxserve.deploy.ingress import CallFailed, Ingress
+
+    texts: list[str] = []
+    context = Context()
+
+    async def call() -> None:
+        message = pb.GenerateRequest(text="Hi there", slo=pb.Slo(ttft_ms=500))
+        async for answer in Ingress(handle).Generate(message, context):  # type: ignore[arg-type]
+            texts.append(answer.text)
+
+    try:
+        asyncio.run(call())
+    except CallFailed:
+        assert context.code is not None
+    return texts, context
+
+
+def said(text: str) -> bytes:
+    return pb.GenerateResponse(text=text).SerializeToString()
+
+
+def test_what_the_replica_says_is_passed_on_and_the_router_is_told_what_it_costs() -> None:
+    handle = Handle([[START, body(b"a")], [body(b"b", more=False)]])
+    sent = json.dumps({"prompt": "Hi there", "slo": {"ttft_ms": 500}}).encode()
+    assert http(handle, sent) == [START, body(b"a"), body(b"b", more=False)]
+    ((scope, given), named) = handle.calls[0]
+    assert given == sent and "extensions" not in scope
+    assert named[ASK].ttft == 0.5 and named[ASK].prompt_len > 1
+    assert handle.responses[0].cancelled
+
+
+def test_a_call_that_is_not_answered_goes_to_another_replica_once() -> None:
+    whole = [[START, body(b"b", more=False)]]
+    assert http(Handle([[START], DIES], whole), b"{}") == whole[0]
+    start, problem = http(Handle([DIES], [DIES], whole), b"{}")
+    assert start["status"] == 503 and b"unavailable" in problem["body"]
+    assert any(name == b"retry-after" for name, _ in start["headers"])
+    assert http(Handle([AWAY], whole), b"{}")[0]["status"] == 503
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
+    *told, last = http(Handle([[START, body(b"data: 1\n\n")], DIES], []), b"{}")
+    assert told == [START, body(b"data: 1\n\n")]
+    event = json.loads(last["body"].removeprefix(b"data: "))
+    assert event["error"]["code"] == "unavailable" and not last.get("more_body", False)
+
+
+def test_an_answer_that_was_whole_when_its_replica_died_is_whole() -> None:
+    whole = [START, body(b"b", more=False)]
+    assert http(Handle([whole, DIES]), b"{}") == whole
+
+
+def test_a_body_that_is_too_long_is_sent_nowhere() -> None:
+    handle = Handle()
+    assert http(handle, b" " * 1001)[0]["status"] == 413 and not handle.calls
+
+
+def test_rpcs_go_the_same_ways() -> None:
+    assert rpc(Handle([[said("a"), said("b")]]))[0] == ["a", "b"]
+    assert rpc(Handle([DIES], [[said("a")]]))[0] == ["a"]
+    texts, context = rpc(Handle([[said("a")], DIES], []))
+    assert texts == ["a"] and context.code is grpc.StatusCode.UNAVAILABLE
+    assert "gone" in context.details
+    texts, context = rpc(Handle([[Status("RESOURCE_EXHAUSTED", "too many")]]))
+    assert (texts, context.code) == ([], grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert context.details == "too many"
+
+
+def test_info_is_any_replicas() -> None:
+    from jaxserve.deploy.ingress import Ingress
+
+    handle = Handle([[pb.GetServerInfoResponse(model="m").SerializeToString()]])
+    call = Ingress(handle).GetServerInfo(pb.GetServerInfoRequest(), Context())  # type: ignore[arg-type]
+    assert asyncio.run(call).model == "m"
+    assert handle.calls[0][0][0] == "/jaxserve.v1.Generation/GetServerInfo"
+
+
+def test_the_autoscaler_reads_what_replicas_say() -> None:
+    from jaxserve.deploy.autoscaling import scale
+    from jaxserve.deploy.load import Load
+
+    late = Load(wait_share=2.0, busy=0.9).as_metrics()
+    metrics = {name: {"a": value} for name, value in late.items()}
+    context = SimpleNamespace(aggregated_metrics=metrics, current_num_replicas=1)
+    assert scale(context) == (2, {})  # type: ignore[arg-type]
+    metrics["running_requests"] = {"b": 1.0}  # Ray Serve's own, of one that says nothing
+    assert scale(context) == (2, {})  # type: ignore[arg-type]
+    nothing = SimpleNamespace(aggregated_metrics=None, current_num_replicas=3)
+    assert scale(nothing) == (3, {})  # type: ignore[arg-type]
