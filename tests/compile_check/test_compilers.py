@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[2]
 BOX = ROOT / "jaxserve" / "assets" / "tiny-stories"
 TARGETS = ("v5e", "a100")
 LAYERS = 40  # of opt-13b
+# Kernels that no step of the model in the box has; alone, those of the steps compile as they do
+# there. `make compile-check` has them all.
+BESIDE_STEPS = "projected decode,move,stage out,stage in,to the host and back"
 
 
 def not_checked(why: str) -> None:
@@ -104,15 +107,15 @@ def test_ci_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_model_compiles(compilers: Path, tiny: str) -> None:
-    """Steps and every kernel, for a GPU after a TPU in one process: jax starts its plugins with the
-    first of them."""
-    targets = f"--target={','.join(TARGETS)}"
-    both = check(compilers, targets, tiny, "--max_batch_tokens=256")
+    """Steps, and the kernels that they have not, for a GPU after a TPU in one process: jax starts
+    its plugins with the first of them."""
+    targets, programs = f"--target={','.join(TARGETS)}", f"--programs=steps,{BESIDE_STEPS}"
+    both = check(compilers, targets, tiny, programs, "--max_batch_tokens=256")
     assert tuple(found["target"] for found in both) == TARGETS
     for found in both:
         assert_compiled(found)
         assert_in_place(found)
-        assert {"decode step", "prefill and mixed step", "absorbed", "to the host and back"} <= {
+        assert {"decode step", "hidden mixed step", *BESIDE_STEPS.split(",")} <= {
             program["program"] for program in found["programs"]
         }
 
@@ -134,6 +137,14 @@ def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
         assert traffic["floor"] <= traffic["moved"] < 1.2 * traffic["floor"]
         if found["target"] == "a100":
             assert traffic["kernels"] <= 13 * LAYERS + 25  # those of the step's plan and sampling
+
+
+def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:
+    """Both ways of attention over KV and over hidden caches are in these."""
+    programs = "--programs=decode step,hidden mixed step,prompt log-probabilities,hidden to KV"
+    (found,) = check(compilers, "--target=a100:2", tiny, programs, "--max_batch_tokens=256")
+    assert_compiled(found)
+    assert found["topology"] == "1x1x2"
 
 
 def test_two_hosts_share_a_model(compilers: Path, tmp_path: Path) -> None:
