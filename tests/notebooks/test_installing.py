@@ -23,24 +23,34 @@ def first_cell(notebook: Path) -> str:
     return next(cell.source for cell in cells if cell.cell_type == "code")
 
 
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installed(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, Path, Path]:
+    """A folder with a clone in it, the site-packages that has the package from a wheel or is led to
+    the clone, and where the package lies."""
+    parent = tmp_path_factory.mktemp("parent")
+    tree = clone(parent)
+    if request.param == "wheel":
+        return parent, wheel, wheel
+    site = install(tree, tmp_path_factory.mktemp("editable") / "site", editable=True)
+    return parent, site, tree
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
-@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 def test_beside_a_clone_the_package_is_the_installed_one(
-    notebook: Path, editable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    notebook: Path, installed: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder named jaxserve is a package, too, where Python finds no other first."""
-    tree = clone(tmp_path / "parent")
-    site = install(clone(tmp_path / "source") if not editable else tree, tmp_path / "site",
-                   editable=editable)  # fmt: skip
+    parent, site, place = installed
     monkeypatch.setenv("PYTHONPATH", str(site))
     shown = "import jaxserve\nprint(jaxserve.__version__, jaxserve.__file__)"
     cells = [nbformat.v4.new_code_cell(source) for source in (first_cell(notebook), shown)]
     book = nbformat.v4.new_notebook(cells=cells)
-    resources = {"metadata": {"path": str(tmp_path / "parent")}}
+    resources = {"metadata": {"path": str(parent)}}
     NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
     (output,) = book.cells[-1].outputs
-    package = (tree if editable else site) / "jaxserve" / "__init__.py"
-    assert output.text == f"{__version__} {package}\n"
+    assert output.text == f"{__version__} {place / 'jaxserve' / '__init__.py'}\n"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=NAMES)
