@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
@@ -27,11 +26,9 @@ from jaxserve.pallas_kernels.tpu_common import (
     SIDE,
     Chunk,
     Options,
-    Work,
     bounds,
     decode_items,
     make_chunk,
-    make_work,
     padded,
 )
 from jaxserve.pallas_kernels.tpu_softmax import dot
@@ -42,6 +39,7 @@ from jaxserve.pallas_kernels.tuned_tpu import Sizes
 def _one_pass(
     items: Any,  # SMEM int32 [7, R]
     layer: Any,  # SMEM int32 [1]
+    cuts: Any,  # SMEM int32 [cores + 1]
     q: Any,  # VMEM [1, parts, H, head_dim], the item's row
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
@@ -56,25 +54,30 @@ def _one_pass(
     chunk: Chunk,
     options: Options,
 ) -> None:
-    i, state, window = pl.program_id(0), (peak, total, acc), options.sliding_window
-    low, _ = bounds(items, i, window)
-    tpu_softmax.reset(state)
+    state, window = (peak, total, acc), options.sliding_window
+    chunks = passes.stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
 
-    def use(j: jax.Array, half: jax.Array) -> None:
-        passes.clean_ends(chunk, items, i, j, x, half, window)
-        at = chunk.positions(j, items[SIDE, i], 1)
-        seen = (at >= low) & (at <= items[FIRST, i])
-        scores = tpu_softmax.scored(passes.products(q, x, half, sums), seen, options)
-        weights, fade = tpu_softmax.weigh(scores[None], peak, total, ...)
-        weights = weights[0].astype(x.dtype)
+    def one_item(i: jax.Array) -> None:
+        low, _ = bounds(items, i, window)
+        tpu_softmax.reset(state)
 
-        def one(part: jax.Array) -> None:
-            acc[part] = acc[part] * fade[0] + dot(weights, x[half, part])
+        def use(j: jax.Array, half: jax.Array) -> None:
+            passes.clean_ends(chunk, items, i, j, x, half, window)
+            at = chunk.positions(j, items[SIDE, i], 1)
+            seen = (at >= low) & (at <= items[FIRST, i])
+            scores = tpu_softmax.scored(passes.products(q, x, half, sums), seen, options)
+            weights, fade = tpu_softmax.weigh(scores[None], peak, total, ...)
+            weights = weights[0].astype(x.dtype)
 
-        passes.by_parts(chunk.heads, one)
+            def one(part: jax.Array) -> None:
+                acc[part] = acc[part] * fade[0] + dot(weights, x[half, part])
 
-    passes.stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
-    out[0] = (acc[...] / total[...][..., :1]).astype(out.dtype)
+            passes.by_parts(chunk.heads, one)
+
+        chunks.walk(i, use)
+        out[0] = (acc[...] / total[...][..., :1]).astype(out.dtype)
+
+    passes.each_item(cuts, one_item)
 
 
 def _fits(queries: jax.Array, chunk: Chunk, sizes: Sizes) -> bool:
@@ -93,8 +96,8 @@ class Plan(NamedTuple):
 
     live: jax.Array
     token: jax.Array
-    rows: Work
-    chunks: Work
+    rows: passes.Shares
+    chunks: passes.Shares
 
 
 def plan(
@@ -109,16 +112,13 @@ def plan(
     """See `backends.Backend.plan_absorbed`."""
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     live = (batch.kind == HIDDEN) & (row < batch.num_decodes)
-    width = batch.table_width
-    chunk = make_chunk(shape, dtype, shape[2], width, tuned_tpu.sizes(dtype, interpret))
+    sizes = tuned_tpu.sizes(dtype, interpret)
+    chunk = make_chunk(shape, dtype, shape[2], batch.table_width, sizes)
     items, number = decode_items(live, batch, chunk, sliding_window)
-    chunks = passes.split(items, number, -(-width // chunk.blocks))
-    return Plan(
-        live,
-        jnp.where(live, batch.query_start, batch.max_tokens),
-        make_work(items, number, batch),
-        make_work(*chunks, batch),
-    )
+    width = -(-batch.table_width // chunk.blocks)
+    rows, chunks = passes.share(items, number, batch, width, sizes.cores)
+    token = jnp.where(live, batch.query_start, batch.max_tokens)
+    return Plan(live, token, rows, chunks)
 
 
 def absorbed(
@@ -148,7 +148,7 @@ def absorbed(
             queries, pool, layer, batch, plan.live, plan.chunks, options, axis_name
         )
     else:
-        spec = pl.BlockSpec((1, *queries.shape[1:]), lambda i, items, *_: (items[ROW, i], 0, 0, 0))
+        spec = passes.by_item((1, *queries.shape[1:]), ROW)
         out = passes.launch(
             _one_pass,
             plan.rows,

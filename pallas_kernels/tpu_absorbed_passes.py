@@ -5,7 +5,8 @@ a sum over devices: scores, softmax in XLA, sums. And what those of one pass sha
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     compiler,
     interpreted,
     make_chunk,
+    make_work,
 )
 from jaxserve.pallas_kernels.tpu_softmax import dot
 from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
@@ -77,109 +79,39 @@ def clean_ends(
         clean(x, half, (at >= low) & (at < high))
 
 
-def stream(
-    chunk: Chunk,
-    window: int | None,
-    prefetched: tuple[Any, Any],
-    tables: Any,
-    pool: Any,
-    x: Any,
-    signals: Signals,
-) -> Stream:
-    """Of a kernel whose grid is its items."""
-    count = pl.num_programs(0)
-    return Stream(chunk, window, prefetched, tables, pool, (x,), signals, 0, count)
+class Shares(NamedTuple):
+    """Items cut over a chip's cores. cuts: int32 [cores + 1], the first item of each core's share,
+    and the end of the last one's; steps: int32 [], items of the largest share."""
+
+    work: Work
+    cuts: jax.Array
+    steps: jax.Array
 
 
-def launch(
-    kernel: Any,
-    work: Work,
-    layer: jax.Array | int,
-    given: jax.Array,
-    pool: jax.Array,
-    specs: tuple[pl.BlockSpec, pl.BlockSpec],
-    out: jax.ShapeDtypeStruct,
-    scratch: list[Any],
-    sizes: Sizes,
-    chunk: Chunk,
-    options: Options,
-) -> jax.Array:
-    """pallas_call over the work's items, of which one brings its part of `given`."""
-    call = pl.pallas_call(
-        functools.partial(kernel, chunk=chunk, options=options),
-        out_shape=out,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(work.number,),
-            in_specs=[specs[0], HBM, ANY],
-            out_specs=specs[1],
-            scratch_shapes=[
-                pltpu.VMEM((2, *chunk.shape), pool.dtype),
-                *scratch,
-                tpu_stream.signals(chunk),
-            ],
-        ),
-        compiler_params=compiler(sizes, 0),
-        interpret=interpreted(options.interpret),
-        name=f"absorbed{kernel.__name__}",
+def share(
+    items: jax.Array, number: jax.Array, batch: AttentionBatch, width: int, cores: int
+) -> tuple[Shares, Shares]:
+    """Items of rows [7, R], of which so many count, and the same work in items of one chunk each,
+    of which a row has up to `width`. A row is one core's, which adds its chunks up in its own
+    memory; each core has about as many chunks, and some where there are as many rows as cores."""
+    cores = min(cores, batch.max_rows)
+    chunks = jnp.where(jnp.arange(batch.max_rows) < number, items[END] - items[BEGIN], 0)
+    ends = jnp.cumsum(chunks, dtype=jnp.int32)
+    parts = ends[-1] * jnp.arange(1, cores)
+    inner = jnp.sum((2 * ends - chunks) * cores < 2 * parts[:, None], axis=1, dtype=jnp.int32)
+    zero = jnp.zeros(1, jnp.int32)
+    cuts = jnp.minimum(jnp.concatenate([zero, inner, number[None]]), number)
+    split = _split(items, number, width)
+    return _shares(items, number, batch, cuts), _shares(
+        *split, batch, jnp.concatenate([zero, ends])[cuts]
     )
-    return call(*work.scalars(layer), given, work.tables, pool)
 
 
-def _scores(
-    items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row
-    layer: Any,  # SMEM int32 [1]
-    q: Any,  # VMEM [1, parts, H, head_dim]
-    tables: Any,  # HBM int32 [R, 1, 2 * W]
-    pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
-    out: Any,  # VMEM float32 [1, 1, H, tokens]: raw products
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
-    sums: Any,  # VMEM float32 [H, tokens]
-    signals: Signals,
-    *,
-    chunk: Chunk,
-    options: Options,
-) -> None:
-    i, window = pl.program_id(0), options.sliding_window
-
-    def use(j: jax.Array, half: jax.Array) -> None:
-        clean_ends(chunk, items, i, j, x, half, window)
-        out[0, 0] = products(q, x, half, sums)
-
-    stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
+def _shares(items: jax.Array, number: jax.Array, batch: AttentionBatch, cuts: jax.Array) -> Shares:
+    return Shares(make_work(items, number, batch), cuts, jnp.max(cuts[1:] - cuts[:-1]))
 
 
-def _weighted(
-    items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row, in order
-    layer: Any,  # SMEM int32 [1]
-    weights: Any,  # VMEM float32 [1, 1, H, tokens], zeros where not seen
-    tables: Any,  # HBM int32 [R, 1, 2 * W]
-    pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
-    out: Any,  # VMEM float32 [1, parts, H, head_dim], the row's: adds up over its chunks
-    x: Any,  # VMEM [2, parts, tokens, head_dim]
-    signals: Signals,
-    *,
-    chunk: Chunk,
-    options: Options,
-) -> None:
-    i, window = pl.program_id(0), options.sliding_window
-
-    @pl.when((i == 0) | (items[ROW, jnp.maximum(i - 1, 0)] != items[ROW, i]))
-    def _() -> None:
-        out[...] = jnp.zeros(out.shape, jnp.float32)
-
-    def use(j: jax.Array, half: jax.Array) -> None:
-        clean_ends(chunk, items, i, j, x, half, window)
-
-        def one(part: jax.Array) -> None:
-            out[0, part] += dot(weights[0, 0].astype(x.dtype), x[half, part])
-
-        by_parts(chunk.heads, one)
-
-    stream(chunk, window, (items, layer), tables, pool, x, signals).walk(i, use)
-
-
-def split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
     """Items of rows [7, R] as items of one chunk each [7, R * chunks], and their number."""
     rows = items.shape[1]
     row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), chunks)
@@ -191,32 +123,170 @@ def split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array, 
     return split, live.sum(dtype=jnp.int32)
 
 
+def turn(core: jax.Array, step: jax.Array, items: Any, cuts: Any) -> jax.Array:
+    """The item of a core's step, whose parts of the operands are in VMEM then: its last one once it
+    has no more, and the last of all, which is of no row that counts, where it has none."""
+    first, end = cuts[core], cuts[core + 1]
+    return jnp.where(first == end, items.shape[1] - 1, jnp.minimum(first + step, end - 1))
+
+
+def each_item(cuts: Any, one: Callable[[jax.Array], None]) -> None:
+    """one(i) in the step that item i has; nothing in a step without."""
+    core, step = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(cuts[core] + step < cuts[core + 1])
+    def _() -> None:
+        one(cuts[core] + step)
+
+
+def stream(
+    chunk: Chunk,
+    window: int | None,
+    prefetched: tuple[Any, Any, Any],
+    tables: Any,
+    pool: Any,
+    x: Any,
+    signals: Signals,
+) -> Stream:
+    """Of the share of the program's core."""
+    items, layer, cuts = prefetched
+    ends = cuts[pl.program_id(0)], cuts[pl.program_id(0) + 1]
+    return Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, *ends)
+
+
+def by_item(shape: tuple[int, ...], *fields: int) -> pl.BlockSpec:
+    """A block of an array whose first indices are these fields of an item."""
+
+    def index(core: jax.Array, step: jax.Array, items: Any, _: Any, cuts: Any) -> tuple[Any, ...]:
+        i = turn(core, step, items, cuts)
+        return (*(items[field, i] for field in fields), *[0] * (len(shape) - len(fields)))
+
+    return pl.BlockSpec(shape, index)
+
+
+def launch(
+    kernel: Any,
+    shares: Shares,
+    layer: jax.Array | int,
+    given: jax.Array,
+    pool: jax.Array,
+    specs: tuple[pl.BlockSpec, pl.BlockSpec],
+    out: jax.ShapeDtypeStruct,
+    scratch: list[Any],
+    sizes: Sizes,
+    chunk: Chunk,
+    options: Options,
+) -> jax.Array:
+    """pallas_call over the shares' items, of which one brings its part of `given`. specs: of that
+    and of the result, an index being of an item."""
+    work, cuts, steps = shares
+    call = pl.pallas_call(
+        functools.partial(kernel, chunk=chunk, options=options),
+        out_shape=out,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(len(cuts) - 1, steps),
+            in_specs=[specs[0], HBM, ANY],
+            out_specs=specs[1],
+            scratch_shapes=[
+                pltpu.VMEM((2, *chunk.shape), pool.dtype),
+                *scratch,
+                tpu_stream.signals(chunk),
+            ],
+        ),
+        compiler_params=compiler(sizes, 1),
+        interpret=interpreted(options.interpret),
+        name=f"absorbed{kernel.__name__}",
+    )
+    return call(*work.scalars(layer), cuts, given, work.tables, pool)
+
+
+def _scores(
+    items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row
+    layer: Any,  # SMEM int32 [1]
+    cuts: Any,  # SMEM int32 [cores + 1]
+    q: Any,  # VMEM [1, parts, H, head_dim]
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
+    pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
+    out: Any,  # VMEM float32 [1, 1, H, tokens]: raw products
+    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    sums: Any,  # VMEM float32 [H, tokens]
+    signals: Signals,
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    window = options.sliding_window
+    chunks = stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
+
+    def one_item(i: jax.Array) -> None:
+        def use(j: jax.Array, half: jax.Array) -> None:
+            clean_ends(chunk, items, i, j, x, half, window)
+            out[0, 0] = products(q, x, half, sums)
+
+        chunks.walk(i, use)
+
+    each_item(cuts, one_item)
+
+
+def _weighted(
+    items: Any,  # SMEM int32 [7, N]: an item is a chunk of a row, in order
+    layer: Any,  # SMEM int32 [1]
+    cuts: Any,  # SMEM int32 [cores + 1]
+    weights: Any,  # VMEM float32 [1, 1, H, tokens], zeros where not seen
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
+    pool: Any,  # HBM [layers, blocks, parts, block_size, head_dim]
+    out: Any,  # VMEM float32 [1, parts, H, head_dim], the row's: adds up over its chunks
+    x: Any,  # VMEM [2, parts, tokens, head_dim]
+    signals: Signals,
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    window = options.sliding_window
+    chunks = stream(chunk, window, (items, layer, cuts), tables, pool, x, signals)
+
+    def one_item(i: jax.Array) -> None:
+        before = items[ROW, jnp.maximum(i - 1, 0)]
+
+        @pl.when((i == cuts[pl.program_id(0)]) | (before != items[ROW, i]))
+        def _() -> None:
+            out[...] = jnp.zeros(out.shape, jnp.float32)
+
+        def use(j: jax.Array, half: jax.Array) -> None:
+            clean_ends(chunk, items, i, j, x, half, window)
+
+            def one(part: jax.Array) -> None:
+                out[0, part] += dot(weights[0, 0].astype(x.dtype), x[half, part])
+
+            by_parts(chunk.heads, one)
+
+        chunks.walk(i, use)
+
+    each_item(cuts, one_item)
+
+
 def two_passes(
     queries: jax.Array,
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
     live: jax.Array,
-    work: Work,
+    shares: Shares,
     options: Options,
     axis_name: str | None,
 ) -> jax.Array:
-    """queries [R, parts, H, head_dim] -> float32 of the same shape. work: of `split` items."""
+    """queries [R, parts, H, head_dim] -> float32 of the same shape. shares: of single chunks."""
     rows, parts, num_heads, head_dim = queries.shape
     sizes = tuned_tpu.sizes(pool.dtype, options.interpret)
     chunk = make_chunk(pool.shape, pool.dtype, parts, batch.table_width, sizes)
     chunks = -(-batch.table_width // chunk.blocks)
-    row = pl.BlockSpec(
-        (1, parts, num_heads, head_dim), lambda i, items, *_: (items[ROW, i], 0, 0, 0)
-    )
-    part = pl.BlockSpec(
-        (1, 1, num_heads, chunk.tokens),
-        lambda i, items, *_: (items[ROW, i], items[BEGIN, i], 0, 0),
-    )
+    row = by_item((1, parts, num_heads, head_dim), ROW)
+    part = by_item((1, 1, num_heads, chunk.tokens), ROW, BEGIN)
     shape = jax.ShapeDtypeStruct((rows, chunks, num_heads, chunk.tokens), jnp.float32)
     sums = [pltpu.VMEM((num_heads, chunk.tokens), jnp.float32)]
     run = functools.partial(launch, sizes=sizes, chunk=chunk, options=options)
-    raw = run(_scores, work, layer, queries, pool, (row, part), shape, sums)
+    raw = run(_scores, shares, layer, queries, pool, (row, part), shape, sums)
     seen = _seen(batch, live, chunk, chunks, options.sliding_window)
     seen = seen.reshape(rows, chunks, 1, chunk.tokens)
     # What was never written may be anything: nothing of it may reach the sum over devices.
@@ -227,7 +297,7 @@ def two_passes(
     # A row without anything seen has NaN here; it has no item either.
     weights = jax.nn.softmax(scores, axis=(1, 3))
     out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
-    return run(_weighted, work, layer, weights, pool, (part, row), out, [])
+    return run(_weighted, shares, layer, weights, pool, (part, row), out, [])
 
 
 def _seen(

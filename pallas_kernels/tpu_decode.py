@@ -65,6 +65,7 @@ def _kernel(
         (k, v),
         signals,
         pl.program_id(0) * chunk.heads,
+        0,
         pl.num_programs(1),
     )
     low, high = bounds(items, i, options.sliding_window)

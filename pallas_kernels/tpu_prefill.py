@@ -73,6 +73,7 @@ def _kernel(
         (k, v),
         signals,
         h * chunk.heads,
+        0,
         pl.num_programs(1),
     )
     outputs = Outputs(items, done, out, sent, pending, chunk.heads)

@@ -164,7 +164,7 @@ def _kernel(
     state, tile = (peak, total, acc), done.shape[2]
     beside = functools.partial(_rotations, recipe, chunk, items, rotation, turned, signals.arrived)
     count = pl.num_programs(1)
-    stream = Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, count, beside)
+    stream = Stream(chunk, window, (items, layer), tables, pool, (x,), signals, 0, 0, count, beside)
     outputs = Outputs(items, done, out, sent, pending, recipe.heads)
     low, high = bounds(items, i, window)
     tpu_softmax.reset(state)

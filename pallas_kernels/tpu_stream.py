@@ -46,7 +46,7 @@ class Stream:
     prefetched: the items, SMEM int32 [7, N], and layer, SMEM int32 [1]. tables: HBM int32 [R, 1,
     2 * W]. pool: HBM [layers, blocks, kv_heads, block_size, head_dim].
     buffers: VMEM [2, heads, tokens, head_dim] for K and V, or one of them for hidden vectors.
-    head: first head of this program. count: items in the grid.
+    head: first head of this program. first, end: the items that it has, one after another.
     """
 
     chunk: Chunk
@@ -57,7 +57,8 @@ class Stream:
     buffers: tuple[Any, ...]
     signals: Signals
     head: jax.Array | int
-    count: jax.Array | int
+    first: jax.Array | int
+    end: jax.Array | int
     # What else a chunk brings: beside(i, j, half) -> copies that signal arrived[half].
     beside: Callable[..., list[Any]] = lambda i, j, half: []
 
@@ -67,14 +68,14 @@ class Stream:
         items, turn = self.prefetched[0], self.signals.turn
         begin, end = items[BEGIN, i], items[END, i]
 
-        @pl.when(i == 0)
+        @pl.when(i == self.first)
         def _() -> None:
             turn[0] = 0
             self._row(i).start()
             self._row(i).wait()
             self._start(i, begin, 0)
 
-        @pl.when(i + 1 < self.count)
+        @pl.when(i + 1 < self.end)
         def _() -> None:
             self._row(i + 1).start()
 
@@ -82,15 +83,15 @@ class Stream:
         def _(j: jax.Array) -> None:
             half = turn[0]
             last = j + 1 == end
-            following = jnp.minimum(i + 1, self.count - 1)
+            following = jnp.minimum(i + 1, self.end - 1)
             next_item = jnp.where(last, following, i)
             next_chunk = jnp.where(last, items[BEGIN, following], j + 1)
 
-            @pl.when(last & (i + 1 < self.count))
+            @pl.when(last & (i + 1 < self.end))
             def _() -> None:
                 self._row(i + 1).wait()
 
-            @pl.when(jnp.logical_not(last & (i + 1 == self.count)))
+            @pl.when(jnp.logical_not(last & (i + 1 == self.end)))
             def _() -> None:
                 self._start(next_item, next_chunk, 1 - half)
 

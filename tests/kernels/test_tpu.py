@@ -22,6 +22,7 @@ from jaxserve.pallas_kernels import (
     reference,
     tuned_tpu,
 )
+from jaxserve.pallas_kernels.tpu_common import BEGIN, END
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch, make_pool, vectors
 from tests.kernels.cases import Case, compiled, takes
@@ -142,3 +143,26 @@ def test_a_write_does_what_its_plan_says() -> None:
         got = put("tpu-interpret", pool, jnp.int32(layer), k, v, other, x=x, plan=plan)
         same(got, want)
         pool = np.asarray(got)
+
+
+@pytest.mark.parametrize("contexts", [[1, 150, 9, 40, 33, 160], [160, 1, 1], [7, 0, 0]])
+def test_two_cores_absorb_about_as_much_context(contexts: list[int]) -> None:
+    """Rows are cut between them, never within one; a core without any has one that does not count
+    to look at."""
+    shape = Shape(2, 2, head_dim=64, rows=8, width=10, tokens=8)
+    rows = [(context, 1) for context in contexts if context]
+    rng, kinds = np.random.default_rng(0), [HIDDEN] * len(rows)
+    batch = make_batch(shape, rows, [LEFT] * len(rows), len(rows), rng, kinds=kinds)
+    pool = jnp.zeros((1, shape.blocks, 2, shape.block_size, 64))
+    plan = plan_absorbed(pool, batch, 2, backend="tpu-interpret")
+    items = np.asarray(plan.rows.work.items)[:, : len(rows)]
+    chunks = (items[END] - items[BEGIN]).tolist()
+    of_rows, of_chunks = (np.asarray(shares.cuts) for shares in (plan.rows, plan.chunks))
+    assert of_rows[0] == 0 and of_rows[-1] == len(rows)
+    assert of_chunks.tolist() == [sum(chunks[:cut]) for cut in of_rows]
+    sums = np.diff(of_chunks)
+    assert sums.max() <= sums.mean() + max(chunks) / 2
+    assert [plan.rows.steps, plan.chunks.steps] == [np.diff(of_rows).max(), sums.max()]
+    for shares in (plan.rows, plan.chunks):
+        last = int(shares.work.items[0, -1])
+        assert last >= len(rows), "the row of the last item counts"
