@@ -3,11 +3,12 @@
 The pool's layout is tiled by 8 slots, so that one slot of a 16-bit pool cannot be written alone: a
 granule of 8 slots of a block is read, changed and written back. Work items are distinct granules,
 with all the vectors that go there whosever they are, so that two rows that fill one block from both
-ends are one item, and no transfer can undo another's.
+ends are one item, and no transfer can undo another's. A chip's cores share the items.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -79,16 +80,23 @@ def slots_wanted(source: Any, i: jax.Array) -> jax.Array:
 
 
 def _put_kernel(
-    places: Any,  # SMEM int32 [4, N]: block, granule, its first slot and the end of them
+    places: Any,  # SMEM int32 [4, N + 1]: block, granule, its first slot and the end of them
     source: Any,  # SMEM int32 [N * 8]
     layer: Any,  # SMEM int32 [1]
+    number: Any,  # SMEM int32 [1], items
     old: Any,  # VMEM [deep, 1, heads, 8, head_dim], the item's granule in some layers
     *refs: Any,  # values, HBM [M, layers, heads, head_dim] each; new, VMEM like old; found, VMEM
     # [2, 8, deep, heads, head_dim]; arrived, DMA semaphores [2]
+    cores: int,
 ) -> None:
     *values, new, found, arrived = refs
-    i, half, deep = pl.program_id(1), pl.program_id(1) % 2, found.shape[2]
-    layers = pl.ds(pl.program_id(0) * deep, deep)
+    step, steps, deep = pl.program_id(2), pl.num_programs(2), found.shape[2]
+    layers, half = pl.ds(pl.program_id(1) * deep, deep), step & 1
+    first = pl.program_id(0) * steps if cores > 1 else 0
+    i = first + step
+
+    def has(item: jax.Array | int) -> jax.Array | bool:
+        return item < number[0] if cores > 1 else True
 
     def fetch(item: jax.Array, half: jax.Array) -> None:
         @pl.loop(places[2, item], places[3, item])
@@ -101,27 +109,34 @@ def _put_kernel(
                     vector = value.at[wanted // PLANES, layers]
                     pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).start()
 
-    @pl.when(i == 0)
+    @pl.when((step == 0) & has(i))
     def _() -> None:
         fetch(i, half)
 
-    @pl.when(i + 1 < pl.num_programs(1))
+    @pl.when((step + 1 < steps) & has(i + 1))
     def _() -> None:
         fetch(i + 1, 1 - half)
 
-    @pl.loop(places[2, i], places[3, i])
-    def _(s: jax.Array) -> None:
-        @pl.when(source[i * GRANULE + s] >= 0)
-        def _() -> None:
-            vector = values[0].at[0, layers]
-            pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).wait()
+    # In a step too many the last item's granule stays as it is; see `put` for a core without items.
+    @pl.when(cores > 1 and jnp.logical_not(has(first)))
+    def _() -> None:
+        new[...] = old[...]
 
-    wanted = slots_wanted(source, i)
+    @pl.when(has(i))
+    def _() -> None:
+        @pl.loop(places[2, i], places[3, i])
+        def _(s: jax.Array) -> None:
+            @pl.when(source[i * GRANULE + s] >= 0)
+            def _() -> None:
+                vector = values[0].at[0, layers]
+                pltpu.make_async_copy(vector, found.at[half, s], arrived.at[half]).wait()
 
-    @pl.loop(0, deep)
-    def _(n: jax.Array) -> None:
-        rows = [found[half, s, n] for s in range(GRANULE)]
-        new[n, 0] = merge(rows, wanted, old[n, 0])
+        wanted = slots_wanted(source, i)
+
+        @pl.loop(0, deep)
+        def _(n: jax.Array) -> None:
+            rows = [found[half, s, n] for s in range(GRANULE)]
+            new[n, 0] = merge(rows, wanted, old[n, 0])
 
 
 def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
@@ -141,20 +156,33 @@ def put(
     interpret: bool,
 ) -> jax.Array:
     """Vectors into slots, of layers [layer, layer + values' number of them). values: up to PLANES
-    of [M, layers, heads, head_dim] in the pool's dtype."""
+    of [M, layers, heads, head_dim] in the pool's dtype.
+
+    Each core takes as many items, one after another, but for the last; of a single item the second
+    core, which has none, reads and writes back another granule.
+    """
     heads, block_size, head_dim = pool.shape[2:]
     layers, parts = values[0].shape[1], block_size // GRANULE
-    deep = layers_at_once(pool, layers, interpret)
-    granule = pl.BlockSpec(
-        (deep, 1, heads, GRANULE, head_dim),
-        lambda n, i, places, _, layer: (layer[0] + n, places[0, i], 0, places[1, i], 0),
-    )
+    deep, sizes = layers_at_once(pool, layers, interpret), tuned_tpu.sizes(pool.dtype, interpret)
+    steps = (puts.number + sizes.cores - 1) // sizes.cores
+
+    def index(
+        core: jax.Array, n: jax.Array, step: jax.Array, places: Any, _: Any, layer: Any, number: Any
+    ) -> tuple[Any, ...]:
+        i = step
+        if sizes.cores > 1:
+            first = core * ((number[0] + sizes.cores - 1) // sizes.cores)
+            last = jnp.minimum(first + step, number[0] - 1)
+            i = jnp.where(first < number[0], last, places.shape[1] - 1)
+        return layer[0] + n, places[0, i], 0, places[1, i], 0
+
+    granule = pl.BlockSpec((deep, 1, heads, GRANULE, head_dim), index)
     call = pl.pallas_call(
-        _put_kernel,
+        functools.partial(_put_kernel, cores=sizes.cores),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(layers // deep, puts.number),
+            num_scalar_prefetch=4,
+            grid=(sizes.cores, layers // deep, steps),
             in_specs=[granule, *[ANY] * len(values)],
             out_specs=granule,
             scratch_shapes=[
@@ -162,11 +190,14 @@ def put(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        input_output_aliases={3: 0},
-        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 0, 2),
+        input_output_aliases={4: 0},
+        compiler_params=compiler(sizes, 1, 2),
         interpret=interpreted(interpret),
         name="paged_put",
     )
-    places = jnp.stack([puts.target // parts, puts.target % parts, *puts.span])
+    spare = (puts.target[:1] + 1) % (pool.shape[1] * parts)
+    target = jnp.concatenate([puts.target, spare])
+    span = jnp.pad(puts.span, ((0, 0), (0, 1)))
+    places = jnp.stack([target // parts, target % parts, *span])
     scalars = places, puts.source.reshape(-1), jnp.asarray(layer, jnp.int32).reshape(1)
-    return call(*scalars, pool, *values)
+    return call(*scalars, puts.number.reshape(1), pool, *values)
