@@ -3,7 +3,8 @@
     python -m jaxserve.bench gpu
     python -m jaxserve.bench gpu --json_file=gpu.json --markdown=gpu.md
 
-Checks every kernel against its reference, times them, then runs OPT-13B with random weights: a
+Checks every kernel against its reference, times them, tries decode attention by other backends,
+which none but whoever reads here may choose, then runs OPT-13B with random weights: a
 decode step against its byte floor with either kind of cache, and the engine's throughput. Sections
 that would start too late are left out, and said to be; one that fails does not stop the others.
 With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 where a check or a section
@@ -28,6 +29,7 @@ from jaxserve.bench import kernels
 from jaxserve.bench.end_to_end import decode_steps, throughput
 from jaxserve.bench.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve.bench.gpu_report import page
+from jaxserve.bench.gpu_rivals import run_trials
 from jaxserve.bench.kernel_checks import check_kernels
 from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
@@ -83,6 +85,7 @@ def run(plan: Plan, tell: Tell) -> Outcome:
     sections: dict[str, Callable[[Plan, Outcome, Tell], None]] = {
         "checks": _checks,
         "kernels": _kernels,
+        "decodes by others": _trials,
         "decode step": _steps,
         "throughput": _throughput,
     }
@@ -113,6 +116,11 @@ def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     found = kernels.run(plan.models, plan.workload, plan.backend, plan.matrix, tell)
     outcome.ceilings, outcome.kernels = found
+
+
+def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:
+    given = (plan.rivals, plan.models, plan.workload, outcome.kernels)
+    outcome.trials += run_trials(*given, dtypes=plan.dtypes, shapes=plan.shapes, tell=tell)
 
 
 def _steps(plan: Plan, outcome: Outcome, tell: Tell) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.bench.end_to_end import Load, StepSize, StepTime
+from jaxserve.bench.gpu_rivals import Trial
 from jaxserve.bench.kernel_cases import Workload
 from jaxserve.bench.kernel_checks import HEADS, LIMITS, Check
 from jaxserve.bench.kernel_inputs import Heads
@@ -20,7 +21,8 @@ class Plan:
 
     backend, dtypes: of the kernels. shapes: heads of the checks. models: presets whose shapes the
     kernels are timed at, with this workload. matrix: side of the ceilings' square matrices. step,
-    load: of the whole model. minutes: all of it may take.
+    load: of the whole model. rivals: other backends, whose decodes are tried. minutes: all of it
+    may take.
     """
 
     backend: str = "triton"
@@ -31,6 +33,7 @@ class Plan:
     matrix: int = 8192
     step: StepSize = field(default_factory=lambda: StepSize("opt-13b"))
     load: Load = field(default_factory=lambda: Load("opt-13b"))
+    rivals: tuple[str, ...] = ("mosaic-gpu",)
     minutes: float = MINUTES
 
 
@@ -47,6 +50,7 @@ class Outcome:
     checks: list[Check] = field(default_factory=list)
     ceilings: Ceilings | None = None
     kernels: list[Measured] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)
     load: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -15,6 +15,7 @@ def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
         _title(plan, outcome, about),
         "## Right\n\n" + _checks(outcome),
         "## Kernels\n\n" + _kernels(outcome),
+        "## Decode attention by other backends\n\n" + _trials(outcome),
         f"## {plan.step.model}, end to end\n\n" + _end_to_end(plan, outcome),
         "## Against the targets\n\n" + _table(("target", "measured", ""), targets(outcome)),
     ]
@@ -90,6 +91,14 @@ def _kernels(outcome: Outcome) -> str:
         f"{ceilings.matmul / 1e12:,.1f} TFLOP/s."
     )
     return said + "\n\n" + _table(head, [_row(one) for one in outcome.kernels])
+
+
+def _trials(outcome: Outcome) -> str:
+    rows = [
+        (one.model, one.backend, f"{one.seconds * 1e6:.1f}", f"{one.own * 1e6:.1f}", one.verdict)
+        for one in outcome.trials
+    ]
+    return _table(("model", "backend", "us", "own, us", ""), rows) if rows else "None was tried."
 
 
 def _row(one: Measured) -> Sequence[str]:

@@ -55,7 +55,7 @@ class Case:
 
 def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
     """Every kernel that a model with such heads can use."""
-    yield _decode(heads, work, backend)
+    yield decode_case(heads, work, backend)
     yield _prefill(heads, work, backend)
     if heads.offers_hidden and not heads.rotary:
         yield _absorbed(heads, work, backend)
@@ -102,7 +102,8 @@ def _attention(
     return make
 
 
-def _decode(heads: Heads, work: Workload, backend: str) -> Case:
+def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
+    """Attention of `work.rows` decodes over K and V."""
     q = (work.rows, heads.num_heads, heads.head_dim)
     cached = work.rows * work.context
     return Case(

@@ -53,10 +53,27 @@ def check_kernels(
                 yield from _of_kind(backend, heads, dtype, kind)
 
 
-def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Check]:
-    shape = f"{heads.num_heads}/{heads.kv_heads} x {heads.head_dim}"
-    shape += " rotary" if heads.rotary else ""
-    reason = get_backend(backend).supports(
+def check_decodes(
+    backend: str, dtypes: Sequence[str] = tuple(LIMITS), shapes: Sequence[Heads] = HEADS
+) -> Iterator[Check]:
+    """Of the same, attention of batches of nothing but decodes, over K and V."""
+    for heads in shapes:
+        for dtype in dtypes:
+            reason = _refusal(backend, heads, dtype, KV)
+            if reason is not None:
+                yield Check("KV", _told(heads), dtype, 0.0, 0.0, why=reason)
+                continue
+            for name, got, want in _decodes(backend, heads, dtype):
+                yield Check(name, _told(heads), dtype, relative_error(got, want), LIMITS[dtype])
+
+
+def _told(heads: Heads) -> str:
+    rotary = " rotary" if heads.rotary else ""
+    return f"{heads.num_heads}/{heads.kv_heads} x {heads.head_dim}{rotary}"
+
+
+def _refusal(backend: str, heads: Heads, dtype: str, kind: int) -> str | None:
+    return get_backend(backend).supports(
         kind,
         num_heads=heads.num_heads,
         kv_heads=heads.kv_heads,
@@ -64,6 +81,11 @@ def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Chec
         block_size=BLOCK_SIZE,
         dtype=jnp.dtype(dtype),
     )
+
+
+def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Check]:
+    shape = _told(heads)
+    reason = _refusal(backend, heads, dtype, kind)
     if reason is not None:
         yield Check("hidden" if kind == HIDDEN else "KV", shape, dtype, 0.0, 0.0, why=reason)
         return
@@ -78,22 +100,31 @@ def _of_kind(backend: str, heads: Heads, dtype: str, kind: int) -> Iterator[Chec
 Run = tuple[str, jax.Array, np.ndarray]
 
 
+DECODES = (Row(1), Row(17, direction=RIGHT), Row(300), Row(16), Row(129, direction=RIGHT))
+CHUNKS = (Row(40, 40), Row(150, 21, direction=RIGHT))
+CUT: dict[str, Any] = {"sliding_window": 33, "soft_cap": 5.0}
+
+
+def _decodes(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
+    yield "decode attention", *_paged(backend, heads, dtype, DECODES)
+    yield "decode attention, window and cap", *_paged(backend, heads, dtype, DECODES, **CUT)
+
+
 def _kv(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
-    decodes = [Row(1), Row(17, direction=RIGHT), Row(300), Row(16), Row(129, direction=RIGHT)]
-    chunks = [Row(40, 40), Row(150, 21, direction=RIGHT)]
+    yield from _decodes(backend, heads, dtype)
+    yield "prefill attention", *_paged(backend, heads, dtype, (*DECODES, *CHUNKS))
+
+
+def _paged(
+    backend: str, heads: Heads, dtype: str, rows: Sequence[Row], **options: Any
+) -> tuple[jax.Array, np.ndarray]:
     scale = heads.head_dim**-0.5
-    cut: dict[str, Any] = {"sliding_window": 33, "soft_cap": 5.0}
-    for name, rows, options in (
-        ("decode attention", decodes, {}),
-        ("decode attention, window and cap", decodes, cut),
-        ("prefill attention", [*decodes, *chunks], {}),
-    ):
-        batch, pool = _inputs(heads, dtype, rows)
-        q = _vectors(batch, heads.num_heads, heads.head_dim, dtype, 1)
-        decode_only = len(rows) == batch.max_tokens
-        run = _jit(attend.paged_attention, backend, scale=scale, decode_only=decode_only, **options)
-        want = reference.paged_attention(q, pool, LAYER, batch, scale=scale, **options)
-        yield name, run(q, pool, LAYER, batch), want
+    batch, pool = _inputs(heads, dtype, list(rows))
+    q = _vectors(batch, heads.num_heads, heads.head_dim, dtype, 1)
+    decode_only = len(rows) == batch.max_tokens
+    run = _jit(attend.paged_attention, backend, scale=scale, decode_only=decode_only, **options)
+    want = reference.paged_attention(q, pool, LAYER, batch, scale=scale, **options)
+    return run(q, pool, LAYER, batch), want
 
 
 def _hidden(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:

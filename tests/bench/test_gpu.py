@@ -14,14 +14,22 @@ import pytest
 from jaxserve.bench import cli, device_timing, gpu, gpu_report
 from jaxserve.bench.end_to_end import Load, StepSize, decode_steps
 from jaxserve.bench.gpu_outcome import Outcome, Plan
+from jaxserve.bench.gpu_rivals import Trial
 from jaxserve.bench.kernel_cases import Workload
-from jaxserve.bench.kernel_checks import Check, check_kernels, relative_error, wrong_share
+from jaxserve.bench.kernel_checks import (
+    Check,
+    check_decodes,
+    check_kernels,
+    relative_error,
+    wrong_share,
+)
 from jaxserve.bench.kernel_inputs import Heads
 from jaxserve.bench.kernels import Ceilings, Measured
 from jaxserve.pallas_kernels import backends
 
 SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
+SECTIONS = ("checks", "kernels", "decodes by others", "decode step", "throughput")
 TOY = Plan(
     backend="xla",
     dtypes=("float32",),
@@ -32,6 +40,7 @@ TOY = Plan(
     ),
     matrix=64,
     step=StepSize("tiny", rows=2, context=16, dtype="float32"),
+    rivals=("xla", "mosaic-gpu"),
     load=Load("tiny", requests=2, input_len=8, output_len=4, dtype="float32", batch_tokens=16),
 )
 
@@ -58,7 +67,7 @@ def outcome() -> Outcome:
 
 
 def test_every_section_runs(outcome: Outcome) -> None:
-    assert list(outcome.seconds) == ["checks", "kernels", "decode step", "throughput"]
+    assert list(outcome.seconds) == list(SECTIONS)
     assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
     assert {check.kernel for check in outcome.checks} == {
         "decode attention",
@@ -85,6 +94,32 @@ def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     assert f"{len(outcome.checks)} checks" in page
 
 
+def test_other_backends_are_tried_before_anybody_serves_with_them(outcome: Outcome) -> None:
+    ran, refused = outcome.trials
+    assert (ran.backend, ran.model, ran.wrong) == ("xla", "tiny", 0)
+    assert ran.own == outcome.kernels[0].seconds
+    assert refused.why == "backend: mosaic-gpu needs a gpu, this is a cpu"
+    page = gpu_report.page(TOY, dataclasses.replace(outcome, trials=[refused]), ABOUT)
+    assert "not run: backend: mosaic-gpu needs a gpu" in page
+
+
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (Trial("m", "b", wrong=2, seconds=1.0, own=2.0), "**wrong** in 2 checks"),
+        (
+            Trial("m", "b", seconds=1.0, own=1.5),
+            "1.50 times as fast: `--config.engine.attention_backend=b`",
+        ),
+        (Trial("m", "b", seconds=2.0, own=1.0), "0.50 times as fast: stay"),
+        (Trial("m", "b", seconds=0.0, own=1.0), "not compared"),
+        (Trial("m", "b", seconds=1.0), "not compared"),
+    ],
+)
+def test_what_is_wrong_or_slower_is_not_recommended(trial: Trial, said: str) -> None:
+    assert trial.verdict.startswith(said)
+
+
 def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -> None:
     """Differences of two noisy times may be 0."""
     unseen = [dataclasses.replace(one, seconds=0.0) for one in outcome.kernels]
@@ -98,7 +133,7 @@ def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -
 
 def test_sections_without_time_are_left_out() -> None:
     late = gpu.run(Plan(minutes=-1.0), lambda text: None)
-    assert late.left_out == ["checks", "kernels", "decode step", "throughput"]
+    assert late.left_out == list(SECTIONS)
     page = gpu_report.page(Plan(), late, ABOUT)
     assert page.count("Not run.") == 2 and "Left out for lack of time: checks" in page
 
@@ -124,6 +159,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = backends.Backend(**{**vars(right), "attend": wrong})
     monkeypatch.setattr("jaxserve.pallas_kernels.attention.get_backend", lambda name: broken)
     found = list(check_kernels("xla", ("float32",), (SMALL,)))
+    assert [one.passed for one in check_decodes("xla", ("float32",), (SMALL,))] == [False, False]
     bad = {check.kernel for check in found if not check.passed}
     assert bad == {"decode attention", "decode attention, window and cap", "prefill attention"}
 
