@@ -109,10 +109,10 @@ def _engine() -> dict[str, Any]:
     return {
         # Prompt and output tokens of one request; 0: what the model was trained for.
         "max_model_len": 0,
-        # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, else xla) | xla | triton |
-        # tpu | mosaic-gpu (on Hopper: triton, but for decodes; for those who have measured with
-        # `python -m jaxserve.bench gpu` that it is faster); the same with -interpret run
-        # anywhere, very slowly: for tests.
+        # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, numba on CPUs that have it, else
+        # xla) | xla | numba | triton | tpu | mosaic-gpu (Hopper: as triton, but for decodes; where
+        # `python -m jaxserve.bench gpu` has measured that it is faster). triton-interpret,
+        # tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly: for tests.
         "attention_backend": "auto",
         # Rows of the decode batches to compile, ascending; empty: powers of two, then steps of 256.
         "row_buckets": (),

@@ -26,7 +26,7 @@ from jaxserve.compile_check.compiling import (
     compile_program,
 )
 from jaxserve.compile_check.host_memory import host_copies
-from jaxserve.compile_check.launches import shared_in
+from jaxserve.compile_check.launches import shared_in, shared_memory
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.ptx import parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
@@ -270,6 +270,13 @@ shared_memory: 10240 bytes
 shared_memory: 0 bytes
 """
     assert shared_in(thunks) == {"attend": 10240, "fused_add": 0}
+
+
+def test_mosaics_own_dump_says_what_shared_memory_its_kernels_want(tmp_path: Path) -> None:
+    said = "Resources(smem_scratch_bytes=206848, tmem_scratch_cols=0)\n"
+    (tmp_path / "paged_decode_0.resources.txt").write_text(said)
+    (tmp_path / "other_1.resources.txt").write_text("nothing known")
+    assert shared_memory(tmp_path) == {"paged_decode_mosaic_gpu_kernel": 206848}
 
 
 def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:

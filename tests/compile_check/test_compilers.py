@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve.pallas_kernels.mosaic_common import missing
+
 ROOT = Path(__file__).parents[2]
 BOX = ROOT / "jaxserve" / "assets" / "tiny-stories"
 TARGETS = ("v5e", "a100")
@@ -159,3 +161,19 @@ def test_two_hosts_share_a_model(compilers: Path, tmp_path: Path) -> None:
         assert_compiled(found)
         assert (found["devices"], found["topology"]) == (devices, topology)
         assert found["hosts"] == 2
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+def test_decodes_compile_with_mosaic_gpu(compilers: Path) -> None:
+    """By Mosaic's compiler, of whose kernels XLA knows neither the PTX nor the shared memory."""
+    flags = ("--model=llama-3-8b", "--programs=decode attention", "--backend=mosaic-gpu")
+    both = check(compilers, "--target=h100,h200", *flags)
+    for found in both:
+        (program,) = found["programs"]
+        assert (program["status"], program["problems"]) == ("compiled", []), program
+        uses = {use["name"]: use for use in program["kernels"]}
+        decode = uses["paged_decode_mosaic_gpu_kernel"]
+        assert 0 < decode["registers"] <= 255 and decode["spill_stores"] == 0
+        # Four tiles of K and V, and what is beside them.
+        assert 4 * 2 * 64 * 128 * 2 < decode["shared"] <= 227 << 10
+        assert "merge_parts" in uses
