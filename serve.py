@@ -10,6 +10,7 @@ Presets are in configs/.
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def main(argv: Sequence[str]) -> int:
         if seat is not None:
             end_process(1)  # JAX would wait for the other hosts
         return 1
+    except Exception:
+        if seat is None:
+            raise
+        traceback.print_exc()
+        end_process(1)
 
 
 if __name__ == "__main__":

@@ -83,10 +83,12 @@ def build_executor(
     *,
     progress: bool,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
+    meet: Callable[[], None] = lambda: None,
 ) -> tuple[JaxExecutor, int]:
     """Loads the model, makes the pool and compiles every step; the executor, warm, and the bytes of
-    the pool, on all devices. bar: wraps what there is to compile. Raises as `load_params`, and
-    ConfigError where this host's model has another shape."""
+    the pool, on all devices. bar: wraps what there is to compile. meet: waits for the other hosts
+    before the first thing that all do at once, and after what takes some longer than others.
+    Raises as `load_params`, and ConfigError where this host's model has another shape."""
     step_model = _step_model(config, blueprint)
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
     params = load_params(
@@ -99,6 +101,7 @@ def build_executor(
         seed=config.model.seed,
         progress=progress,
     )
+    meet()
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
     pool = make_pool(
@@ -118,7 +121,7 @@ def build_executor(
         moves_cache=blueprint.moves_cache,
         draws_masked=blueprint.draws_masked,
     )
-    executor.warmup(bar)
+    executor.warmup(bar, meet)
     return executor, pool.nbytes
 
 

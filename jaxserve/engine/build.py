@@ -84,16 +84,21 @@ def _build(
     if group is not None:
         group.tell(Message(BUILD, blueprint.plain()))
     bar = _bar("compiling", progress)
-    local, pool_bytes = build_executor(config, blueprint, progress=progress, bar=bar)
+    meet = _alone if group is None else group.meet
+    local, pool_bytes = build_executor(config, blueprint, progress=progress, bar=bar, meet=meet)
     executor: Executor = local
     if group is not None:
-        group.answers()  # all are ready
+        group.meet()
         executor = LeaderExecutor(local, group)
     engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=progress)
     if group is not None:
         group.on_loss(lambda why: engine.abandon(HostLost(why)))
     compiled_cache.note(config.engine.compilation_cache_dir)
     return engine
+
+
+def _alone() -> None:
+    """Nobody to wait for."""
 
 
 def assemble(

@@ -300,17 +300,24 @@ class JaxExecutor:
             masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
             self.draw(self.compute(layout, layout.empty()), masks).result()
 
-    def warmup(self, progress: Callable[[Iterable[Any]], Iterable[Any]]) -> None:
+    def warmup(
+        self,
+        progress: Callable[[Iterable[Any]], Iterable[Any]],
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compiles and runs every step there is, on padding, so that none compiles later.
 
-        progress: wraps the list of work, as tqdm does.
+        progress: wraps the list of work, as tqdm does. meet: called before the first step is run.
         """
         layouts = self.buckets.all()
         self._state = warm_up(self._state)
         # The models' steps take the longest, and XLA compiles several at once.
         threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
         try:
-            work = [threads.submit(self._compile, layout).result for layout in layouts]
+            work: list[Callable[[], Any]] = [
+                threads.submit(self._compile, layout).result for layout in layouts
+            ]
+            work += [meet]
             work += [partial(self._run_once, layout, False) for layout in layouts]
             decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
             work += [partial(self._run_once, layout, True) for layout in decodes]

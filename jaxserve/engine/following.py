@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 from collections import deque
@@ -16,13 +17,13 @@ from jaxserve.engine.config_errors import config_errors, first_line
 from jaxserve.engine.device_memory import free_memory
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import Executor, Handle, Undrawn
-from jaxserve.engine.hosting import BUILD, FACTS, READY, profile_of
+from jaxserve.engine.hosting import BUILD, FACTS, profile_of
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.leading import Calls
 from jaxserve.engine.sampling import SlotParams
 from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.link import CLOSE, FAILED, Link
-from jaxserve.hosts.membership import join
+from jaxserve.hosts.membership import join, meet
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.runtime import start_jax
 from jaxserve.hosts.seat import Seat
@@ -65,9 +66,9 @@ def _build(config: ConfigDict, link: Link) -> Executor:
     config = config.copy_and_resolve_references()
     compiled_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
-    executor, _ = build_executor(config, blueprint, progress=False, bar=iter)
-    link.send(Message(READY))
-    link.done()
+    together = functools.partial(meet, link)
+    executor, _ = build_executor(config, blueprint, progress=False, bar=iter, meet=together)
+    together()
     return executor
 
 

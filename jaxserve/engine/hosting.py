@@ -16,7 +16,7 @@ from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.runtime import free_address, start_jax
 from jaxserve.hosts.seat import Seat
 
-FACTS, BUILD, READY = "facts", "build", "ready"
+FACTS, BUILD = "facts", "build"
 _SECTIONS = ("model", "cache", "scheduler", "engine", "mesh")
 # What may be another on each host: where its own files are, and which one it is.
 _OWN = frozenset(

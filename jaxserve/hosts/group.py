@@ -19,7 +19,7 @@ from jaxserve.hosts.seat import Seat
 
 log = logging.getLogger(__name__)
 
-HELLO, WELCOME = "hello", "welcome"
+HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
 LAST_S = 5.0
 """Seconds after which the process ends, once a host is lost, whatever else it is about to do."""
@@ -63,6 +63,12 @@ class Group:
     def answers(self) -> list[Message]:
         """The next message of each follower, in the order of their indices; waits for them."""
         return [link.receive() for link in self._links]
+
+    def meet(self) -> None:
+        """Waits until every follower has come to this point, and lets them go on: the devices'
+        own collectives have little patience with those that are late."""
+        self.answers()
+        self.tell(Message(ALL_HERE))
 
     def mark(self) -> None:
         """The leader has done what it has told the others so far, see `Link.mark`."""

@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.group import HELLO, WELCOME
+from jaxserve.hosts.group import HELLO, HERE, WELCOME
 from jaxserve.hosts.link import FAILED, PATIENCE_S, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.seat import Seat
@@ -42,6 +42,13 @@ def join(
     link = Link(channel, f"the leader at {seat.coordinator}", _lost, patience_s=patience_s)
     link.start()
     return link, str(message.fields["coordinator"])
+
+
+def meet(link: Link) -> None:
+    """Waits until all hosts have come to this point, see `Group.meet`."""
+    link.send(Message(HERE))
+    link.receive()
+    link.done()
 
 
 def _connect(seat: Seat, deadline: float, patience_s: float) -> Channel:

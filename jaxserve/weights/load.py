@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import get_family
-from jaxserve.models.sharding import check_tensor, padded_shape, param_sharding
+from jaxserve.models.sharding import TENSOR, check_tensor, padded_shape, param_sharding
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax
@@ -75,16 +78,36 @@ def load_params(
 def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
     """On the devices, one array after the other: a single NaN makes every token nonsense."""
     paths = jax.tree_util.tree_leaves_with_path(params)
-    for (path, _), finite in zip(paths, [_is_finite(leaf) for _, leaf in paths], strict=True):
-        if not finite:
+    checked = [_finite(leaf.sharding)(leaf) for _, leaf in paths]
+    for (path, _), finite in zip(paths, checked, strict=True):
+        if not _all_own(finite):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             problem = f"parameter {name!r} is NaN or infinite in {dtype.name}"
             raise CheckpointError(f"{folder}: {problem}")
 
 
-@jax.jit
-def _is_finite(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
+@functools.cache
+def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    """Whether each shard is finite, bool [shards]: no host waits for another one's files."""
+
+    def check(shard: jax.Array) -> jax.Array:
+        return jnp.isfinite(shard).all()[None]
+
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(check)
+    return jax.jit(
+        jax.shard_map(
+            check,
+            mesh=sharding.mesh,
+            in_specs=sharding.spec,
+            out_specs=PartitionSpec(TENSOR),
+        )
+    )
+
+
+def _all_own(finite: jax.Array) -> bool:
+    """Of the shards that this host has."""
+    return all(np.asarray(shard.data).all() for shard in finite.addressable_shards)
 
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:

@@ -260,9 +260,7 @@ class FakeEngine:
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
-            self.failure = error
-            for listener in self.listeners:
-                listener(error)
+            self.lose(error)
             for running in self.live.values():
                 for index in running.produced:
                     running.on_output(
