@@ -22,7 +22,8 @@ COPY --from=build /opt/jaxserve /opt/jaxserve
 WORKDIR /app
 COPY serve.py ./
 COPY configs configs/
-ENV PATH=/opt/jaxserve/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+ENV PATH=/opt/jaxserve/bin:$PATH NUMBA_CACHE_DIR=/cache/numba \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 EXPOSE 8000 50051 9464
 # Kubernetes has probes of its own.

@@ -41,7 +41,8 @@ def test_its_command_is_one_of_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     config = launch.read_config(values)
     assert config.server.host == "0.0.0.0"
     assert f"install --directory --owner={said('USER').split(':')[0]} " in TEXT
-    assert f" {config.engine.compilation_cache_dir}\n" in TEXT
+    cache = config.engine.compilation_cache_dir
+    assert f" {cache}\n" in TEXT and f" NUMBA_CACHE_DIR={cache}/" in said("ENV")
 
 
 def test_its_user_is_the_pods() -> None:
