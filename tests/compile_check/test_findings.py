@@ -325,30 +325,26 @@ def test_cycles_of_loops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begin", ["all-gather(", "all-gather-start("])
-def test_gathering_the_contexts_of_all_requests_is_seen(
-    case: Case, tmp_path: Path, begin: str
-) -> None:
+def test_gathering_all_contexts_is_seen(case: Case, tmp_path: Path, begin: str) -> None:
     """As for hidden rows over a mesh before they took turns: 5 GiB for OPT-13B on two A100s."""
-    width = case.config.d_model
-    part = f"f32[{case.config.max_position},{width // 2}]{{1,0}}"
+    width, most = case.config.d_model, case.config.max_position
+    part = f"f32[{most},{width // 2}]{{1,0}}"
 
     def gathered(rows: int) -> list[str]:
-        whole = f"f32[{rows * case.config.max_position},{width}]{{1,0}}"
+        whole = f"f32[{rows * most},{width}]{{1,0}}"
         shape = whole if begin == "all-gather(" else f"({part}, {whole})"
-        return problems(
-            case, entry(f"%gather.2 = {shape} {begin}%x.1), dimensions={{1}}"), tmp_path
-        )
+        operation = f"%gather.2 = {shape} {begin}%x.1), dimensions={{1}}"
+        return problems(case, entry(operation), tmp_path)
 
     assert gathered(1) == []
-    size = case.sizes.max_rows * case.config.max_position * width * 4 >> 20
-    assert gathered(case.sizes.max_rows) == [f"%gather.2 gathers {size} MiB of all devices at once"]
+    mib = case.sizes.max_rows * most * width * 4 >> 20
+    assert gathered(case.sizes.max_rows) == [f"%gather.2 gathers {mib} MiB of all devices at once"]
 
 
 def test_a_problem_is_bad_and_printed() -> None:
     found = Findings(loops=[Loops("write", 20, (3, 5))], problems=["it is wrong"])
     memory = dict.fromkeys(("arguments", "outputs", "aliased", "temporaries", "code"), 0)
     result = Result("v5e", "tiny", 1, "write", COMPILED, memory=memory, findings=found)
-    assert result.is_bad
-    assert re.search(r"write 3\+5 cycles  BAD: it is wrong$", line(result))
-    fields = result.as_json()
-    assert fields["problems"] == ["it is wrong"] and fields["loops"][0]["cycles"] == (3, 5)
+    assert result.is_bad and re.search(r"write 3\+5 cycles  BAD: it is wrong$", line(result))
+    assert result.as_json()["problems"] == ["it is wrong"]
+    assert result.as_json()["loops"][0]["cycles"] == (3, 5)
