@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 
 def test_everything_at_once_leaves_nothing_behind() -> None:
     # So short a run is its own warming up: what memory does says nothing yet.
-    outcome = soak.run(soak.parse([]).flags, seconds=20, seed=0, max_growth_mib=256, clients=8)
+    outcome = soak.run(soak.parse([]).flags, seconds=10, seed=0, max_growth_mib=256, clients=8)
     assert outcome.problems == []
     assert set(outcome.longest_s) == {"realtime", "best_effort", "a batch"}
     kinds = {kind for kind, _ in outcome.by_kind}
