@@ -101,13 +101,13 @@ def make_chunk(
     return Chunk(heads, blocks, block_size, head_dim, width)
 
 
-def heads_a_program(heads: int, most: int, groups: int, multiple: int = 1) -> int:
-    """The largest divisor of `heads` up to `most` whose programs divide over so many groups, if
-    there is one; of a whole `multiple`, or all of the heads."""
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    allowed = [n for n in divisors if n % multiple == 0] or [heads]
+def most_a_program(number: int, most: int, cores: int, multiple: int = 1) -> int:
+    """Heads, or layers, of a program: the largest divisor of their number up to `most` whose
+    programs divide over the cores, if there is one; of a whole `multiple`, or all of them."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    allowed = [n for n in divisors if n % multiple == 0] or [number]
     fitting = [n for n in allowed if n <= most] or allowed[:1]
-    spread = [n for n in fitting if (heads // n) % groups == 0]
+    spread = [n for n in fitting if (number // n) % cores == 0]
     return max(spread or fitting)
 
 

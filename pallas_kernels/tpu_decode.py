@@ -30,10 +30,10 @@ from jaxserve.pallas_kernels.tpu_common import (
     bounds,
     compiler,
     decode_items,
-    heads_a_program,
     interpreted,
     make_chunk,
     make_work,
+    most_a_program,
 )
 from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
 
@@ -95,7 +95,7 @@ class Decodes(NamedTuple):
 def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> Chunk:
     """Of a pool of this shape, for tables of `width` entries."""
     sizes = tuned_tpu.sizes(dtype, interpret)
-    heads = heads_a_program(shape[2], shape[2], sizes.cores)
+    heads = most_a_program(shape[2], shape[2], sizes.cores)
     return make_chunk(shape, dtype, heads, width, sizes)
 
 

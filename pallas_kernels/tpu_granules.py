@@ -24,6 +24,7 @@ from jaxserve.pallas_kernels.tpu_common import (
     compiler,
     interpreted,
     live_first,
+    most_a_program,
     padded,
 )
 
@@ -140,11 +141,13 @@ def _put_kernel(
 
 
 def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
-    """How many layers of a granule to move at once: a divisor of `layers`."""
+    """How many layers of a granule to move at once: a divisor of `layers`, and such that its
+    quotients divide over the cores if there is one."""
     _, _, heads, _, head_dim = pool.shape
     granule = heads * GRANULE * padded(head_dim) * pool.dtype.itemsize
-    most = max(1, tuned_tpu.sizes(pool.dtype, interpret).stage_bytes // granule)
-    return max(n for n in range(1, min(most, layers) + 1) if layers % n == 0)
+    sizes = tuned_tpu.sizes(pool.dtype, interpret)
+    most = max(1, sizes.stage_bytes // granule)
+    return most_a_program(layers, most, sizes.cores)
 
 
 def put(

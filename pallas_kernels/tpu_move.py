@@ -193,7 +193,7 @@ def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool
             ],
         ),
         input_output_aliases={3: 0},
-        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 0, 2),
+        compiler_params=compiler(tuned_tpu.sizes(pool.dtype, interpret), 1),
         interpret=interpreted(interpret),
         name="move_slots",
     )

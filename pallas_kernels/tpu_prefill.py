@@ -26,9 +26,9 @@ from jaxserve.pallas_kernels.tpu_common import (
     Options,
     bounds,
     compiler,
-    heads_a_program,
     interpreted,
     make_chunk,
+    most_a_program,
 )
 from jaxserve.pallas_kernels.tpu_stream import Signals, Stream, clean
 from jaxserve.pallas_kernels.tpu_tiles import (
@@ -109,7 +109,7 @@ def _cut(
     """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
     tile."""
     sizes, kv_heads = tuned_tpu.sizes(dtype, interpret), shape[2]
-    heads = heads_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
+    heads = most_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
     tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(num_heads // kv_heads))
     return make_chunk(shape, dtype, heads, width, sizes), tile
 

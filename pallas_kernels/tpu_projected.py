@@ -32,9 +32,9 @@ from jaxserve.pallas_kernels.tpu_common import (
     Options,
     bounds,
     compiler,
-    heads_a_program,
     interpreted,
     make_chunk,
+    most_a_program,
 )
 from jaxserve.pallas_kernels.tpu_stream import Signals, Stream
 from jaxserve.pallas_kernels.tpu_tiles import (
@@ -236,7 +236,7 @@ def projected(
     parts = pool.shape[2]
     width = parts * head_dim
     most = sizes.weight_bytes // (width * head_dim * pool.dtype.itemsize)
-    heads = heads_a_program(num_heads, most, sizes.cores, LANES // math.gcd(LANES, head_dim))
+    heads = most_a_program(num_heads, most, sizes.cores, LANES // math.gcd(LANES, head_dim))
     chunk, tile = _cut(pool.shape, pool.dtype, batch.table_width, decode_only, interpret)
     layout, work = plan
     queries = layout.gather(q.astype(pool.dtype), num_heads)
