@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxserve
-from jaxserve.compile_check import cli, report, toolchain
+from jaxserve.compile_check import cli, programs, report, toolchain
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
 from jaxserve.compile_check.check import AUTO, Wish, check
 from jaxserve.compile_check.compiling import (
@@ -183,6 +183,20 @@ def test_a_step_runs_its_layers_as_the_engine_would(monkeypatch: pytest.MonkeyPa
     for scanned in (frozenset(), frozenset({"cpu"})):
         monkeypatch.setattr(step_model, "SCANNED", scanned)
         assert (stack in program.lower(case).as_text()) == bool(scanned)
+
+
+def test_a_step_of_hidden_rows_only_makes_no_keys_and_values_of_its_tokens() -> None:
+    case = host_case(host())
+    rows, width = SIZES.max_rows, case.config.d_model
+
+    def projections(hidden: int) -> int:
+        """Of this step's tokens, by matrices as large as q's, k's, v's and o's."""
+        text = programs._step(case, case.buckets.decode(rows, hidden=hidden)).as_text()
+        return text.count(f"(tensor<{rows}x{width}xf32>, tensor<{width}x{width}xf32>)")
+
+    with_kv = projections(rows - 1)  # those of layers that share a function count once
+    assert with_kv in (4, 4 * case.config.num_layers)
+    assert projections(rows) == with_kv // 2
 
 
 def test_a_step_that_needs_more_than_there_is_does_not_fit() -> None:
