@@ -221,7 +221,7 @@ def paged_decode(
         num_threads=WARPGROUPS,
         thread_name=WARPGROUP,
         kernel_name="paged_decode",
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
     )(*fields, *shares, queries, pool)
     peak, total = (
         one.reshape(-1, QUERIES)[:, : options.group].reshape(-1) for one in (peak, total)

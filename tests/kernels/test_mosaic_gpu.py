@@ -1,5 +1,5 @@
 """Decodes on Mosaic GPU, interpreted: shared memory, barriers and copies are simulated one by one,
-and what nobody has written there is NaN."""
+what nobody has written there is NaN, and a race between them is an error."""
 
 from __future__ import annotations
 
