@@ -1,7 +1,7 @@
 """Runs batches on the device: owns the parameters, the donated pool and the sampling state.
 
 `submit` returns at once; `StepHandle.result` waits. One thread uses an executor. What it is told is
-plain data, NumPy arrays and numbers, so that it could be told on other hosts as well.
+plain data, NumPy arrays and numbers, so that the executors of other hosts can be told the same.
 """
 
 from __future__ import annotations

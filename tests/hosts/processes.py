@@ -25,6 +25,7 @@ SIZES = (
     "--config.engine.row_buckets=(8,)",
     "--config.engine.token_buckets=(64,)",
     "--config.engine.compilation_cache_dir=",
+    "--config.engine.forbid_compile=true",
 )
 
 
