@@ -249,12 +249,13 @@ def test_a_step_in_one_command_buffer() -> None:
     assert outside_in(alone) == ["gemm_2"]
 
 
-def test_a_kernel_outside_of_the_buffer_is_a_problem(
+def test_what_only_gpus_get_wrong(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one GPU. On several, collectives stand between."""
+    """A kernel launched by itself counts on one GPU: on several, collectives stand between."""
+    narrow: list[str] = []
     monkeypatch.setattr(findings, "_kernels", lambda case, folder: [])
-    monkeypatch.setattr(findings, "narrow_indices", lambda lowered: [])
+    monkeypatch.setattr(findings, "narrow_indices", lambda lowered: narrow)
     path = tmp_path / "module_0001.thunk_sequence_after_thunk_passes.txt"
     path.write_text("001: kCustomKernel [source | sink] gemm_2 grid: [1, 1, 1] threads: [64, 1, 1]")
     gpu = dataclasses.replace(case, target=load_target("a100"))
@@ -262,16 +263,8 @@ def test_a_kernel_outside_of_the_buffer_is_a_problem(
     assert problems(gpu, UNROLLED, tmp_path) == said
     two = Mesh(np.asarray(jax.devices()[:1] * 2), ("tensor",))
     assert problems(dataclasses.replace(gpu, mesh=two), UNROLLED, tmp_path) == []
-
-
-def test_32_bits_for_a_large_array_are_a_problem(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(findings, "_kernels", lambda case, folder: [])
-    monkeypatch.setattr(findings, "outside_buffers", lambda folder: [])
-    monkeypatch.setattr(findings, "narrow_indices", lambda lowered: ["write: operand 11"])
-    gpu = dataclasses.replace(case, target=load_target("a100"))
-    assert problems(gpu, UNROLLED, tmp_path) == ["32-bit indices: write: operand 11"]
+    narrow.append("write: operand 11")
+    assert problems(gpu, UNROLLED, tmp_path) == [*said, "32-bit indices: write: operand 11"]
 
 
 def test_indices_of_large_arrays() -> None:
