@@ -41,13 +41,13 @@ class Channel:
         except OSError as error:
             raise Closed(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None) -> Message:
-        """The next one; waits for it, each part of it at most timeout_s. Raises Closed, BadMessage,
-        TimeoutError."""
+    def receive(self, timeout_s: float | None = None, most: int = MAX_BYTES) -> Message:
+        """The next one, of so many bytes at most; waits for it, each part of it at most timeout_s.
+        Raises Closed, BadMessage, TimeoutError."""
         try:
             self._socket.settimeout(timeout_s)
             (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
-            if length > MAX_BYTES:
+            if length > most:
                 raise Closed(f"it sends {length} bytes at once")
             return unpack(self._exactly(length))
         except TimeoutError:

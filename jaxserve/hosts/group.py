@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
+_HELLO_BYTES = 1 << 20
 LAST_S = 5.0
 """Seconds after which the process ends, once a host is lost, whatever else it is about to do."""
 
@@ -152,7 +153,7 @@ def _family(seat: Seat) -> socket.AddressFamily:
 def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, Any]) -> int | None:
     """The index of who has connected; None, and it is told why, if it does not belong here."""
     try:
-        message = channel.receive(_HELLO_S)
+        message = channel.receive(_HELLO_S, _HELLO_BYTES)
         if message.name != HELLO:
             raise BadMessage(f"a {message.name!r} instead of a hello")
         index, theirs = int(message.fields["index"]), dict(message.fields["profile"])
