@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.sched.routing.fleet import Ask, Fleet
@@ -34,15 +36,20 @@ class Replicas:
 
     def update(self, said: Mapping[Hashable, Mapping[str, Any] | None]) -> None:
         """All that there are, each with the last snapshot of itself, as `Snapshot.as_dict` has it;
-        nothing of one that has said nothing yet."""
+        nothing of one that has said nothing yet. Outputs of one where none has ended yet are taken
+        to be as long as elsewhere: else it would seem to be free at once, and get everything."""
         for name in [name for name in self._places if name not in said]:
             self.lose(name)
-        for name, numbers in said.items():
+        heard = {name: Snapshot(**numbers) for name, numbers in said.items() if numbers}
+        outputs = [one.mean_output for one in heard.values() if one.mean_output] or [0.0]
+        for name in said:
             if name not in self._places:
                 self._add(name)
-            if numbers and numbers["time"] > self._heard.get(name, 0.0):
-                self._heard[name] = numbers["time"]
-                self._fleet.hear(self._places[name], Snapshot(**numbers))
+        for name, one in heard.items():
+            if one.time > self._heard.get(name, 0.0):
+                self._heard[name] = one.time
+                length = one.mean_output or statistics.fmean(outputs)
+                self._fleet.hear(self._places[name], replace(one, mean_output=length))
 
     def choose(self, ask: Ask, now: float) -> Hashable:
         """Which of them gets the request. now: seconds, on the snapshots' clock. NoReplica if there

@@ -76,6 +76,18 @@ def test_there_may_be_any_number_and_a_place_is_used_again_without_what_was_know
     assert replicas.choose(ASK, 1.0) == "newer"
 
 
+def test_a_new_replica_does_not_get_everything() -> None:
+    """It has seen no output end, so it knows nothing of how long its rows are taken."""
+    replicas = Replicas("slo")
+    full = said(1.0, unfinished=40, running=16, waiting=24, realtime_tokens=24, free_blocks=500)
+    replicas.update({"old": full, "new": {**full, "mean_output": 0.0}})
+    chosen = []
+    for _ in range(20):
+        chosen.append(replicas.choose(ASK, 1.0))
+        replicas.sent(chosen[-1], ASK, 1.0)
+    assert chosen.count("old") == chosen.count("new")
+
+
 def test_an_unknown_routing_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"'nowhere'.*slo"):
         Replicas("nowhere")

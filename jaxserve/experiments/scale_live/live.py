@@ -119,7 +119,7 @@ async def _alone(cluster: Cluster) -> list[Stream]:
 
 
 class _Asking:
-    """So many clients that go on asking meanwhile. calls: all that they have made, at the end."""
+    """So many clients that go on asking meanwhile. calls: those that have ended."""
 
     def __init__(self, cluster: Cluster, clients: int) -> None:
         self.calls: list[Stream] = []
@@ -127,7 +127,7 @@ class _Asking:
 
         async def ask() -> None:
             async with client(cluster.http) as api:
-                self.calls += await until(api, MODEL, TOKENS, clients, self._over.is_set)
+                await until(api, MODEL, TOKENS, clients, self._over.is_set, self.calls)
 
         self._thread = threading.Thread(target=lambda: asyncio.run(ask()))
 
@@ -162,6 +162,8 @@ def _killed(cluster: Cluster, text: str) -> Killed:
         there = cluster.processes()
         return victim not in there and len(there) == 2 and cluster.replicas() == 2
 
+    with _Asking(cluster, MANY) as asking:  # until the new one, too, has its share of them
+        cluster.wait(lambda: len(asking.calls) >= STREAMS, "calls of two replicas", _SCALE_S)
     ended, began = asyncio.run(streams()), time.monotonic()
     with _Asking(cluster, MANY):
         cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)

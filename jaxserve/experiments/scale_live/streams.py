@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import openai
@@ -79,15 +79,17 @@ async def many(
 
 
 async def until(
-    api: openai.AsyncOpenAI, model: str, max_tokens: int, clients: int, over: Callable[[], bool]
-) -> list[Stream]:
-    """Whole streams one after the other, of so many clients, until it is over."""
+    api: openai.AsyncOpenAI,
+    model: str,
+    max_tokens: int,
+    clients: int,
+    over: Callable[[], bool],
+    ended: list[Stream],
+) -> None:
+    """Whole streams one after the other, of so many clients, until it is over; ended: gets each."""
 
-    async def one() -> list[Stream]:
-        found: list[Stream] = []
+    async def one() -> None:
         while not over():
-            found.append(await stream(api, model, max_tokens))
-        return found
+            ended.append(await stream(api, model, max_tokens))
 
-    parts: Sequence[list[Stream]] = await asyncio.gather(*(one() for _ in range(clients)))
-    return [each for part in parts for each in part]
+    await asyncio.gather(*(one() for _ in range(clients)))
