@@ -94,7 +94,8 @@ def _put_in_order(
     layer: Any, table: Any, head: int, side: int, first: int, last: int, keys: Any, values: Any,
     head_dim: int,
 ) -> None:  # fmt: skip
-    """keys [D, CHUNK] and values [CHUNK, width] of positions [first, last); zeros behind."""
+    """keys [D, CHUNK] and values [CHUNK, width] of positions [first, last); what is
+    behind them stays."""
     size = layer.shape[2]
     for j in range(last - first):
         position = first + j
@@ -105,10 +106,6 @@ def _put_in_order(
         for d in range(head_dim):
             keys[d, j] = key[d]
             values[j, d] = value[d]
-    for j in range(last - first, CHUNK):
-        for d in range(head_dim):
-            keys[d, j] = np.float32(0)
-            values[j, d] = np.float32(0)
 
 
 @njit(**FAST)

@@ -1,4 +1,4 @@
-"""Served with the accelerators' kernels, interpreted, a model says what it says with XLA's."""
+"""A model says the same by any backend; those for accelerators are interpreted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("backend", ["triton-interpret", "tpu-interpret"])
+@pytest.mark.parametrize("backend", ["numba", "triton-interpret", "tpu-interpret"])
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -73,7 +73,7 @@ def test_a_profile_is_measured_fitted_and_used(tmp_path: Path) -> None:
         system, found, samples = profile.profile_engine(engine)
         assert len(samples) >= 10
         assert all(np.isfinite(s.seconds) and s.seconds > 0 for s in samples)
-        assert system.padding == Padding((4,), (32,), decode_group=8, decode_chunk=64)
+        assert system.padding == Padding((4,), (32,), decode_group=1, decode_chunk=4)
         assert (system.max_rows, system.max_prefill_tokens, system.block_size) == (4, 32, 4)
         assert system.about["r2"] == found.r2
         host = profile.measure_host(engine, system)
