@@ -89,6 +89,7 @@ def _build(
     executor: Executor = local
     if group is not None:
         group.meet()
+        group.hurry()
         executor = LeaderExecutor(local, group)
     engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=progress)
     if group is not None:

@@ -69,6 +69,7 @@ def _build(config: ConfigDict, link: Link) -> Executor:
     together = functools.partial(meet, link)
     executor, _ = build_executor(config, blueprint, progress=False, bar=iter, meet=together)
     together()
+    link.hurry()
     return executor
 
 

@@ -40,16 +40,13 @@ class Group:
         self,
         channels: Mapping[int, Channel],
         coordinator: str,
-        *,
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self._lost = threading.Event()
         self._lock = threading.Lock()
         self._why = ""
         self._on_loss: Callable[[str], None] | None = None
         self._links = [
-            Link(channel, f"host {index}", self._lose, patience_s=patience_s)
-            for index, channel in channels.items()
+            Link(channel, f"host {index}", self._lose) for index, channel in channels.items()
         ]
         for channel, link in zip(channels.values(), self._links, strict=True):
             with contextlib.suppress(Closed):  # then the link finds that out
@@ -70,6 +67,11 @@ class Group:
         own collectives have little patience with those that are late."""
         self.answers()
         self.tell(Message(ALL_HERE))
+
+    def hurry(self) -> None:
+        """All of them serve, see `Link.hurry`."""
+        for link in self._links:
+            link.hurry()
 
     def mark(self) -> None:
         """The leader has done what it has told the others so far, see `Link.mark`."""
@@ -111,9 +113,7 @@ class Group:
         self.close(why)
 
 
-def gather(
-    seat: Seat, profile: Mapping[str, Any], *, patience_s: float = PATIENCE_S
-) -> dict[int, Channel]:
+def gather(seat: Seat, profile: Mapping[str, Any]) -> dict[int, Channel]:
     """Waits for all followers, by index, whose `profile` is this one's; who has another one is
     refused, and told why. Raises GroupError."""
     try:
@@ -136,7 +136,7 @@ def gather(
                 for channel in found.values():
                     _refuse(channel, problem)
                 raise GroupError(problem) from None
-            channel = Channel(connection, patience_s)
+            channel = Channel(connection, PATIENCE_S)
             index = _admitted(channel, str(address[0]), seat, profile)
             if index is None:
                 continue

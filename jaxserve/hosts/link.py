@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,8 +13,10 @@ from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.messages import BadMessage, Message
 
 BEAT_S = 1.0
-PATIENCE_S = 6.0
+PATIENCE_S = 7.0
 """Seconds after which a host that says nothing, or does not get on, counts as gone."""
+START_S = 60.0
+"""The same while hosts start: nobody is served yet, and compiling leaves little to others."""
 
 BEAT, FAILED, CLOSE = "beat", "failed", "close"
 
@@ -25,8 +26,8 @@ class Link:
     or one that sends, when the other side has gone, has fallen silent or says that it has failed; a
     `close` of either side ends the link instead. Threads begin with `start`.
 
-    patience_s: see PATIENCE_S. It is counted in beats of our own, none of them longer than two, so
-    that a time in which we ourselves were held up is not held against others.
+    patience_s: see PATIENCE_S; it holds from `hurry` on. It is counted in beats of our own, so that
+    a time in which we ourselves were held up is not held against others.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Link:
     ) -> None:
         self.peer = peer
         self._channel, self._on_loss = channel, on_loss
-        self._patience, self._each = patience_s, min(BEAT_S, patience_s / 4)
+        self._patience, self._hurried = START_S, patience_s
+        self._each = min(BEAT_S, patience_s / 4)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = threading.Event()  # closed, or lost
@@ -56,6 +58,10 @@ class Link:
         """Begins to listen, and to beat."""
         for thread in self._threads:
             thread.start()
+
+    def hurry(self) -> None:
+        """Both sides serve: from now on patience is short."""
+        self._patience = self._hurried
 
     def send(self, message: Message) -> None:
         """To the other side; where it has gone, `on_loss` hears of it, and nothing is raised."""
@@ -112,11 +118,8 @@ class Link:
             self._lose(f"{self.peer} says what nobody understands: {error}")
 
     def _beat(self) -> None:
-        last = time.monotonic()
         while not self._over.wait(self._each):
-            now = time.monotonic()
-            passed, last = min(now - last, 2 * self._each), now
-            self._now += passed
+            self._now += self._each
             self._check()
             try:
                 self._channel.send(Message(BEAT, {"done": self._done}))

@@ -22,13 +22,11 @@ _AGAIN_S = 0.25  # between two attempts to reach a leader that is not there yet
 _CONNECT_S = 5.0
 
 
-def join(
-    seat: Seat, profile: Mapping[str, Any], *, patience_s: float = PATIENCE_S
-) -> tuple[Link, str]:
+def join(seat: Seat, profile: Mapping[str, Any]) -> tuple[Link, str]:
     """The link to the leader, and where its JAX coordinates, as "host:port". Where the leader is
     lost later on, the process ends with exit code 1. Raises GroupError."""
     deadline = time.monotonic() + seat.wait_s
-    channel = _connect(seat, deadline, patience_s)
+    channel = _connect(seat, deadline)
     try:
         channel.send(Message(HELLO, {"index": seat.index, "profile": dict(profile)}))
         # It waits for the others, too.
@@ -39,7 +37,7 @@ def join(
         raise GroupError(str(message.fields.get("why")))
     if message.name != WELCOME:
         raise GroupError(f"mesh.coordinator: at {seat.coordinator} there is no leader")
-    link = Link(channel, f"the leader at {seat.coordinator}", _lost, patience_s=patience_s)
+    link = Link(channel, f"the leader at {seat.coordinator}", _lost)
     link.start()
     return link, str(message.fields["coordinator"])
 
@@ -51,11 +49,11 @@ def meet(link: Link) -> None:
     link.done()
 
 
-def _connect(seat: Seat, deadline: float, patience_s: float) -> Channel:
+def _connect(seat: Seat, deadline: float) -> Channel:
     while True:
         try:
             where = (seat.address, seat.port)
-            return Channel(socket.create_connection(where, _CONNECT_S), patience_s)
+            return Channel(socket.create_connection(where, _CONNECT_S), PATIENCE_S)
         except OSError as error:
             if time.monotonic() + _AGAIN_S > deadline:
                 nobody = f"nobody answers at {seat.coordinator} within {seat.wait_s:g} s"

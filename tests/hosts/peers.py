@@ -47,8 +47,9 @@ def links(patience_s: float = TIMEOUT) -> tuple[Link, Link, Losses, Losses]:
     ends, here, there = channels(), Losses(), Losses()
     leader = Link(ends[0], "the follower", here, patience_s=patience_s)
     follower = Link(ends[1], "the leader", there, patience_s=patience_s)
-    leader.start()
-    follower.start()
+    for link in (leader, follower):
+        link.hurry()
+        link.start()
     return leader, follower, here, there
 
 
