@@ -101,6 +101,7 @@ def settings() -> Settings:
 def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
     """All of it, on a cluster of its own. also: called once the first replica serves. Raises
     NotReady."""
+    where = machine()
     with local_cluster(cpus=_CPUS) as cluster:
         ready = cluster.deploy(settings())
         also(cluster)
@@ -110,7 +111,7 @@ def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
         killed = _killed(cluster, text)
         down = _scaled(cluster, 2, 1, FEW, text)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
-    return Found(machine(), ready, ttft, up, killed, down)
+    return Found(where, ready, ttft, up, killed, down)
 
 
 async def _alone(cluster: Cluster) -> list[Stream]:
