@@ -4,7 +4,6 @@ has: flags, ports, probes, metrics, times."""
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import yaml
 from absl import flags
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.deploy.flags import replica_config
+from jaxserve.deploy.settings import Settings
 from jaxserve.server import launch, runner
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.http.door import HttpSettings
@@ -273,23 +274,23 @@ def test_the_picker_reads_gauges_that_the_server_exports(server: Server) -> None
 
 def test_ray_serves_what_the_manifest_says(monkeypatch: pytest.MonkeyPatch) -> None:
     config = yaml.safe_load(RAY["serveConfigV2"])
-    (application,) = config["applications"]
-    assert application["import_path"] == "jaxserve.deploy.ray:app"
+    plain = yaml.safe_load((ROOT / "configs" / "deploy" / "ray.yaml").read_text())
+    assert config["grpc_options"] == plain["grpc_options"]
+    (application,), (other,) = config["applications"], plain["applications"]
+    for name in ("import_path", "route_prefix"):
+        assert application[name] == other[name]
+    settings = Settings(**application["args"])
     (group,) = RAY["rayClusterConfig"]["workerGroupSpecs"]
-    arguments = application["args"]
-    assert (arguments["replicas"], arguments["max_replicas"]) == (
-        group["minReplicas"],
-        group["maxReplicas"],
-    )
-    assert container(group["template"])["resources"]["limits"]["nvidia.com/gpu"] == 1
+    counts = group["minReplicas"], group["maxReplicas"]
+    assert (settings.replicas, settings.max_replicas) == counts
+    limits = container(group["template"])["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == settings.num_gpus
     mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
-    replica = served(arguments["flags"], monkeypatch)
+    monkeypatch.chdir(ROOT)
+    replica = replica_config([each.replace("=/app/", "=") for each in settings.flags])
     assert replica.engine.compilation_cache_dir in mounts
     assert "/" + replica.model.path.split("/")[1] in mounts
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] > replica.server.grace_s
-    for functions in config["grpc_options"]["grpc_servicer_functions"]:
-        module, _, name = functions.rpartition(".")
-        assert callable(getattr(importlib.import_module(module), name))
     listening = config["http_options"]["port"], config["grpc_options"]["port"]
     assert set(listening) <= set(ports(group["template"]).values())
 
