@@ -18,11 +18,13 @@ from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
 
+SMALL = ["--quick", "--jobs=1", "--requests=300", "--long=400"]
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scale")
-    assert page.main(["--quick", "--jobs=1", "--requests=300", f"--out={folder}"]) == 0
+    assert page.main([*SMALL, f"--out={folder}"]) == 0
     return folder
 
 
@@ -31,7 +33,8 @@ def test_the_page_has_all_routers_and_its_figures(made: Path) -> None:
     assert all(f"`{name}`" in text for name in ROUTERS)
     for words in ("seen as they are", "as published", "stale", "one slow", "one dead"):
         assert text.count(f"| {words} |") == len(QUICK.replicas)
-    assert "python -m jaxserve.experiments.scale --requests=300" in text
+    assert "python -m jaxserve.experiments.scale --requests=300 --long=400" in text
+    assert "## 400 requests" in text and "4 replicas get 300 requests in" in text
     for name in ("scale-load.png", "scale-decision.png"):
         assert (made / "figures" / name).is_file() and name in text
 
@@ -43,16 +46,17 @@ def test_it_goes_on_where_it_was(made: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError(f"{case} is known")
 
     monkeypatch.setattr(page, "run", run)
-    argv = ["--quick", "--jobs=1", "--requests=300", f"--numbers={made}/figures/scale.json"]
-    assert page.main([*argv, f"--out={made}"]) == 0
+    argv = [*SMALL, f"--numbers={made}/figures/scale.json", f"--out={made}"]
+    assert page.main(argv) == 0
     assert (made / "scale.md").read_text(encoding="utf-8") == before
 
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert page.main([f"--azure={tmp_path}", f"--out={tmp_path}"]) == 1
     assert capsys.readouterr().err.endswith(f"there is no {tmp_path / KINDS[0].file}\n")
-    assert page.main(["--requests=0", f"--out={tmp_path}"]) == 1
-    assert "--requests must be at least 1, got 0" in capsys.readouterr().err
+    for name in ("requests", "long"):
+        assert page.main([f"--{name}=0", f"--out={tmp_path}"]) == 1
+        assert f"--{name} must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
@@ -64,6 +68,10 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
     worst = QUICK.cell("slo", QUICK.replicas[0], QUICK.loads[0], "published", "")
     results[worst] = dataclasses.replace(even, attainment=0.5)
     with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
+        sections(QUICK, "", results, tmp_path, checked=True)
+    results[worst] = even
+    results[QUICK.longer("slo", "")] = dataclasses.replace(even, attainment=0.5)
+    with pytest.raises(ValueError, match="do not carry it any more: `slo` is ahead"):
         sections(QUICK, "", results, tmp_path, checked=True)
 
 

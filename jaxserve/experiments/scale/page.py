@@ -7,8 +7,9 @@
 --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn with
 the hours' moments. --numbers takes what an earlier run has simulated and measured from there and
 runs only what is missing: after a change of a text, say, or when a run was interrupted. --requests:
-of each run; a million take an hour of one core, and 4 GB of memory a process. --quick runs toy
-sizes that say nothing about the claims. Needs numba (pip install 'jaxserve[fast]').
+of each run; --long: of one more before the most replicas, at the highest load. A million take some
+12 s of one core, and 2.2 GB of memory a process. --quick runs toy sizes that say nothing about the
+claims. Needs numba (pip install 'jaxserve[fast]').
 """
 
 from __future__ import annotations
@@ -31,22 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
     parser = flags("scale", __doc__)
     parser.add_argument("--azure", metavar="DIR", default="", help="folder of the Azure traces")
-    parser.add_argument("--requests", type=int, help="of each run (1000000; 2000 with --quick)")
+    parser.add_argument("--requests", type=int, help="of each run (100000; 2000 with --quick)")
+    parser.add_argument("--long", type=int, help="of the long ones (1000000; 3000 with --quick)")
     return write_page("scale", parser, argv, _make)
 
 
 def _command(args: Namespace) -> str:
     flags = [" --azure=DIR" if args.azure else ""]
-    flags += [f" --requests={args.requests}" if args.requests is not None else ""]
+    for name in ("requests", "long"):
+        value = getattr(args, name)
+        flags += [f" --{name}={value}" if value is not None else ""]
     return "python -m jaxserve.experiments.scale" + "".join(flags)
 
 
 def _make(args: Namespace, figures: Path) -> Page:
     scale: Scale = QUICK if args.quick else Scale()
-    if args.requests is not None:
-        if args.requests < 1:
-            raise ValueError(f"--requests must be at least 1, got {args.requests}")
-        scale = replace(scale, requests=args.requests)
+    for name in ("requests", "long"):
+        value = getattr(args, name)
+        if value is not None:
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+            scale = replace(scale, **{name: value})
     check_folder(args.azure)
     numbers = figures / "scale.json"
     known = Known(Path(args.numbers), read) if args.numbers else None
