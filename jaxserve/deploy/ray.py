@@ -7,8 +7,7 @@
 docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the config file starts.
 """
 
-from __future__ import annotations
-
+# Annotations are not postponed: Ray Serve looks at that of `app`, and makes its arguments of it.
 from typing import Any
 
 from ray import serve

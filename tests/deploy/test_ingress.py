@@ -204,3 +204,15 @@ def test_the_autoscaler_reads_what_replicas_say() -> None:
     assert scale(context) == (2, {})  # type: ignore[arg-type]
     nothing = SimpleNamespace(aggregated_metrics=None, current_num_replicas=3)
     assert scale(nothing) == (3, {})  # type: ignore[arg-type]
+
+
+def test_the_application_is_built_of_what_the_config_file_says() -> None:
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built
+
+    from jaxserve.deploy.ray import app
+
+    assert (
+        built(app, {"replicas": "3", "routing": "two_choices"}).__class__.__name__ == "Application"
+    )
+    with pytest.raises(ValueError, match="no routing 'best'"):
+        built(app, {"routing": "best"})
