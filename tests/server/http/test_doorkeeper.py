@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import openai
@@ -13,7 +14,7 @@ import pytest
 from jaxserve.server.http import doorkeeper, protocol
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.http.test_endings import begin
 
@@ -158,8 +159,9 @@ def test_a_reader_that_does_not_read_is_given_up(
         engine.wait(lambda: engine.live)
         engine.run()
         engine.wait(lambda: not engine.live)
-        while counted(plain, "http /v1/completions", "slow_reader") == 0:
-            pass  # each look is a call
+        deadline = time.monotonic() + PATIENCE
+        while counted(plain, "http /v1/completions", "slow_reader") == 0:  # each look is a call
+            assert time.monotonic() < deadline, caplog.text
     assert "ending=slow_reader" in caplog.text and "reads too slowly" not in caplog.text
 
 
