@@ -18,7 +18,7 @@ _ELSEWHERE = {
     "host": _PROXIES,
     "port": _PROXIES,
     "http_port": _PROXIES,
-    "metrics_port": "Ray exports the metrics of replicas",
+    "metrics_port": "replicas have no ports, and their metrics are not exported",
     "tls_cert": _PROXIES,
     "tls_key": _PROXIES,
     "tls_client_ca": _PROXIES,

@@ -70,8 +70,8 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
         sections(QUICK, "", results, tmp_path, checked=True)
     results[worst] = even
-    results[QUICK.longer("slo", "")] = dataclasses.replace(even, attainment=0.5)
-    with pytest.raises(ValueError, match="do not carry it any more: `slo` is ahead"):
+    results[QUICK.longer("slo", QUICK.loads[-1], "")] = dataclasses.replace(even, attainment=0.5)
+    with pytest.raises(ValueError, match="do not carry it any more: At 80%, `slo` is ahead"):
         sections(QUICK, "", results, tmp_path, checked=True)
 
 

@@ -10,8 +10,8 @@ from jaxserve.sched.routing.routers import ROUTERS
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. requests: of each run; long: of one more before the most replicas, at the
-    highest load. loads: with snapshots as published; the other scenes are at `load`.
+    """How much is run. requests: of each run; long: of more before the most replicas, one at each
+    load. loads: with snapshots as published; the other scenes are at `load`.
     shards: numbers of routers before the most replicas, at the highest load. decisions: replicas
     among which a router chooses, for what that costs."""
 
@@ -27,10 +27,9 @@ class Scale:
         """One of the grid's."""
         return Cell(router, replicas, load, scene, self.requests, azure=azure)
 
-    def longer(self, router: str, azure: str) -> Cell:
+    def longer(self, router: str, load: float, azure: str) -> Cell:
         """Before the most replicas, with more requests."""
-        most, high = self.replicas[-1], self.loads[-1]
-        return Cell(router, most, high, "published", self.long, azure=azure)
+        return Cell(router, self.replicas[-1], load, "published", self.long, azure=azure)
 
     def sharded(self, router: str, routers: int, azure: str) -> Cell:
         """Several routers before the most replicas."""
@@ -51,7 +50,7 @@ def cases(scale: Scale, azure: str) -> set[Case]:
                 found.add(scale.cell(router, replicas, load, "published", azure))
             for scene in OTHERS:
                 found.add(scale.cell(router, replicas, scale.load, scene, azure))
-        found.add(scale.longer(router, azure))
+        found |= {scale.longer(router, load, azure) for load in scale.loads}
         found |= {scale.sharded(router, routers, azure) for routers in scale.shards}
         found |= {Decision(router, replicas) for replicas in scale.decisions}
     return found

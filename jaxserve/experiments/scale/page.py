@@ -7,7 +7,7 @@
 --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn with
 the hours' moments. --numbers takes what an earlier run has simulated and measured from there and
 runs only what is missing: after a change of a text, say, or when a run was interrupted. --requests:
-of each run; --long: of one more before the most replicas, at the highest load. A million take some
+of each run; --long: of more before the most replicas, one at each load. A million take some
 12 s of one core, and 2.2 GB of memory a process. --quick runs toy sizes that say nothing about the
 claims. Needs numba (pip install 'jaxserve[fast]').
 """

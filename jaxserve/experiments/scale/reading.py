@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 from jaxserve.experiments.common.claims import Section, listed, table
@@ -124,29 +125,31 @@ class _Tell:
     def longer(self) -> Section:
         """Before the most replicas, with more requests."""
         scale, rows, gains = self._scale, [], []
-        replicas, load = scale.replicas[-1], scale.loads[-1]
-        for few in (True, False):
+        replicas, high = scale.replicas[-1], scale.loads[-1]
+        for load, few in product(scale.loads, (True, False)):
             found = {}
             for router in ROUTERS:
-                long = self._results[scale.longer(router, self._azure)]
+                long = self._results[scale.longer(router, load, self._azure)]
                 assert isinstance(long, Numbers)
                 found[router] = self._of(router, replicas, load) if few else long
             cells = [f"{100 * n.attainment:.2f}; {n.p99:.2f} s" for n in found.values()]
-            rows.append([f"{scale.requests if few else scale.long:,}", *cells])
+            requests = f"{scale.requests if few else scale.long:,}"
+            rows.append([f"{load:.0%}", requests, *cells])
             best = max(n.attainment for name, n in found.items() if name != "slo")
             gains.append(found["slo"].attainment - best)
-        rate = load * replicas * most(self._azure)
+        rate = high * replicas * most(self._azure)
         text = (
-            f"At {load:.0%} load {replicas} replicas get {scale.requests:,} requests in "
+            f"At {high:.0%} load {replicas} replicas get {scale.requests:,} requests in "
             f"{scale.requests / rate:.0f} s, too few to see where a queue ends. The same with "
             f"{scale.long:,}, in {scale.long / rate:.0f} s:"
         )
         notes = [
-            table(["requests", *(f"`{name}`" for name in ROUTERS)], rows),
+            table(["load", "requests", *(f"`{name}`" for name in ROUTERS)], rows),
             self._claim(
                 min(gains) >= -SAME,
-                f"`slo` is ahead of the best of the others by {100 * gains[0]:.1f} points with the "
-                f"fewer, and by {100 * gains[1]:.1f} with the more.",
+                f"At {high:.0%}, `slo` is ahead of the best of the others by "
+                f"{100 * gains[-2]:.1f} points with the fewer, and by {100 * gains[-1]:.1f} with "
+                "the more.",
             ),
         ]
         return Section(f"{scale.long:,} requests", text, [], [], notes)
