@@ -53,7 +53,7 @@ def test_another_number_of_blocks_compiles_nothing(
     """The step, and the shape that it is compiled for, are the same: see `make_model_step`."""
     compiled = []
 
-    def warmup(self: JaxExecutor, progress: object) -> None:
+    def warmup(self: JaxExecutor, progress: object, meet: object) -> None:
         compiled.append((self.pool.shape, self._step))
         raise Stop
 
