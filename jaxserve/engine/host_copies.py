@@ -53,7 +53,7 @@ class HostCopies:
         [first, end) of what is kept under the key. Whatever m is, there is room for it."""
         parts = list(parts)
         targets = [self._kept[key][first:end] for key, first, end in parts]
-        copied = self._thread.submit(_copy, staged, targets)
+        copied = self._thread.submit(_copy, [staged], targets)
         self._under_way.append((copied, len(staged)))
         self._staged += len(staged)
         self._copied.update((key, copied) for key, _, _ in parts)
@@ -74,8 +74,10 @@ class HostCopies:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _copy(staged: jax.Array, targets: list[np.ndarray]) -> None:
-    contents, first = own_part(staged), 0  # waits for the device
+def _copy(staged: list[jax.Array], targets: list[np.ndarray]) -> None:
+    """staged: the one array, taken out of the list, for whoever calls keeps its arguments until
+    after it has said that this is done: then the array is to be gone."""
+    contents, first = own_part(staged.pop()), 0  # waits for the device
     for target in targets:
         target[:] = contents[first : first + len(target)]
         first += len(target)
