@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -16,9 +16,9 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
 from tests.deploy.engine import Engine
+from tests.server.logging_kept import logging_kept
 
 T = TypeVar("T")
-
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
 SCOPE = {
@@ -30,6 +30,13 @@ SCOPE = {
     "headers": [(b"content-type", b"application/json")],
     "client": ("127.0.0.1", 1234),
 }
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A replica sets it up for its process."""
+    with logging_kept():
+        yield
 
 
 def run(test: Callable[[EngineReplica], Awaitable[T]], engine: Engine, *flags: str) -> T:

@@ -21,22 +21,14 @@ from jaxserve.server import console
 from jaxserve.server.logs import BackgroundHandler, log_to_stderr
 from jaxserve.server.requests.request_log import Fields
 from tests.server.fake_engine import PATIENCE
+from tests.server.logging_kept import logging_kept
 
 
 @pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What log_to_stderr writes to; all that it changes is put back."""
-    root, stream = logging.getLogger(), io.StringIO()
-    before, level, ours = list(root.handlers), root.level, logging.getLogger("jaxserve").level
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    yield stream
-    for handler in [each for each in root.handlers if each not in before]:
-        root.removeHandler(handler)
-        handler.close()
-    logging.captureWarnings(False)
-    root.setLevel(level)
-    logging.getLogger("jaxserve").setLevel(ours)
+def stderr() -> Iterator[io.StringIO]:
+    """What log_to_stderr writes to."""
+    with logging_kept():
+        yield io.StringIO()
 
 
 def written(stderr: io.StringIO) -> str:
