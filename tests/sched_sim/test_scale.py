@@ -18,7 +18,7 @@ from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
 
-SMALL = ["--quick", "--jobs=1", "--requests=300", "--long=400"]
+SMALL = ["--quick", "--jobs=1", "--requests=300", "--few=200"]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def test_the_page_has_all_routers_and_its_figures(made: Path) -> None:
     assert all(f"`{name}`" in text for name in ROUTERS)
     for words in ("seen as they are", "as published", "stale", "one slow", "one dead"):
         assert text.count(f"| {words} |") == len(QUICK.replicas)
-    assert "python -m jaxserve.experiments.scale --requests=300 --long=400" in text
-    assert "## 400 requests" in text and "4 replicas get 300 requests in" in text
+    assert "python -m jaxserve.experiments.scale --requests=300 --few=200" in text
+    assert "4 replicas get 200 requests in" in text and "; 300 in" in text
     for name in ("scale-load.png", "scale-decision.png"):
         assert (made / "figures" / name).is_file() and name in text
 
@@ -54,7 +54,7 @@ def test_it_goes_on_where_it_was(made: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert page.main([f"--azure={tmp_path}", f"--out={tmp_path}"]) == 1
     assert capsys.readouterr().err.endswith(f"there is no {tmp_path / KINDS[0].file}\n")
-    for name in ("requests", "long"):
+    for name in ("requests", "few"):
         assert page.main([f"--{name}=0", f"--out={tmp_path}"]) == 1
         assert f"--{name} must be at least 1, got 0" in capsys.readouterr().err
 
@@ -70,7 +70,7 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
         sections(QUICK, "", results, tmp_path, checked=True)
     results[worst] = even
-    results[QUICK.longer("slo", QUICK.loads[-1], "")] = dataclasses.replace(even, attainment=0.5)
+    results[QUICK.shorter("slo", QUICK.loads[-1], "")] = dataclasses.replace(even, attainment=0.5)
     with pytest.raises(ValueError, match="do not carry it any more: At 80%, `slo` is ahead"):
         sections(QUICK, "", results, tmp_path, checked=True)
 

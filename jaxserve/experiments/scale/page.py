@@ -7,7 +7,7 @@
 --azure: the folder of the two hours of the Azure public dataset; without it, they are drawn with
 the hours' moments. --numbers takes what an earlier run has simulated and measured from there and
 runs only what is missing: after a change of a text, say, or when a run was interrupted. --requests:
-of each run; --long: of more before the most replicas, one at each load. A million take some
+of each run; --few: of shorter ones before the most replicas, one at each load. A million take some
 12 s of one core, and 2.2 GB of memory a process. --quick runs toy sizes that say nothing about the
 claims. Needs numba (pip install 'jaxserve[fast]').
 """
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
     parser = flags("scale", __doc__)
     parser.add_argument("--azure", metavar="DIR", default="", help="folder of the Azure traces")
-    parser.add_argument("--requests", type=int, help="of each run (100000; 2000 with --quick)")
-    parser.add_argument("--long", type=int, help="of the long ones (1000000; 3000 with --quick)")
+    parser.add_argument("--requests", type=int, help="of each run (1000000; 2000 with --quick)")
+    parser.add_argument("--few", type=int, help="of the short ones (100000; 1000 with --quick)")
     return write_page("scale", parser, argv, _make)
 
 
 def _command(args: Namespace) -> str:
     flags = [" --azure=DIR" if args.azure else ""]
-    for name in ("requests", "long"):
+    for name in ("requests", "few"):
         value = getattr(args, name)
         flags += [f" --{name}={value}" if value is not None else ""]
     return "python -m jaxserve.experiments.scale" + "".join(flags)
@@ -47,7 +47,7 @@ def _command(args: Namespace) -> str:
 
 def _make(args: Namespace, figures: Path) -> Page:
     scale: Scale = QUICK if args.quick else Scale()
-    for name in ("requests", "long"):
+    for name in ("requests", "few"):
         value = getattr(args, name)
         if value is not None:
             if value < 1:

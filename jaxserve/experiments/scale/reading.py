@@ -67,7 +67,7 @@ def sections(
     tell = _Tell(scale, azure, results, checked)
     return [
         tell.loads(figures),
-        tell.longer(),
+        tell.shorter(),
         tell.scenes(),
         tell.shards(),
         tell.decisions(figures),
@@ -122,26 +122,26 @@ class _Tell:
             notes,
         )
 
-    def longer(self) -> Section:
-        """Before the most replicas, with more requests."""
+    def shorter(self) -> Section:
+        """Before the most replicas, with fewer requests."""
         scale, rows, gains = self._scale, [], []
         replicas, high = scale.replicas[-1], scale.loads[-1]
         for load, few in product(scale.loads, (True, False)):
             found = {}
             for router in ROUTERS:
-                long = self._results[scale.longer(router, load, self._azure)]
-                assert isinstance(long, Numbers)
-                found[router] = self._of(router, replicas, load) if few else long
+                short = self._results[scale.shorter(router, load, self._azure)]
+                assert isinstance(short, Numbers)
+                found[router] = short if few else self._of(router, replicas, load)
             cells = [f"{100 * n.attainment:.2f}; {n.p99:.2f} s" for n in found.values()]
-            requests = f"{scale.requests if few else scale.long:,}"
+            requests = f"{scale.few if few else scale.requests:,}"
             rows.append([f"{load:.0%}", requests, *cells])
             best = max(n.attainment for name, n in found.items() if name != "slo")
             gains.append(found["slo"].attainment - best)
         rate = high * replicas * most(self._azure)
         text = (
-            f"At {high:.0%} load {replicas} replicas get {scale.requests:,} requests in "
-            f"{scale.requests / rate:.0f} s, too few to see where a queue ends. The same with "
-            f"{scale.long:,}, in {scale.long / rate:.0f} s:"
+            f"At {high:.0%} load {replicas} replicas get {scale.few:,} requests in "
+            f"{scale.few / rate:.0f} s, too few to see where a queue ends; {scale.requests:,} in "
+            f"{scale.requests / rate:.0f} s."
         )
         notes = [
             table(["load", "requests", *(f"`{name}`" for name in ROUTERS)], rows),
@@ -152,7 +152,7 @@ class _Tell:
                 "the more.",
             ),
         ]
-        return Section(f"{scale.long:,} requests", text, [], [], notes)
+        return Section("How many requests it takes to see it", text, [], [], notes)
 
     def _chart(self, figures: Path) -> None:
         scale = self._scale
