@@ -33,8 +33,8 @@ from jaxserve.machine import machine
 from jaxserve.writable import check_file
 
 MODEL = "tiny-stories"
-STREAMS, TOKENS = 200, 32
-BEGUN = 100  # streams, at which a replica is killed
+STREAMS, TOKENS = 200, 64
+BEGUN = 20  # streams, at which a replica is killed: later, it may be done with all of its own
 MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
 ALONE = 20  # calls one after the other
 # Few steps to compile: this is about calls, not about speed.
