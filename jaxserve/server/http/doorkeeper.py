@@ -131,7 +131,8 @@ class _Visit:
         self._keeper, self._app, self._send = keeper, app, send
         self._record = keeper.begin(scope)
         self._scope: dict[str, Any] = {**scope, RECORD: self._record}
-        self._begun = self._done = False
+        self._done = False
+        self._too_slow: SlowReader | None = None
 
     async def run(self, receive: Receive) -> None:
         """Answers it, whatever happens."""
@@ -142,8 +143,11 @@ class _Visit:
             record.ending = Ending.CANCELLED
             raise
         except Exception:
-            record.ending = Ending.FAILED
-            logging.exception("%s failed", record.method)
+            if self._too_slow is None:
+                record.ending = Ending.FAILED
+                logging.exception("%s failed", record.method)
+            else:
+                record.ending, record.reason = Ending.SLOW_READER, str(self._too_slow)
         finally:
             if not self._done and record.ending is Ending.OK:
                 record.ending = Ending.CANCELLED
@@ -177,8 +181,6 @@ class _Visit:
         try:
             limit = self._keeper.body_limit(self._scope)
             await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
-        except SlowReader as error:
-            self._record.ending, self._record.reason = Ending.SLOW_READER, str(error)
         finally:
             if leave is not None:
                 leave()
@@ -188,7 +190,11 @@ class _Visit:
         await error.response()(self._scope, receive, self._sent)
 
     async def _sent(self, message: Message) -> None:
-        await self._keeper.writes.keep(self._send(message))
+        try:
+            await self._keeper.writes.keep(self._send(message))
+        except SlowReader as error:
+            self._too_slow = error  # on its way back the application makes another error of it
+            raise
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._done = True
 

@@ -22,8 +22,18 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def server(engine: FakeEngine) -> Iterator[Server]:
-    options = ServerOptions(max_calls=2, write_timeout_s=0.2, request_log=True)
+def stream_buffer_bytes() -> int:
+    return MIB
+
+
+@pytest.fixture
+def server(engine: FakeEngine, stream_buffer_bytes: int) -> Iterator[Server]:
+    options = ServerOptions(
+        max_calls=2,
+        write_timeout_s=0.2,
+        stream_buffer_bytes=stream_buffer_bytes,
+        request_log=True,
+    )
     with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
         yield server
 
@@ -147,9 +157,11 @@ def test_a_call_may_take_longer_than_its_head_and_body(
         connection.close()
 
 
+@pytest.mark.parametrize("stream_buffer_bytes", [MIB, 1 << 30], ids=["full", "late"])
 def test_a_reader_that_does_not_read_is_given_up(
     plain: Plain, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Because of what waits for it, or because it waits for long."""
     engine.text = lambda k: "x" * 4096
     body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
     with plain.socket() as connection:
