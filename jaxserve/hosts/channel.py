@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 
 from jaxserve.hosts.messages import LENGTH, Message, unpack
 
@@ -42,23 +43,29 @@ class Channel:
             raise Closed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, most: int = MAX_BYTES) -> Message:
-        """The next one, of so many bytes at most; waits for it, each part of it at most timeout_s.
+        """The next one, of so many bytes at most; waits at most timeout_s until all of it is there.
         Raises Closed, BadMessage, TimeoutError."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)
-            (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
             if length > most:
                 raise Closed(f"it sends {length} bytes at once")
-            return unpack(self._exactly(length))
+            return unpack(self._exactly(length, deadline))
         except TimeoutError:
             raise
         except OSError as error:
             raise Closed(str(error)) from error
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
         parts = bytearray(size)
         view, have = memoryview(parts), 0
         while have < size:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(left)
             count = self._socket.recv_into(view[have:])
             if not count:
                 raise Closed("the connection is closed")

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
-_HELLO_BYTES = 1 << 20
+HELLO_BYTES = 1 << 20  # of what is said before both sides know each other
 LAST_S = 5.0
 """Seconds after which the process ends, once a host is lost, whatever else it is about to do."""
 
@@ -153,11 +153,8 @@ def _family(seat: Seat) -> socket.AddressFamily:
 def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, Any]) -> int | None:
     """The index of who has connected; None, and it is told why, if it does not belong here."""
     try:
-        message = channel.receive(_HELLO_S, _HELLO_BYTES)
-        if message.name != HELLO:
-            raise BadMessage(f"a {message.name!r} instead of a hello")
-        index, theirs = int(message.fields["index"]), dict(message.fields["profile"])
-    except (Closed, BadMessage, OSError, KeyError, TypeError, ValueError) as error:
+        index, theirs = _hello(channel.receive(_HELLO_S, HELLO_BYTES))
+    except (Closed, BadMessage, TimeoutError) as error:
         log.warning("somebody at %s has connected who is no follower: %s", address, error)
         channel.close()
         return None
@@ -169,6 +166,14 @@ def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, 
     log.warning("the host at %s is refused: %s", address, problem)
     _refuse(channel, problem)
     return None
+
+
+def _hello(message: Message) -> tuple[int, dict[str, Any]]:
+    """Index and profile of who says it. Raises BadMessage."""
+    index, profile = message.fields.get("index"), message.fields.get("profile")
+    if message.name != HELLO or type(index) is not int or not isinstance(profile, dict):
+        raise BadMessage(f"a {message.name[:40]!r} instead of a hello")
+    return index, profile
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:

@@ -114,7 +114,7 @@ class Link:
                 self._inbox.put(message)
         except Closed:
             self._lose(f"{self.peer} is gone")
-        except (BadMessage, KeyError, ValueError) as error:
+        except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
             self._lose(f"{self.peer} says what nobody understands: {error}")
 
     def _beat(self) -> None:

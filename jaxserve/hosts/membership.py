@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.group import HELLO, HERE, WELCOME
+from jaxserve.hosts.group import HELLO, HELLO_BYTES, HERE, WELCOME
 from jaxserve.hosts.link import FAILED, PATIENCE_S, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.seat import Seat
@@ -30,7 +30,7 @@ def join(seat: Seat, profile: Mapping[str, Any]) -> tuple[Link, str]:
     try:
         channel.send(Message(HELLO, {"index": seat.index, "profile": dict(profile)}))
         # It waits for the others, too.
-        message = channel.receive(seat.wait_s + _CONNECT_S)
+        message = channel.receive(seat.wait_s + _CONNECT_S, HELLO_BYTES)
     except (Closed, BadMessage, TimeoutError) as error:
         raise GroupError(f"mesh.coordinator: {seat.coordinator} does not go on: {error}") from error
     if message.name == FAILED:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 LENGTH = struct.Struct("!I")
-_KINDS = "iufb"  # of arrays: numbers
+_DTYPE = re.compile(r"[<>|][iufb]\d{1,2}")  # of arrays: numbers
 
 
 class BadMessage(ValueError):
@@ -56,14 +57,14 @@ def unpack(content: bytes) -> Message:
         name, fields, described = json.loads(content[LENGTH.size : at])
         arrays = []
         for code, shape in described:
+            if not _DTYPE.fullmatch(code):  # before numpy makes something of it
+                raise BadMessage(f"arrays of {code!r} are not sent")
             dtype, count = np.dtype(code), math.prod(shape)
-            if dtype.kind not in _KINDS:
-                raise BadMessage(f"arrays of {dtype} are not sent")
             arrays.append(np.frombuffer(content, dtype, count, at).reshape(shape))
             at += count * dtype.itemsize
     except BadMessage:
         raise
-    except (ValueError, TypeError, struct.error) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
         raise BadMessage(f"not a message: {error}") from error
     if at != len(content) or not isinstance(name, str) or not isinstance(fields, dict):
         raise BadMessage("not a message: its parts do not fit")

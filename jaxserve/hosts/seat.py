@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.hosts.errors import GroupError
 
 _WAIT_S = 60  # for a cluster that answers questions about itself
+_MAX_HOSTS_WAIT_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ def find_seat(mesh: Any) -> Seat | None:
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
     if hosts < 0:
         raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
-    if not 0 < mesh.hosts_wait_s < math.inf:
-        raise GroupError(f"mesh.hosts_wait_s must be more than 0, got {mesh.hosts_wait_s}")
+    if not 0 < mesh.hosts_wait_s <= _MAX_HOSTS_WAIT_S:
+        limits = f"must be more than 0, and at most {_MAX_HOSTS_WAIT_S:g}"
+        raise GroupError(f"mesh.hosts_wait_s {limits}, got {mesh.hosts_wait_s:g}")
     if hosts == 1:
         for name, default in (("coordinator", ""), ("host_index", -1)):
             if mesh[name] != default:

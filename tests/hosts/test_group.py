@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import socket
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxserve.hosts import group as group_module
-from jaxserve.hosts.channel import Channel
+from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.link import CLOSE, Link
@@ -122,10 +123,18 @@ def test_whoever_else_connects_is_let_go() -> None:
         stranger.settimeout(TIMEOUT)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    with socket.create_connection((leader.address, leader.port), TIMEOUT) as other:
-        Channel(other, TIMEOUT).send(Message("hello", {"index": "one"}))
-        joining(right)
-        assert list(gathered.result(TIMEOUT)) == [1]
+    wrong = [
+        {"index": index, "profile": profile}
+        for index, profile in (("one", PROFILE), (math.inf, PROFILE), (True, PROFILE), (1, [[1]]))
+    ]
+    for fields in ({"index": 1}, *wrong):
+        with socket.create_connection((leader.address, leader.port), TIMEOUT) as other:
+            channel = Channel(other, TIMEOUT)
+            channel.send(Message("hello", fields))
+            with pytest.raises(Closed):
+                channel.receive(TIMEOUT)
+    joining(right)
+    assert list(gathered.result(TIMEOUT)) == [1]
 
 
 def test_nobody_waits_for_ever() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import numpy as np
 import pytest
 
@@ -56,7 +59,8 @@ def test_one_that_is_silent_is_lost() -> None:
 
 
 def test_one_that_says_what_it_should_not_is_lost() -> None:
-    for wrong in (Message("beat"), Message("beat", {"done": "much"}), Message(FAILED)):
+    beats = [Message("beat", {"done": done}) for done in ("much", None, math.inf)]
+    for wrong in (Message("beat"), *beats, Message(FAILED)):
         ends, here = channels(), Losses()
         Link(ends[0], "the follower", here, patience_s=TIMEOUT).start()
         ends[1].send(wrong)
@@ -92,6 +96,28 @@ def test_a_message_that_nobody_takes_is_a_loss() -> None:
     for _ in range(64):
         link.send(Message("call", {}, (np.zeros(1 << 18, np.int32),)))
     assert here.wait() == "the follower is gone"
+    other.close()
+
+
+def test_a_message_that_comes_in_drips_is_not_waited_for() -> None:
+    """It has its time as a whole, and not each part of it."""
+    one, other = sockets()
+    given_up = threading.Event()
+
+    def drip() -> None:
+        one.sendall((1 << 20).to_bytes(4, "big"))
+        for _ in range(1000):
+            one.sendall(b" ")
+            if given_up.wait(0.01):
+                return
+        one.close()
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        Channel(other, TIMEOUT).receive(0.1)
+    given_up.set()
+    thread.join(TIMEOUT)
     other.close()
 
 

@@ -65,6 +65,10 @@ def header(content: object) -> bytes:
         header(["name", {}, [["<i4", [2]]]]),  # without its bytes
         header(["name", {}, [["<i4", [-1]]]]),
         header(["name", {}, [["|O", [1]]]]) + b"12345678",
+        header(["name", {}, [["(1,i4", [1]]]]) + b"1234",
+        header(["name", {}, [["<i4", [10**30]]]]),
+        header(["name", {}, [[4, [1]]]]) + b"1234",
+        struct.pack("!I", 1 << 16) + b"[" * (1 << 16),
         header(["name", {}, []]) + b"more",
     ],
 )

@@ -53,7 +53,14 @@ def test_a_cluster_says_what_the_flags_do_not(monkeypatch: pytest.MonkeyPatch) -
         ({"hosts": -1}, "mesh.hosts must be at least 1 (0: as the cluster says), got -1"),
         ({"coordinator": "a:1"}, "mesh.coordinator=a:1 is of no use with mesh.hosts=1"),
         ({"host_index": 0}, "mesh.host_index=0 is of no use with mesh.hosts=1"),
-        ({"hosts": 2, "tensor": 2, "hosts_wait_s": 0.0}, "mesh.hosts_wait_s must be more than 0"),
+        (
+            {"hosts": 2, "tensor": 2, "hosts_wait_s": 0.0},
+            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 0",
+        ),
+        (
+            {"hosts": 2, "tensor": 2, "hosts_wait_s": 1e10},
+            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 1e+10",
+        ),
         (
             {"hosts": 2, "tensor": 2},
             "mesh.coordinator and mesh.host_index: give them, as there is no cluster",
