@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, registry
 from numba.extending import intrinsic as _intrinsic
+
+log = logging.getLogger(__name__)
 
 intrinsic: Any = _intrinsic  # by its types, Python could not call what it makes
 
@@ -108,11 +111,13 @@ def dims(operand: int, rank: int) -> Any:
     return words(words(operand, 6)[_DIMS], rank)
 
 
+_HEADER = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+
+
 def _api_word(function: str) -> int:
     """Where in XLA_FFI_Api a function is, by jaxlib's own header: their order may change."""
-    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     fields = r"^\s*_XLA_FFI_API_STRUCT_FIELD\((\w+)\);"
-    return 6 + re.findall(fields, header.read_text(), re.MULTILINE).index(function)
+    return 6 + re.findall(fields, _HEADER.read_text(), re.MULTILINE).index(function)
 
 
 _SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
@@ -222,8 +227,10 @@ def register(name: str, handler: Callable[[int], int], task: Callable[[int], int
 
     They may close over numbers and strings only: numba keeps what it compiled by their values.
     """
-    llvm.add_symbol(task_symbol(name), _compiled(task))
-    jax.ffi.register_ffi_target(name, _capsule(_compiled(handler), None, None), platform="cpu")
+    symbol = task_symbol(name)
+    llvm.add_symbol(symbol, _compiled(task, symbol))
+    address = _compiled(handler, f"{name}_handler")
+    jax.ffi.register_ffi_target(name, _capsule(address, None, None), platform="cpu")
 
 
 def task_symbol(name: str) -> str:
@@ -232,20 +239,27 @@ def task_symbol(name: str) -> str:
 
 
 def digest(*files: str | None) -> str:
-    """Of the code of these files and this one: numba looks at one file only."""
-    code = b"".join(Path(file or "").read_bytes() for file in (__file__, *files))
+    """Of the code of these files and this one, of which numba looks at one only, and of XLA's
+    structures."""
+    code = b"".join(Path(file or "").read_bytes() for file in (_HEADER, __file__, *files))
     return hashlib.sha256(code).hexdigest()
 
 
 _kept: list[Any] = []  # compiled functions that XLA has the addresses of
 
 
-def _compiled(function: Callable[[int], int]) -> int:
+def _compiled(function: Callable[[int], int], name: str) -> int:
+    """The address of the function in machine code. name: no other function's, for numba names the
+    files in which it keeps it by that and by this processor: of two processes that write to the
+    same ones at once, one would leave its code under the other's key."""
+    machine = repr(registry.cpu_target.target_context.codegen().magic_tuple())
+    function.__qualname__ = f"{name}_{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
     signature = types.int64(types.int64)
     made: Any
     try:
         made = cfunc(signature, cache=True, **OPTIONS)(function)
-    except RuntimeError:  # no folder that numba could keep it in can be written
+    except (RuntimeError, OSError) as error:  # no folder for it that can be written; a full disk
+        log.warning("%s is compiled at each start, it cannot be kept: %s", name, error)
         made = cfunc(signature, **OPTIONS)(function)
     _kept.append(made)
     return int(made.address)

@@ -179,7 +179,9 @@ def _dot(given: Any, i: int) -> None:
     width = _shares(given, True)[1]
     wide = np.empty((count, depth), np.float32)
     _wide_pairs(x, wide)
-    x_at, begin_at = wide.ctypes.data, weights.ctypes.data
+    begin_at = weights.ctypes.data
     for n in range(i * width, min((i + 1) * width, columns)):
         for row in range(count):
-            out[row, n] = dot_pairs(x_at + BYTES * depth * row, begin_at + 2 * depth * n, depth)
+            # Asked for here: numba frees an array after the last use of its name.
+            x_at = wide.ctypes.data + BYTES * depth * row
+            out[row, n] = dot_pairs(x_at, begin_at + 2 * depth * n, depth)

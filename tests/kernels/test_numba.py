@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numba.core import caching
+from numba.core import caching, config
 
 from jaxserve.pallas_kernels import (
     few_rows,
@@ -25,9 +28,19 @@ from tests.kernels.cases import Case
 from tests.kernels.conformance import PAGED
 from tests.kernels.edges import Edge
 
+M_PERTURB = -6  # of glibc's mallopt: new and freed memory are filled with what it is given
 # Groups of heads and a head_dim that fill no whole vectors; tiles of queries and of context.
 LONG = Case("long", Shape(6, 2, head_dim=40, rows=4, width=20, tokens=150), window=40, cap=2.0)
-WHOLE = Case("whole", Shape(4, 4, head_dim=16, rows=4, width=20, tokens=150))
+WHOLE = Case("whole", Shape(4, 4, head_dim=64, rows=4, width=20, tokens=150))
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_nobody() -> Iterator[None]:
+    """What kernels read of memory that is not theirs any more, or has never been, shows."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(M_PERTURB, 0xA5)
+    yield
+    mallopt(M_PERTURB, 0)
 
 
 @pytest.mark.parametrize("case", [LONG, WHOLE], ids=lambda case: case.name)
@@ -93,7 +106,9 @@ def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None
     assert numba_rows.MOST_ROWS == 4
 
 
-def test_compiled_code_is_kept_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_kept_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """By the values that a function closes over; and compiled each time where nothing can be."""
 
     def times(factor: int) -> Any:
@@ -102,13 +117,37 @@ def test_compiled_code_is_kept_where_it_can_be(monkeypatch: pytest.MonkeyPatch) 
 
         return function
 
-    def compiled(factor: int) -> tuple[int, int]:
-        address = numba_ffi._compiled(times(factor))
+    def compiled(factor: int, name: str = "times") -> tuple[int, int]:
+        address = numba_ffi._compiled(times(factor), name)
         call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)
         return call(7), numba_ffi._kept[-1].cache_hits
 
-    compiled(2), compiled(3)
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    assert compiled(2) == (14, 0)
+    assert compiled(3) == (21, 0)
     assert compiled(2) == (14, 1)
     assert compiled(3) == (21, 1)
+    indices = set(tmp_path.rglob("*.nbi"))
+    assert compiled(2, "other") == (14, 0)
+    assert len(set(tmp_path.rglob("*.nbi")) - indices) == 1  # what it writes is its own
+    assert not caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(caching.IndexDataCacheFile, "save", full)
+        assert compiled(4) == (28, 0)
+    assert "times is compiled at each start" in caplog.text
+    assert "No space left" in caplog.text
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(config, "CACHE_DIR", "")
     assert compiled(2) == (14, 0)
+
+
+def test_what_is_kept_belongs_to_a_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the functions are that XLA offers is in the machine code."""
+    before = numba_ffi.digest()
+    other = tmp_path / "c_api.h"
+    other.write_text(numba_ffi._HEADER.read_text() + "// one more\n")
+    monkeypatch.setattr(numba_ffi, "_HEADER", other)
+    assert numba_ffi.digest() != before
