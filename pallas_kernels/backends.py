@@ -114,6 +114,12 @@ def _misplaced(name: str) -> str | None:
     return f"{name} needs a gpu of compute capability {which}, this one has {found}"
 
 
+def _unusable() -> str | None:
+    """Why the first device does not run the kernels of its platform, None where there are none."""
+    platform = jax.devices()[0].platform
+    return next((_misplaced(name) for name, its in PLATFORMS.items() if its == platform), None)
+
+
 @functools.cache
 def get_backend(name: str) -> Backend:
     """The backend of a name that `resolve_backend` takes."""
@@ -133,8 +139,8 @@ def select_backend(
     block_size: int,
     dtype: DTypeLike,
 ) -> tuple[str, str | None]:
-    """The backend for a model's shape: (its name, None), or for "auto" on a shape that the
-    platform's own kernels do not take, ("xla", the reason).
+    """The backend for a model's shape: (its name, None), or for "auto" where the platform's own
+    kernels do not run or do not take the shape, ("xla", the reason).
 
     kinds: cache kinds to be served. Heads are a shard's. ValueError for an unknown name, and for
     one asked for by name that the first device does not run or that does not take the shape.
@@ -143,6 +149,8 @@ def select_backend(
     misplaced = _misplaced(chosen)
     if misplaced is not None:
         raise ValueError(f"backend: {misplaced}")
+    if name == "auto" and chosen == "xla":
+        return chosen, _unusable()
     for kind in kinds:
         reason = get_backend(chosen).supports(
             kind,

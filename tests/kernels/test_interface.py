@@ -142,6 +142,9 @@ def test_auto_goes_by_platform(
     if device.compute_capability == "7.5":
         with pytest.raises(ValueError, match=r"8\.0 or newer, this one has 7\.5"):
             select_backend("triton", kinds=(KV,), **MODEL)
+        chosen, reason = select_backend("auto", kinds=(KV,), **MODEL)
+        assert chosen == "xla"
+        assert str(reason).endswith("8.0 or newer, this one has 7.5")
 
 
 MODEL: dict[str, Any] = {
@@ -201,7 +204,9 @@ def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.Monk
 
 def test_a_cpu_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", None)
+    said = "numba is not installed: pip install 'jaxserve[fast]'"
+    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", said)
+    assert select_backend("xla", kinds=(KV,), **MODEL) == ("xla", None)
     with pytest.raises(ValueError, match=r"backend: numba is not installed: pip install .*fast"):
         select_backend("numba", kinds=(KV,), **MODEL)
 
