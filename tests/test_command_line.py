@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from jaxserve import __version__, policies
+from jaxserve import __version__, keys, optimal, policies
 from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
@@ -49,6 +51,32 @@ def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture
         parser.parse_args(["--help"])
     assert caught.value.code == 0
     assert "\n    indented  text\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [*bench.STANDALONE, "throughput", "latency", "load", "fidelity"]
+)
+def test_every_command_of_the_bench_is_listed_and_explained(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv in (["--help"], [command, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            bench.main(argv)
+        assert caught.value.code == 0
+    listed, told = capsys.readouterr().out.split(f"usage: python -m jaxserve.bench {command} ")
+    assert re.search(rf"^    {command}\s+\w", listed, re.MULTILINE)
+    assert "show this help message and exit" in told
+
+
+@pytest.mark.parametrize(
+    "main", [advise.main, client.main, keys.main, optimal.main, policies.main, simulate.main]
+)
+def test_every_command_explains_its_flags(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0 and "--version" in capsys.readouterr().out
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,18 +59,22 @@ from jaxserve.server import launch
 INPUT_LEN, OUTPUT_LEN = 128, 64
 Measure = Callable[[Target], dict[str, Any]]
 
-# Commands with a parse(argv) and a show(args) of their own; imported when named (jax is slow).
+# Commands with a parse(argv) and a show(args) of their own, imported when named (jax is slow); and
+# what they do.
 STANDALONE = {
-    "plan": "jaxserve.bench.plan",
-    "simulate": "jaxserve.bench.simulate",
-    "kernels": "jaxserve.bench.kernels",
-    "gpu": "jaxserve.bench.gpu",
-    "mixed": "jaxserve.bench.mixed",
-    "slo": "jaxserve.bench.slo",
-    "league": "jaxserve.experiments.league.cli",
-    "abuse": "jaxserve.bench.abuse",
-    "soak": "jaxserve.bench.soak",
-    "fronts": "jaxserve.bench.fronts",
+    "plan": ("jaxserve.bench.plan", "host time of each policy's plan, without an engine"),
+    "simulate": ("jaxserve.bench.simulate", "how long it takes to simulate an hour of traffic"),
+    "mixed": ("jaxserve.bench.mixed", "real-time requests over a best-effort batch, by policy"),
+    "slo": ("jaxserve.bench.slo", "requests of several SLO classes, by policy"),
+    "abuse": ("jaxserve.bench.abuse", "hostile and clumsy clients against a server of its own"),
+    "soak": ("jaxserve.bench.soak", "everything at once for a while, and what is left of it"),
+    "fronts": ("jaxserve.bench.fronts", "what gRPC and HTTP cost, beside the engine alone"),
+    "kernels": ("jaxserve.bench.kernels", "the kernels against the device's copy and matmul rates"),
+    "gpu": ("jaxserve.bench.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
+    "league": (
+        "jaxserve.experiments.league.cli",
+        "all policies on all workloads, simulated: docs/league.md",
+    ),
 }
 
 
@@ -83,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, config = parse(sys.argv[1:] if argv is None else argv)
         if args.command in STANDALONE:
-            return int(importlib.import_module(STANDALONE[args.command]).show(args))
+            return int(_standalone(args.command).show(args))
         result = _fidelity(args) if args.command == "fidelity" else measure(args, config)
     except (UsageError, launch.UsageError) as error:
         return _complain(error, 2)
@@ -103,7 +107,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
     """The arguments, checked, and the engine's config; None for a server's load and for `plan`.
     Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
     if argv and argv[0] in STANDALONE:
-        return importlib.import_module(STANDALONE[argv[0]]).parse(argv[1:]), None
+        return _standalone(argv[0]).parse(argv[1:]), None
     args, rest = _parser().parse_known_args(argv)
     for name in ("num_requests", "input_len", "output_len", "repeats"):
         value = getattr(args, name, None)
@@ -125,6 +129,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
             raise UsageError("--config.engine.record: fidelity makes recordings of its own")
         return args, None
     return args, read_config(rest)
+
+
+def _standalone(name: str) -> Any:
+    """The module of a command of STANDALONE."""
+    return importlib.import_module(STANDALONE[name][0])
 
 
 def _each_config(rest: Sequence[str]) -> list[list[str]]:
@@ -257,14 +266,8 @@ def _parser() -> Parser:
         description=__doc__,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("plan", help="host time of each policy's plan, without an engine")
-    commands.add_parser("mixed", help="real-time requests over a best-effort batch, by policy")
-    commands.add_parser("abuse", help="hostile and clumsy clients against a server of its own")
-    commands.add_parser("soak", help="everything at once for a while, and what is left of it")
-    commands.add_parser("fronts", help="what gRPC and HTTP cost, beside the engine alone")
-    commands.add_parser("kernels", help="the kernels against the device's copy and matmul rates")
-    commands.add_parser("league", help="all policies on all workloads, simulated: docs/league.md")
-    commands.add_parser("gpu", help="everything on a GPU: checks, kernels, OPT-13B end to end")
+    for name, (_, does) in STANDALONE.items():
+        commands.add_parser(name, help=does)
     for name, help_text, count in (
         ("throughput", "tokens/s with all requests submitted at once", 32),
         ("latency", "one request at a time", 5),
@@ -295,7 +298,7 @@ def _parser() -> Parser:
         "and compares; --config may name several files, separated by commas",
     )
     _number(sub, "num_requests", int, 32, "requests of each load (32)")
-    _number(sub, "rate", float, None, "requests/s of the online load (70% of what can be done)")
+    _number(sub, "rate", float, None, "requests/s of the online load (70%% of what can be done)")
     _number(sub, "repeats", int, 3, "times that each load is served; the median counts (3)")
     _number(sub, "seed", int, 0, "of prompts, lengths and arrivals (0)")
     sub.add_argument("--json", action="store_true", help="one JSON object as the last line")
