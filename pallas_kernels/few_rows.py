@@ -1,4 +1,5 @@
-"""Products of a few rows with weights of bfloat16, where the platform has a kernel for them."""
+"""Products of few rows, less than a chunk of prompts has, with weights of bfloat16, where the
+platform has a kernel for them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ def few_rows_kernel(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     first device: where numba has kernels, see `resolve_backend`."""
     if resolve_backend("auto") != "numba":
         return False
-    from jaxserve.pallas_kernels import numba_rows  # as backends are, when first chosen
+    from jaxserve.pallas_kernels import numba_panels, numba_rows  # as backends are, when chosen
 
-    return numba_rows.takes(rows, weights, transposed=transposed)
+    return any(
+        kernel.takes(rows, weights, transposed=transposed) for kernel in (numba_rows, numba_panels)
+    )
 
 
 def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16, on one device; sums in
     float32. transposed: the weights are [out, in]."""
-    from jaxserve.pallas_kernels import numba_rows
+    from jaxserve.pallas_kernels import numba_panels, numba_rows
 
-    return numba_rows.few_rows(x, weights, transposed=transposed)
+    if numba_rows.takes(x.shape[0], weights, transposed=transposed):
+        return numba_rows.few_rows(x, weights, transposed=transposed)
+    return numba_panels.panels(x, weights, transposed=transposed)

@@ -44,12 +44,15 @@ _NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _OPERANDS = range(7)
 
 _WORD = ir.IntType(64)
 _malloc: Any = types.ExternalFunction("malloc", types.int64(types.int64))
-_free: Any = types.ExternalFunction("free", types.void(types.int64))
+free: Any = types.ExternalFunction("free", types.void(types.int64))
+copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic
-def _pointer(_: Any, address: Any) -> Any:
+def pointer(_: Any, address: Any) -> Any:
+    """An address as `carray` takes it."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -96,13 +99,19 @@ def address_of(_: Any, symbol: Any) -> Any:
 @njit(**OPTIONS)
 def words(address: int, count: int) -> Any:
     """The int64 numbers at an address."""
-    return carray(_pointer(address), (count,), np.int64)
+    return carray(pointer(address), (count,), np.int64)
 
 
 @njit(**OPTIONS)
 def data(operand: int) -> Any:
     """Where the numbers of an operand, an XLA_FFI_Buffer, are: what `carray` takes."""
-    return _pointer(words(operand, 6)[_DATA])
+    return pointer(data_address(operand))
+
+
+@njit(**OPTIONS)
+def data_address(operand: int) -> int:
+    """The same as a number."""
+    return words(operand, 6)[_DATA]
 
 
 @njit(**OPTIONS)
@@ -126,7 +135,8 @@ _THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
 
 @njit(**OPTIONS)
 def allocate(count: int) -> int:
-    """The address of memory for so many words, which `finish` frees."""
+    """The address of memory for so many words, which `finish` frees where it is given it; else it
+    is to be given to `free`."""
     return _malloc(8 * count)
 
 
@@ -162,8 +172,8 @@ def done(block: int) -> None:
 @njit(**OPTIONS)
 def _release(block: int) -> None:
     if _fetch_add(block + 8 * _HOLDERS, -1) == 1:
-        _free(words(block, _OPERANDS)[_PLAN])
-        _free(block)
+        free(words(block, _OPERANDS)[_PLAN])
+        free(block)
 
 
 @njit(**OPTIONS)
@@ -180,7 +190,7 @@ def _call_helpers(frame: int, block: int, task: int) -> None:
         if _call(api[_SCHEDULE], asked) != 0:
             _fetch_add(block + 8 * _HOLDERS, -1)
             break
-    _free(asked)
+    free(asked)
 
 
 @njit(**OPTIONS)

@@ -68,7 +68,9 @@ def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array
     on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
     call = jax.ffi.ffi_call(
-        target(transposed=transposed), jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)
+        target(transposed=transposed),
+        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
+        vmap_method="sequential",
     )
     return call(x, weights)
 

@@ -47,7 +47,7 @@ def matmul(
     Where x is wider than the weights, float32 on 16 bits, it is rounded to their dtype and the sums
     stay in its own: so XLA's CPU compiler takes its library's mixed matmul, which reads the weights
     as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step;
-    few rows have a kernel of their own where numba is installed.
+    up to 128 rows have kernels of their own where numba is installed, see `few_rows_kernel`.
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)

@@ -21,6 +21,7 @@ from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import make_pool, row_major
+from jaxserve.pallas_kernels.numba_pairs import has_pairs
 from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, write_shape
 
 # Dimensions that nothing else in a step has, so that an array of theirs is a weight.
@@ -33,11 +34,19 @@ WIDE = {
         "tie_word_embeddings": True,
     },
 }
-BUCKETS = make_buckets(8, 64, width=4, decode_group=8, decode_chunk=64)
+BUCKETS = make_buckets(8, 256, width=4, decode_group=8, decode_chunk=64)
 LAYOUTS = {
     "one row": BUCKETS.decode(1),
     "8 rows": BUCKETS.decode(8),
-    "chunks": BUCKETS.mixed(64),
+    "chunks": BUCKETS.mixed(256),
+}
+LIBRARY = "__ynn_fusion"
+PANELS = "jaxserve_panels" if has_pairs() else LIBRARY
+# What multiplies weights in a step; of one with chunks the table by the last tokens of 8 rows only.
+KERNELS = {
+    "one row": ("jaxserve_few_rows",),
+    "8 rows": (PANELS,),
+    "chunks": (LIBRARY, PANELS),
 }
 needs_bfloat16 = pytest.mark.skipif(
     not has_instructions(), reason="this processor does not multiply bfloat16"
@@ -70,9 +79,10 @@ def test_a_step_converts_no_weight_of_bfloat16(family: str, layout: str) -> None
     made = [op for op in _operations(module) if op.arrays[:1] and op.arrays[0].dtype == "f32"]
     wide = [op for op in made if op.arrays[0].dims in weights]
     assert not wide, wide[0]
-    kernel = "jaxserve_few_rows" if layout == "one row" else "__ynn_fusion"
-    library = [op for op in module.computations[module.entry] if kernel in op.rest]
-    names = {name for op in library for name in op.operands}
+    entry, kernels = module.computations[module.entry], KERNELS[layout]
+    users = {kernel: [op for op in entry if kernel in op.rest] for kernel in kernels}
+    assert all(users.values())
+    names = {name for ops in users.values() for op in ops for name in op.operands}
     assert len(names & _weights(module)) == len(_multiplied(specs))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxserve.pallas_kernels import (
     numba_ffi,
     numba_rows,
 )
+from jaxserve.pallas_kernels.numba_pairs import has_pairs
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch
 from tests.kernels.cases import Case
@@ -32,6 +34,9 @@ M_PERTURB = -6  # of glibc's mallopt: new and freed memory are filled with what 
 # Groups of heads and a head_dim that fill no whole vectors; tiles of queries and of context.
 LONG = Case("long", Shape(6, 2, head_dim=40, rows=4, width=20, tokens=150), window=40, cap=2.0)
 WHOLE = Case("whole", Shape(4, 4, head_dim=64, rows=4, width=20, tokens=150))
+needs_pairs = pytest.mark.skipif(
+    not has_pairs(), reason="this processor does not multiply pairs of bfloat16"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +82,15 @@ def test_several_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(64, 96), (1024, 1056)])
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [(rows, shape) for rows in (1, 2, 3, 4) for shape in ((64, 96), (1024, 1056))]
+    # Panels: of one tile of rows or several, whole or not; the same of columns and of depth.
+    + [
+        pytest.param(rows, shape, marks=needs_pairs)
+        for rows, shape in ((5, (64, 32)), (8, (192, 416)), (13, (96, 160)), (128, (160, 384)))
+    ],
+)
 def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
     """Within float32's rounding of the product in float64; of one share and of several."""
     rng = np.random.default_rng(rows)
@@ -94,15 +106,22 @@ def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
 
 def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = jnp.zeros((64, 64), jnp.bfloat16)
-    assert few_rows_kernel(4, weights, transposed=False)
-    assert not few_rows_kernel(5, weights, transposed=False)
-    assert not few_rows_kernel(1, weights.astype(jnp.float32), transposed=False)
-    assert not few_rows_kernel(1, weights[:60], transposed=False)  # no multiple of TOGETHER
-    assert not few_rows_kernel(1, weights[:, :48], transposed=False)
-    assert not few_rows_kernel(1, weights[:, :48], transposed=True)
-    assert few_rows_kernel(1, weights[:60], transposed=True)
+    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    assert taken(4)
+    assert taken(5) is taken(128) is has_pairs()
+    assert not taken(129)
+    assert not taken(1, weights=weights.astype(jnp.float32))
+    assert not taken(1, weights=weights[:, :48])
+    assert not taken(1, weights=weights[:, :48], transposed=True)
+    assert not taken(5, weights=weights[:63])  # no pairs
+    assert not taken(5, weights=weights[:48], transposed=True)
+    assert taken(1, weights=weights[:60], transposed=True)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", dict)
+    assert taken(4)
+    assert not taken(5)
+    assert not taken(1, weights=weights[:60])  # no multiple of TOGETHER
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not few_rows_kernel(4, weights, transposed=False)
+    assert not taken(4)
     assert numba_rows.MOST_ROWS == 4
 
 
