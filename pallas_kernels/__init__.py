@@ -5,6 +5,7 @@ everyone else speaks of (block, slot) and goes through `write`, the attention fu
 `move_slots` and its like, and `read_tokens`.
 """
 
+from jaxserve.pallas_kernels.argmax import argmax
 from jaxserve.pallas_kernels.attention import (
     absorbed_attention,
     paged_attention,
@@ -43,6 +44,7 @@ __all__ = [
     "Backend",
     "HiddenProjection",
     "absorbed_attention",
+    "argmax",
     "block_bytes",
     "default_block_size",
     "few_rows",
