@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import pytest
@@ -108,11 +109,21 @@ def takes(backend: str, case: Case, kind: int) -> bool:
     return reason is None
 
 
-def on_backends(names: Sequence[str], kind: int = KV) -> list[ParameterSet]:
-    """Parameters (backend, case): every backend with each of these cases that it takes."""
+def backends_with(purpose: str) -> list[str]:
+    """Those that have a function of their own for a purpose, a field of `Backend`. What one has of
+    another's, as numba of XLA's all but attention over K and V, is tested as the other's."""
+    first: dict[Any, str] = {}
+    for backend in BACKENDS:
+        first.setdefault(getattr(get_backend(backend), purpose), backend)
+    return list(first.values())
+
+
+def on_backends(names: Sequence[str], purpose: str, kind: int = KV) -> list[ParameterSet]:
+    """Parameters (backend, case): every backend of `backends_with` with each of these cases that
+    it takes."""
     return [
         pytest.param(backend, case, id=f"{backend}-{case.name}")
-        for backend in BACKENDS
+        for backend in backends_with(purpose)
         for case in (BY_NAME[name] for name in names)
         if takes(backend, case, kind)
     ]

@@ -79,9 +79,10 @@ def check_write(
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """One of the attention functions with its reference, and the shared cases that reach code of
-    its own. kind: of the rows that it is about."""
+    its own. purpose: of `Backend`'s fields. kind: of the rows that it is about."""
 
     name: str
+    purpose: str
     kind: int
     cases: tuple[str, ...]
     function: Callable[..., jax.Array]
@@ -138,9 +139,18 @@ def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax
     return compiled(_with_options(attention, case), backend)(*arguments)
 
 
-PAGED = Attention("paged", KV, (*BOTH, "mixed"), paged_attention, reference.paged_attention)
-ABSORBED = Attention("absorbed", HIDDEN, BOTH, absorbed_attention, reference.absorbed_attention)
+PAGED = Attention(
+    "paged", "attend", KV, (*BOTH, "mixed"), paged_attention, reference.paged_attention
+)
+ABSORBED = Attention(
+    "absorbed", "absorbed", HIDDEN, BOTH, absorbed_attention, reference.absorbed_attention
+)
 PROJECTED = Attention(
-    "projected", HIDDEN, (*BOTH, "mixed"), projected_attention, reference.projected_attention
+    "projected",
+    "projected",
+    HIDDEN,
+    (*BOTH, "mixed"),
+    projected_attention,
+    reference.projected_attention,
 )
 ATTENTION = (PAGED, ABSORBED, PROJECTED)

@@ -23,7 +23,7 @@ def attentions(only: Iterable[str] | None = None) -> list[ParameterSet]:
     return [
         pytest.param(attention, *found.values, id=f"{attention.name}-{found.id}")
         for attention in ATTENTION
-        for found in on_backends(only or attention.cases, attention.kind)
+        for found in on_backends(only or attention.cases, attention.purpose, attention.kind)
     ]
 
 
@@ -47,19 +47,19 @@ def over_drawn(check: Check, backend: str, case: Case, kind: int) -> None:
     run()
 
 
-@pytest.mark.parametrize(("backend", "case"), on_backends(WRITES))
+@pytest.mark.parametrize(("backend", "case"), on_backends(WRITES, "write"))
 def test_write(backend: str, case: Case) -> None:
     over_drawn(check_write, backend, case, HIDDEN)
 
 
-@pytest.mark.parametrize(("backend", "case"), on_backends(["mixed"]))
+@pytest.mark.parametrize(("backend", "case"), on_backends(["mixed"], "write"))
 def test_write_where_no_row_can_be_hidden(backend: str, case: Case) -> None:
     rows = [(9, 1), (case.shape.longest, 20), (17, 17)]
     batch = make_batch(case.shape, rows, [LEFT, RIGHT, LEFT], 1, np.random.default_rng(0))
     check_write(backend, case, batch, 0, with_x=False)
 
 
-@pytest.mark.parametrize(("backend", "case", "edge"), at_edges(on_backends(WRITES)))
+@pytest.mark.parametrize(("backend", "case", "edge"), at_edges(on_backends(WRITES, "write")))
 def test_write_at_edges(backend: str, case: Case, edge: Edge) -> None:
     check_write(backend, case, edge(case.shape, KV), 1)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
 from tests.kernels.batches import POISON
-from tests.kernels.cases import BACKENDS, compiled
+from tests.kernels.cases import BACKENDS, backends_with, compiled
 from tests.kernels.conformance import same
 
 MOST = 14
@@ -20,7 +20,7 @@ WIDE: Size = (2, 4, 2, 16, 128)
 ODD: Size = (2, 4, 3, 12, 40)  # not for TPUs
 POOLS = [
     pytest.param(backend, size, dtype, id=f"{backend}-{dtype}")
-    for backend in BACKENDS
+    for backend in backends_with("move")
     for size, dtype in ((SMALL, "float32"), (WIDE, "bfloat16"), (ODD, "float16"))
     if (backend, size) != ("tpu-interpret", ODD)
 ]

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from numba.core import caching, config
 
 from jaxserve.pallas_kernels import (
+    AttentionBatch,
     few_rows,
     few_rows_kernel,
     numba_attention,
@@ -25,8 +27,8 @@ from jaxserve.pallas_kernels import (
 )
 from jaxserve.pallas_kernels.numba_pairs import has_pairs
 from tests.kernels import edges
-from tests.kernels.batches import Shape, make_batch
-from tests.kernels.cases import Case
+from tests.kernels.batches import Shape, make_batch, steps
+from tests.kernels.cases import BACKENDS, Case
 from tests.kernels.conformance import PAGED
 from tests.kernels.edges import Edge
 
@@ -53,6 +55,15 @@ def _memory_of_nobody() -> Iterator[None]:
 def test_chunks_of_more_than_one_tile(case: Case, edge: Edge) -> None:
     assert case.shape.tokens > numba_attention.TILE
     PAGED.check("numba", case, edge(case.shape, PAGED.kind), 1)
+
+
+def test_drawn_steps_of_long_chunks() -> None:
+    @settings(max_examples=BACKENDS["numba"])
+    @given(step=steps(LONG.shape))
+    def run(step: tuple[AttentionBatch, int]) -> None:
+        PAGED.check("numba", LONG, *step)
+
+    run()
 
 
 @pytest.mark.parametrize("context", [1, 33, 2048])
