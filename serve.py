@@ -70,7 +70,10 @@ def main(argv: Sequence[str]) -> int:
                 seconds = time.monotonic() - _STARTED
                 announce(launch.ready_text(engine.info(), server, seconds), form)
 
-            return run_server(engine, config, on_ready, batches, http, access, traces)
+            code = run_server(engine, config, on_ready, batches, http, access, traces)
+        if code and seat is not None:
+            end_process(code)  # the other hosts have ended: JAX would wait for them
+        return code
     except launch.UsageError as error:
         complain(f"serve.py: {error}", form)
         return 2

@@ -19,10 +19,10 @@ from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.config_errors import config_errors, first_line
 from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
-from jaxserve.engine.errors import ConfigError, HostLost
+from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import Executor
 from jaxserve.engine.hidden import PROJECTED
-from jaxserve.engine.hosting import BUILD, lead
+from jaxserve.engine.hosting import BUILD, lead, share_fate
 from jaxserve.engine.leading import LeaderExecutor
 from jaxserve.engine.model_options import tokenizer_path
 from jaxserve.engine.prior import Prior, find_prior
@@ -93,7 +93,7 @@ def _build(
         executor = LeaderExecutor(local, group)
     engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=progress)
     if group is not None:
-        group.on_loss(lambda why: engine.abandon(HostLost(why)))
+        share_fate(engine, group)
     compiled_cache.note(config.engine.compilation_cache_dir)
     return engine
 

@@ -10,7 +10,10 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxserve import __version__
+from jaxserve.engine.config_errors import first_line
 from jaxserve.engine.device_memory import free_memory
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.runtime import free_address, start_jax
@@ -62,9 +65,20 @@ def lead(config: ConfigDict, seat: Seat) -> tuple[Group, tuple[str, int]]:
             name, free = said.fields["memory"]
             memory.append((f"{name} of host {index}", int(free)))
     except Exception as error:
-        group.close(str(error))
+        group.close(first_line(error))
         raise
     return group, min(memory, key=lambda found: found[1])
+
+
+def share_fate(engine: Engine, group: Group) -> None:
+    """The engine is abandoned where a host is lost; where it fails by itself, so does the group."""
+
+    def tell(error: BaseException) -> None:
+        if not isinstance(error, HostLost):  # of that the group tells them itself
+            group.fail(first_line(error))
+
+    engine.add_failure_listener(tell)
+    group.on_loss(lambda why: engine.abandon(HostLost(why)))
 
 
 def _leaves(section: ConfigDict, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
 HELLO_BYTES = 1 << 20  # of what is said before both sides know each other
 LAST_S = 5.0
-"""Seconds after which the process ends, once a host is lost, whatever else it is about to do."""
+"""Seconds after which the process ends, once a host is lost or the leader has failed, whatever else
+it is about to do."""
 
 
 class Group:
@@ -96,6 +97,12 @@ class Group:
         for link in self._links:
             link.close(last)
 
+    def fail(self, why: str) -> None:
+        """The leader has failed: so have the followers, which may wait for it in what it will never
+        begin, and the process ends as where one of them is lost."""
+        _end_soon()
+        self.close(why)
+
     def _lose(self, why: str) -> None:
         with self._lock:
             if self._lost.is_set():
@@ -106,11 +113,15 @@ class Group:
         if tell is None:
             self.close(why)
             end_process(1)
-        timer = threading.Timer(LAST_S, end_process, (1,))
-        timer.daemon = True
-        timer.start()
+        _end_soon()
         tell(why)
         self.close(why)
+
+
+def _end_soon() -> None:
+    timer = threading.Timer(LAST_S, end_process, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def gather(seat: Seat, profile: Mapping[str, Any]) -> dict[int, Channel]:

@@ -17,11 +17,16 @@ from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError, EngineStopped, HostLost
+from jaxserve.engine.hosting import share_fate
+from jaxserve.engine.leading import LeaderExecutor
 from jaxserve.engine.output import Output
 from jaxserve.engine.sampling import SampleResult
+from jaxserve.hosts import group as group_module
+from jaxserve.hosts.group import WELCOME, Group
+from jaxserve.hosts.link import Link
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Request, SamplingParams
-from tests.hosts.peers import TIMEOUT
+from tests.hosts.peers import TIMEOUT, Losses, channels
 from tests.sched_sim.engine_on_a_virtual_clock import LAYERS, MODEL, configured
 
 PRIOR = LinearCostModel(Coefficients(1e-4, 1e-3, 0, 0, 0, 0, 0, 0, 0), LAYERS)
@@ -56,14 +61,17 @@ class Stuck:
 class Running:
     """The engine, with one request that waits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: Group | None = None) -> None:
         config = configured(folder, 64, PRIOR, cache__num_blocks=64)
         chosen = choose(config)
         self.stuck = Stuck(chosen)
         tokenizer = load_tokenizer(None)
+        executor = self.stuck if group is None else LeaderExecutor(self.stuck, group)
         self.engine: Engine = assemble(
-            config, chosen, self.stuck, tokenizer, pool_bytes=0, progress=False
+            config, chosen, executor, tokenizer, pool_bytes=0, progress=False
         )
+        if group is not None:
+            share_fate(self.engine, group)
         self.told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.outputs: list[Output] = []
         self.engine.add_failure_listener(self.told.put)
@@ -98,6 +106,24 @@ def test_a_step_that_fails_for_it_is_the_same(running: Running) -> None:
     assert running.told.get(timeout=TIMEOUT) is running.stuck.error
     running.engine.abandon(HostLost("host 2 is gone"))
     assert running.told.empty() and running.outputs == []
+
+
+def test_an_engine_that_fails_ends_all_hosts_as_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may have begun what this one never will."""
+    ended, lost = Losses(), Losses()
+    monkeypatch.setattr(group_module, "end_process", lambda code: ended(str(code)))
+    monkeypatch.setattr(group_module, "LAST_S", 0.0)
+    here, there = channels()
+    leader = Running(tmp_path, Group({1: here}, "nowhere:1"))
+    assert there.receive(TIMEOUT).name == WELCOME
+    follower = Link(there, "the leader", lost)
+    follower.start()
+    leader.stuck.error = RuntimeError("out of luck")
+    leader.end()
+    assert lost.wait() == "the leader: out of luck"
+    assert ended.wait() == "1"
 
 
 def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path: Path) -> None:
