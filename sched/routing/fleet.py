@@ -95,8 +95,8 @@ class Fleet:
         while sent and sent[0][0] <= snapshot.time:
             sent.popleft()
         take(known, snapshot)
-        for _, ask in sent:
-            add(known, ask)
+        for time, ask in sent:
+            add(known, ask, time)
         known.dead = False
         self._known[replica] = tuple(vars(known).values())
 
@@ -104,7 +104,7 @@ class Fleet:
         """A request is sent there, now."""
         self._sent[replica].append((now, ask))
         known = self._row(replica)
-        add(known, ask)
+        add(known, ask, now)
         self._known[replica] = tuple(vars(known).values())
 
     def lose(self, replica: int) -> None:

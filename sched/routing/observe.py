@@ -73,7 +73,7 @@ def idle(known: dict[str, Any], now: float = 0.0) -> Snapshot:
     """Of a replica that has nothing to do, and nothing learned. known: as `fixed` has it."""
     counts: dict[str, Any] = dict.fromkeys(
         (
-            *("unfinished", "running", "cached", "waiting", "realtime_tokens"),
+            *("busy", "unfinished", "running", "cached", "waiting", "realtime_tokens"),
             *("best_effort_tokens", "realtime_quad", "best_effort_quad", "realtime_blocks"),
             "best_effort_blocks",
         ),
@@ -125,6 +125,7 @@ def observe(
     runs = ~mine.waiting
     return Snapshot.of(
         time=backlog.time,
+        busy=backlog.free_at - backlog.time,
         unfinished=unfinished,
         running=int(np.count_nonzero(runs)),
         cached=int(mine.computed[runs].sum()),

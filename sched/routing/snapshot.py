@@ -60,21 +60,23 @@ class Prices:
 class Snapshot:
     """A replica at one moment; all its fields are numbers.
 
-    time: of that moment, seconds on a clock that it shares with the routers. unfinished: requests
-    that are there and not over. running: those of them that hold cache; cached: tokens of it.
-    realtime_tokens, best_effort_tokens: prompt tokens, by tier, that are still to be computed,
-    those of requests that lost their cache included; realtime_quad, best_effort_quad: the sum of
-    c^2 + 2cm over what each of these has to compute; realtime_blocks, best_effort_blocks: blocks
-    that those of them lack who hold no cache; waiting: how many those are. free_blocks: of
-    num_blocks. tbt: the tightest target of those that run, seconds, inf for none. mean_output:
-    tokens of the outputs that ended lately, 0 before the first. attainment: share of the first
-    tokens that came within their target lately. pace: how long its steps take over what `prices`
-    say. by_tier: whether real-time requests are served before best-effort ones. prefill_tokens: how
-    far prompts may fill a step; max_rows: requests that may hold cache; block_size: tokens a block
-    holds. draining: it takes no more requests.
+    time: of that moment, seconds on a clock that it shares with the routers. busy: seconds from
+    then until the device is done with the steps that it has been given, whose tokens count as
+    computed. unfinished: requests that are there and not over. running: those of them that hold
+    cache; cached: tokens of it. realtime_tokens, best_effort_tokens: prompt tokens, by tier, that
+    are still to be computed, those of requests that lost their cache included; realtime_quad,
+    best_effort_quad: the sum of c^2 + 2cm over what each of these has to compute; realtime_blocks,
+    best_effort_blocks: blocks that those of them lack who hold no cache; waiting: how many those
+    are. free_blocks: of num_blocks. tbt: the tightest target of those that run, seconds, inf for
+    none. mean_output: tokens of the outputs that ended lately, 0 before the first. attainment:
+    share of the first tokens that came within their target lately. pace: how long its steps take
+    over what `prices` say. by_tier: whether real-time requests are served before best-effort ones.
+    prefill_tokens: how far prompts may fill a step; max_rows: requests that may hold cache;
+    block_size: tokens a block holds. draining: it takes no more requests.
     """
 
     time: float
+    busy: float
     unfinished: int
     running: int
     cached: int
@@ -118,7 +120,7 @@ SNAPSHOT = np.dtype([(field.name, np.float64) for field in fields(Snapshot)], al
 
 # What a router knows of a replica: its last snapshot, and what it has sent there since. time,
 # unfinished, running, tbt, mean_output, attainment, by_tier, block_size: as above. realtime_work,
-# best_effort_work: seconds of the prompts that are computed before a newcomer's of that tier;
+# best_effort_work: seconds of the steps and prompts before a newcomer's prompt of that tier;
 # realtime_short, best_effort_short: blocks that are lacking for all of those, negative if some are
 # free; rows_short: as many requests. token, quad: seconds of a prompt's token, its share of the
 # steps included, and of the square of its length. decode: seconds of a step of all decodes; row,
@@ -155,7 +157,7 @@ def take(s: Any, n: Any) -> None:
     s.token = n.pace * n.token + (decode + n.pace * n.prefill) / room
     s.quad = n.pace * (n.quad + n.cached_token / (2.0 * room))
     late = n.best_effort_tokens * s.token + n.best_effort_quad * s.quad
-    s.realtime_work = n.realtime_tokens * s.token + n.realtime_quad * s.quad
+    s.realtime_work = n.busy + n.realtime_tokens * s.token + n.realtime_quad * s.quad
     s.best_effort_work = s.realtime_work + late
     s.realtime_short = n.realtime_blocks - n.free_blocks
     s.best_effort_short = s.realtime_short + n.best_effort_blocks
@@ -168,14 +170,17 @@ def take(s: Any, n: Any) -> None:
     s.per_row = outputs / max(n.running, 1.0)
 
 
-def add(s: Any, q: Any) -> None:
-    """Adds a request that has been sent there, with prompt_len, tier (0 for real-time) and tbt."""
+def add(s: Any, q: Any, sent: float) -> None:
+    """Adds a request that has been sent there then, with prompt_len, tier (0 for real-time) and
+    tbt."""
     seconds = q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad
     blocks = np.ceil(q.prompt_len / s.block_size) * PLANES
-    s.best_effort_work += seconds
+    # Time that went by before it came with nothing to do does nothing for it.
+    gone = sent - s.time
+    s.best_effort_work = max(s.best_effort_work, gone) + seconds
     s.best_effort_short += blocks
     if q.tier == 0 or s.by_tier == 0:
-        s.realtime_work += seconds
+        s.realtime_work = max(s.realtime_work, gone) + seconds
         s.realtime_short += blocks
     s.rows_short += 1.0
     s.unfinished += 1.0

@@ -180,11 +180,38 @@ def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
     assert seconds(tokens, age) >= alone > 0
 
 
+def expected(fleet: Fleet, now: float) -> float:
+    s = fleet.columns
+    return float(first_token(s, s.realtime_work, s.realtime_short, Ask(500), now)[0])
+
+
+@given(idle_s=st.floats(0.1, 5), more=st.integers(1, 10**4), count=st.integers(1, 4))
+def test_time_without_work_does_nothing_for_what_comes_then(
+    idle_s: float, more: int, count: int
+) -> None:
+    """A replica that had nothing to do when it was last heard of, and then gets some at once."""
+    late, at_once = fleet_of(busy()), fleet_of(busy())
+    for _ in range(count):
+        late.send(0, Ask(more), idle_s)
+        at_once.send(0, Ask(more), 0.0)
+    assert expected(late, idle_s) == pytest.approx(expected(at_once, 0.0))
+    # And as well behind a snapshot that comes later and is from before.
+    late.hear(0, busy(0.05))
+    assert expected(late, idle_s) == pytest.approx(expected(at_once, 0.0))
+
+
+def test_the_steps_that_the_device_has_are_waited_for() -> None:
+    alone, behind = fleet_of(busy()), fleet_of(busy(busy=0.3))
+    assert expected(behind, 0.1) - expected(alone, 0.1) == pytest.approx(0.2)
+    assert expected(behind, 0.4) == expected(alone, 0.4)
+    assert Router("slo", fleet_of(busy(busy=0.3), busy())).choose(Ask(9, ttft=1.0), 0.0) == 1
+
+
 def test_what_is_sent_adds_up() -> None:
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
     take(s, busy(by_tier=True))
     before = s.copy()
-    add(s, Ask(160, int(Tier.BEST_EFFORT), tbt=0.1))
+    add(s, Ask(160, int(Tier.BEST_EFFORT), tbt=0.1), 0.0)
     assert s.realtime_work == before.realtime_work and s.best_effort_work > 0
     assert s.best_effort_short - before.best_effort_short == 2 * 10
     assert (s.tbt, s.unfinished) == (0.1, 1)

@@ -102,7 +102,7 @@ def send(world: World, index: int, number: int, now: float) -> None:
     else:
         world.requests[s.last_sent].next_sent = number
     s.last_sent = number
-    _add(s, r)
+    _add(s, r, now)
     world.replicas[index].changed = True
 
 
@@ -183,8 +183,9 @@ def _hear(world: World, index: int) -> None:
     _take(s, n)
     number = s.first_sent
     while number != NOTHING:
-        _add(s, world.requests[number])
-        number = world.requests[number].next_sent
+        r = world.requests[number]
+        _add(s, r, r.sent)
+        number = r.next_sent
 
 
 @kernel
@@ -224,4 +225,5 @@ def _observe(world: World, settings: np.record, index: int, now: float) -> None:
             n.best_effort_blocks += blocks
     n.time, n.unfinished, n.running, n.waiting = now, me.live, me.running, me.end - me.first
     n.cached, n.free_blocks, n.tbt = cached, me.free, tbt
+    n.busy = max(me.device_free - now, 0.0)
     n.mean_output, n.attainment, n.pace = me.mean_output, me.attainment, me.pace
