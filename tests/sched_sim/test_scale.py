@@ -15,8 +15,10 @@ from jaxserve.experiments.scale.reading import sections
 from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
 from jaxserve.sched.metrics import attained
 from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.workloads.workload import Workload
 
 SMALL = ["--quick", "--jobs=1", "--requests=300", "--few=200"]
 
@@ -88,6 +90,26 @@ def test_traffic_is_the_hours_from_other_minutes_on() -> None:
     longer = made.lengths.prompt_len
     assert np.percentile(longer, 99) > 4 * np.median(longer), "heavy-tailed"
     assert made.arrival[-1] < HOUR, "four streams beside each other"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_as_many_come_as_are_asked_for_though_they_begin_with_a_lull(seed: int) -> None:
+    made = traffic(100, 1.0, seed)
+    assert len(made) == 100 and 99 / made.arrival[-1] == pytest.approx(1.0)
+
+
+def test_what_a_replica_serves_is_of_every_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the hours may have half of their share of code."""
+    seen: list[np.ndarray] = []
+
+    def served(policy: str, flood: Workload, *_: object, **__: object) -> SimulationResult:
+        seen.append(flood.slo_class)
+        assert not flood.arrival.any()
+        return simulate(policy, flood.take(np.arange(50)), system(cell.SYSTEM))
+
+    monkeypatch.setattr(cell, "simulate", served)
+    cell.most.__wrapped__("")
+    assert np.bincount(seen[0]).tolist() == [kind.size for kind in KINDS]
 
 
 def test_judged_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.grid import say_compiling
-from jaxserve.experiments.scale.traffic import LONGEST, traffic
+from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
 from jaxserve.sched.metrics import attained
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -27,7 +27,6 @@ from jaxserve.sched.simulation.systems import system
 
 SYSTEM, POLICY = "llama-3-8b@a100", "sarathi"
 LIMITS = Limits(LONGEST, 512, 256)
-FLOOD = 4_000  # requests at once, of which one replica's most is
 PART = 50_000  # requests that are judged at once: it takes memory
 SLOWDOWN = 3.0
 SCENES = {
@@ -111,8 +110,9 @@ def read(**values: Any) -> Found:
 
 @cache
 def most(azure: str) -> float:
-    """Requests a second that one replica serves when FLOOD are there at once."""
-    flood = traffic(FLOOD, 1.0, 1, azure)
+    """Requests a second that one replica serves when those of both hours, each once, are there at
+    once: a part of them may have half or twice the share of long prompts."""
+    flood = traffic(sum(kind.size for kind in KINDS), 1.0, 1, azure)
     flood = dataclasses.replace(flood, arrival=np.zeros(len(flood)))
     result = simulate(POLICY, flood, system(SYSTEM), limits=LIMITS, compiling=say_compiling)
     return len(flood) / float(result.requests.finish.max())

@@ -48,7 +48,8 @@ def introduction(scale: Scale, azure: str) -> list[str]:
         f"A100-80G (`{SYSTEM}`) under `{POLICY}`, chunks of 512 tokens, at most 256 requests a "
         "batch. "
         f"Targets: TTFT {targets}; P99 of a request's TBTs {TBT:g} s. Load: of what all replicas "
-        f"serve when there is always something to do, {most(azure):.2f} requests/s each.",
+        "serve when there is always something to do, all requests of the hours at once, "
+        f"{most(azure):.2f} requests/s each.",
         "Routers decide from snapshots, with what they have sent themselves since. Unless the "
         f"table says otherwise a replica publishes one every {published.interval:g} s, which takes "
         f"{published.age:g} s and is lost in {published.loss:.0%} of the cases; *stale*: every "

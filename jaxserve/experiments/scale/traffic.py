@@ -77,20 +77,32 @@ def traffic(count: int, rate: float, seed: int, folder: str = "") -> Workload:
     natural = sum(len(arrival) for arrival, _ in hours) / HOUR
     beside = max(1, round(rate / natural))
     laps = int(np.ceil(count / (beside * natural * HOUR))) + 1
-    parts = []
-    for number, (arrival, _) in enumerate(hours):
-        phases = rng.uniform(0.0, HOUR, (beside, laps))
-        starts = np.arange(laps) * HOUR
-        for of_stream in phases:
-            times = (arrival[None, :] - of_stream[:, None]) % HOUR + starts[:, None]
-            which = np.broadcast_to(np.arange(len(arrival)), times.shape)
-            early = times.ravel() < 1.1 * count / (beside * natural) + 1.0
-            row = np.full(int(early.sum()), number)
-            parts.append((times.ravel()[early], which.ravel()[early], row))
-    times, which, kind = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    phases = [rng.uniform(0.0, HOUR, (beside, laps)) for _ in hours]
+    until = 1.1 * count / (beside * natural) + 1.0
+    while len((found := _until(until, hours, phases))[0]) < count:
+        until *= 2.0  # it began with a lull
+    times, which, kind = found
     order = np.argsort(times, kind="stable")[:count]
     made = _workload(times[order], which[order], kind[order], hours)
     return made.at_rate(rate)
+
+
+def _until(
+    until: float, hours: list[tuple[np.ndarray, Lengths]], phases: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Who comes before that time: when, which of its hour it is, and of which hour. phases: of each
+    hour, seconds into it at which the laps of its streams begin, [streams, laps]."""
+    parts = []
+    for number, (arrival, _) in enumerate(hours):
+        starts = np.arange(phases[number].shape[1]) * HOUR
+        for of_stream in phases[number]:
+            times = (arrival[None, :] - of_stream[:, None]) % HOUR + starts[:, None]
+            which = np.broadcast_to(np.arange(len(arrival)), times.shape)
+            early = times.ravel() < until
+            row = np.full(int(early.sum()), number)
+            parts.append((times.ravel()[early], which.ravel()[early], row))
+    times, which, kind = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return times, which, kind
 
 
 def _workload(
