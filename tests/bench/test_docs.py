@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -17,7 +18,13 @@ from jaxserve.advise import cli as advise
 from jaxserve.bench import cli
 from jaxserve.configs import base
 from jaxserve.sched.registry import policies
-from jaxserve.sched.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.sched.request import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
 from jaxserve.server import launch
 from jaxserve.server.batches.journal import MAX_LINES
@@ -55,8 +62,25 @@ def test_the_preset_table_has_every_preset() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose(page)):
+        if target.startswith("http"):
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+def prose(page: Path) -> str:
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -124,7 +148,7 @@ def test_the_batches_page_names_every_call_field_and_option() -> None:
         ("logprobs", f"0 to {MAX_LOGPROBS}"),
         ("prompt_logprobs", f"0 to {MAX_LOGPROBS}, and see below"),
         ("stop_token_ids", f"{MAX_STOP_TOKEN_IDS}"),
-        ("stop", f"{MAX_STOP_STRINGS} strings"),
+        ("stop", f"{MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"),
         ("n", f"1 to {MAX_N}"),
         ("logit_bias", f"{MAX_LOGIT_BIAS} tokens"),
     ],
