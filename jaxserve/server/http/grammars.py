@@ -40,7 +40,8 @@ def _asked(body: Generation) -> Iterator[Made]:
     if form is not None:
         schema = form.json_schema
         if (schema is not None) != (form.type == "json_schema"):
-            raise InvalidRequest("response_format.json_schema", "belongs to type json_schema")
+            problem = f"is not for type {form.type}" if schema else "is missing"
+            raise InvalidRequest("response_format.json_schema", problem)
         if form.type == "json_object":
             yield "response_format", Grammar.json_object
         if schema is not None:

@@ -71,7 +71,13 @@ COMPLETION = {"prompt": "a"}
             "chat/completions",
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",
-            "belongs to",
+            "is missing",
+        ),
+        (
+            "chat/completions",
+            {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+            "response_format.json_schema",
+            "is not for type text",
         ),
         (
             "chat/completions",
