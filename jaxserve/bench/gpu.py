@@ -33,6 +33,7 @@ from jaxserve.bench.gpu_rivals import run_trials
 from jaxserve.bench.kernel_checks import check_kernels
 from jaxserve.command_line import Parser
 from jaxserve.machine import machine, versions
+from jaxserve.writable import check_file
 
 LAST_START = 0.75  # of the minutes: what starts later would not end in time
 
@@ -47,11 +48,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.set_defaults(command="gpu")
     parser.add_argument("--json_file", help="write everything here")
-    parser.add_argument("--markdown", help="write the tables here, as docs/performance-gpu.md")
+    parser.add_argument("--markdown", help="write the tables here, as a page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="at most (%(default)s)")
     args = parser.parse_args(argv)
     if not args.minutes > 0:
         parser.error(f"--minutes must be positive, got {args.minutes}")
+    try:
+        for name in ("json_file", "markdown"):
+            if getattr(args, name):
+                check_file(name, Path(getattr(args, name)))
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -28,6 +28,7 @@ from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
 from jaxserve.pallas_kernels import resolve_backend
 from jaxserve.pallas_kernels.pool import POOL_DTYPES
+from jaxserve.writable import check_file
 
 TARGETS = ",".join([*target_names(), "a100:2", "v5e:4"])
 MODELS = "opt-13b,llama-3-8b"
@@ -79,6 +80,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Wish]:
         for name, least in (("block_size", 0), ("max_rows", 1), ("max_batch_tokens", 1)):
             if getattr(args, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+        if args.write_doc:
+            check_file("write_doc", Path(args.write_doc))
     except ValueError as error:
         parser.error(str(error))
     sizes = Sizes(args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)

@@ -52,10 +52,20 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_wrong_minutes_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--minutes=0", "--minutes must be positive, got 0.0"),
+        ("--markdown=/no/such/gpu.md", "--markdown: there is no folder /no/such"),
+        ("--json_file=/no/such/gpu.json", "--json_file: there is no folder /no/such"),
+    ],
+)
+def test_a_wrong_flag_is_explained_before_anything_is_measured(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        gpu.parse(["--minutes=0"])
-    assert "--minutes must be positive, got 0.0" in capsys.readouterr().err
+        gpu.parse([flag])
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

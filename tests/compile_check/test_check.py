@@ -93,6 +93,7 @@ def test_no_group_is_larger_than_known() -> None:
         ("--block_size=-1", "--block_size must be at least 0, got -1"),
         ("--max_rows=0", "--max_rows must be at least 1, got 0"),
         ("--backend=cuda", "backend: must be auto or one of"),
+        ("--write_doc=/no/such/page.md", "--write_doc: there is no folder /no/such"),
     ],
 )
 def test_a_wrong_flag_is_explained(
