@@ -9,6 +9,7 @@ ordinary start of jax complains at length when the CUDA plugin is there and a GP
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import subprocess
@@ -32,6 +33,7 @@ def install() -> Path:
         ready, python = FOLDER / ".ready", FOLDER / "bin" / "python"
         if not ready.is_file() or ready.read_text() != wanted:
             ready.unlink(missing_ok=True)
+            print(f"installing the compilers into {FOLDER.name}: 2 GB, minutes", file=sys.stderr)
             _run(sys.executable, "-m", "venv", str(FOLDER))
             pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
             # Most of it is never imported: Python compiles what is.
@@ -45,6 +47,9 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         print(install())
     except subprocess.CalledProcessError as error:
