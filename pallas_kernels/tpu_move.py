@@ -5,6 +5,7 @@ Everything goes by granules of 8 slots, as `tpu_granules` says why, some layers 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import tuned_tpu
-from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted
+from jaxserve.pallas_kernels.tpu_common import ANY, GRANULE, compiler, interpreted, padded
 from jaxserve.pallas_kernels.tpu_granules import (
     NOBODY,
     PLANES,
@@ -23,6 +24,9 @@ from jaxserve.pallas_kernels.tpu_granules import (
     layers_at_once,
     put,
 )
+
+# Bytes between a copy's layers: libtpu 0.0.50 ends the process over more.
+LONGEST_STRIDE = (1 << 31) - 1
 
 
 def _by_target(
@@ -105,48 +109,79 @@ def _move_kernel(
     found: Any,  # VMEM [2, 8, deep, heads, 8, head_dim], granules that its slots come from
     arrived: Any,  # DMA semaphores [2]
     left: Any,  # DMA semaphores [2]
+    *,
+    together: int,
 ) -> None:
-    i, count, deep = pl.program_id(1), pl.num_programs(1), held.shape[1]
-    layers, parts, half = pl.ds(pl.program_id(0) * deep, deep), pool.shape[3] // GRANULE, i % 2
+    i, count, half = pl.program_id(1), pl.num_programs(1), pl.program_id(1) % 2
+    each_part = functools.partial(_each_part, pool, together)
+    each_source = functools.partial(_each_source, source, lead)
 
-    def at(granule: jax.Array) -> Any:
-        slots = pl.ds(pl.multiple_of(granule % parts * GRANULE, GRANULE), GRANULE)
-        return pool.at[layers, granule // parts, :, slots]
+    def fetch(item: jax.Array, half: jax.Array) -> None:
+        def start(part: Any, place: Any) -> None:
+            pltpu.make_async_copy(part, place, arrived.at[half]).start()
 
-    def back(item: jax.Array, half: jax.Array) -> Any:
-        return pltpu.make_async_copy(held.at[half], at(target[item]), left.at[half])
+        each_part(target[item], held.at[half], start)
+        each_source(item, lambda s, wanted: each_part(wanted // GRANULE, found.at[half, s], start))
 
-    def fetch(item: jax.Array, half: jax.Array, act: Any) -> None:
-        act(pltpu.make_async_copy(at(target[item]), held.at[half], arrived.at[half]))
+    def arrive(item: jax.Array, half: jax.Array) -> None:
+        _landed(held.at[half], arrived.at[half])
+        each_source(item, lambda s, _: _landed(found.at[half, s], arrived.at[half]))
 
-        @pl.loop(0, GRANULE)
-        def _(s: jax.Array) -> None:
-            wanted = source[item * GRANULE + s]
+    def leave(item: jax.Array, half: jax.Array) -> None:
+        def start(part: Any, place: Any) -> None:
+            pltpu.make_async_copy(place, part, left.at[half]).start()
 
-            @pl.when((wanted >= 0) & (lead[item * GRANULE + s] == s))
-            def _() -> None:
-                granule = at(wanted // GRANULE)
-                act(pltpu.make_async_copy(granule, found.at[half, s], arrived.at[half]))
+        each_part(target[item], held.at[half], start)
 
     @pl.when(i == 0)
     def _() -> None:
-        fetch(i, half, lambda copy: copy.start())
+        fetch(i, half)
 
     @pl.when(i > 0)
     def _() -> None:
-        back(i - 1, 1 - half).wait()
+        _landed(held.at[1 - half], left.at[1 - half])
 
     @pl.when(i + 1 < count)
     def _() -> None:
-        fetch(i + 1, 1 - half, lambda copy: copy.start())
+        fetch(i + 1, 1 - half)
 
-    fetch(i, half, lambda copy: copy.wait())
+    arrive(i, half)
     _exchange(i, source, lead, held.at[half], found.at[half])
-    back(i, half).start()
+    leave(i, half)
 
     @pl.when(i + 1 == count)
     def _() -> None:
-        back(i, half).wait()
+        _landed(held.at[half], left.at[half])
+
+
+def _each_part(pool: Any, together: int, granule: jax.Array, buffer: Any, start: Any) -> None:
+    """start(the granule in `together` layers of the pool, its place in the buffer) for all layers
+    of the buffer [deep, heads, 8, head_dim], which are the program's."""
+    parts, deep = pool.shape[3] // GRANULE, buffer.shape[0]
+    slots = pl.ds(pl.multiple_of(granule % parts * GRANULE, GRANULE), GRANULE)
+
+    @pl.loop(0, deep // together)
+    def _(n: jax.Array) -> None:
+        layers = pl.ds(pl.program_id(0) * deep + n * together, together)
+        part = pool.at[layers, granule // parts, :, slots]
+        start(part, buffer.at[pl.ds(n * together, together)])
+
+
+def _each_source(source: Any, lead: Any, item: jax.Array, act: Any) -> None:
+    """act(slot, source) for each granule that an item's slots come from."""
+
+    @pl.loop(0, GRANULE)
+    def _(s: jax.Array) -> None:
+        wanted = source[item * GRANULE + s]
+
+        @pl.when((wanted >= 0) & (lead[item * GRANULE + s] == s))
+        def _() -> None:
+            act(s, wanted)
+
+
+def _landed(buffer: Any, done: Any) -> None:
+    """Wait for as many bytes as the buffer has."""
+    pltpu.make_async_copy(buffer, buffer, done).wait()
 
 
 def _exchange(i: jax.Array, source: Any, lead: Any, held: Any, found: Any) -> None:
@@ -165,6 +200,13 @@ def _exchange(i: jax.Array, source: Any, lead: Any, held: Any, found: Any) -> No
         held[n] = new.astype(held.dtype)
 
 
+def _layers_a_copy(pool: jax.Array, deep: int) -> int:
+    """Of `deep` layers that are moved at once, how many one copy may take."""
+    _, blocks, heads, block_size, head_dim = pool.shape
+    layer = blocks * heads * block_size * padded(head_dim) * pool.dtype.itemsize
+    return deep if layer <= LONGEST_STRIDE else 1
+
+
 def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool) -> jax.Array:
     """See `move.move_slots`: the first `count` of moves int32 [M, 4]. A granule may be read while
     it is written for another move: the slots that are read stay the same bytes, since no target is
@@ -178,7 +220,7 @@ def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, interpret: bool
     granule = jnp.where(source >= 0, source // GRANULE, NOBODY)
     lead = jnp.argmax(granule[:, :, None] == granule[:, None, :], axis=2).astype(jnp.int32)
     call = pl.pallas_call(
-        _move_kernel,
+        functools.partial(_move_kernel, together=_layers_a_copy(pool, deep)),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,

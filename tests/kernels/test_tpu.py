@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from jaxserve.pallas_kernels import (
     LEFT,
     RIGHT,
     get_backend,
+    move_slots,
     plan_absorbed,
     plan_attention,
     plan_write,
     reference,
+    tpu_granules,
+    tpu_move,
     tuned_tpu,
 )
 from jaxserve.pallas_kernels.tpu_common import BEGIN, END
@@ -53,6 +57,22 @@ def test_absorbed_in_two_passes_where_vmem_is_small(
     small = dataclasses.replace(tuned_tpu.INTERPRET, vmem=1 << 10)
     monkeypatch.setattr(tuned_tpu, "INTERPRET", small)
     ABSORBED.check("tpu-interpret", TWO_PASSES, edge(NARROW, ABSORBED.kind), 2)
+
+
+@pytest.mark.parametrize("longest", [tpu_move.LONGEST_STRIDE, 0])
+def test_layers_are_moved_together_or_one_by_one(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several of them at once, in each of several programs; one by one where a pool is so large
+    that their distance is too long for a copy."""
+    monkeypatch.setattr(tpu_move, "LONGEST_STRIDE", longest)
+    values = np.random.default_rng(0).standard_normal((8, 5, 2, 8, 128), dtype=np.float32)
+    pool = values.astype(jnp.bfloat16)
+    moves = np.int32([[0, 1, 2, 3], [1, 7, 2, 4], [0, 2, 3, 2], [0, 3, 4, 0], [9, 9, 9, 9]])
+    assert tpu_granules.layers_at_once(jnp.asarray(pool), len(pool), True) == 2
+    # Not TPU.move itself, of which jit keeps what it has traced.
+    got = jax.jit(partial(move_slots, backend="tpu-interpret"))(pool, moves, 4)
+    same(got, reference.move(pool, moves, 4))
 
 
 def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
