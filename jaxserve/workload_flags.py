@@ -32,13 +32,17 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     add("--max_tokens", help=f"limit of requests that have none of their own: {max_tokens}")
 
 
-def positive_int(text: str) -> int:
-    """A flag's value from 1 to MOST. argparse says what is wrong with any other."""
-    value = int(text)
+def positive_int(text: str, most: int = MOST) -> int:
+    """A flag's value from 1 to `most`. argparse says what is wrong with any other."""
+    try:
+        value = int(text)
+    except ValueError:
+        limits = f"must be a whole number from 1 to {most}"
+        raise argparse.ArgumentTypeError(f"{limits}, got {text!r:.40}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    if value > MOST:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST}, got {value}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
     return value
 
 

@@ -7,6 +7,7 @@ python -m jaxserve.deploy.demo --flags="--model=/path/to/checkpoint" --num_cpus=
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import signal
 import sys
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--routing", default="slo", help="which of them gets a request (slo)")
     parser.add_argument("--flags", default="", help="of serve.py, for every replica")
     parser.add_argument("--num_cpus", type=float, default=1.0, help="that Ray counts for each (1)")
-    parser.add_argument("--http_port", type=int, default=0, help="0: any free one (0)")
-    parser.add_argument("--grpc_port", type=int, default=0, help="0: any free one (0)")
+    parser.add_argument("--http_port", type=_port, default=0, help="0: any free one (0)")
+    parser.add_argument("--grpc_port", type=_port, default=0, help="0: any free one (0)")
     args = parser.parse_args(argv)
     named = ("replicas", "routing", "flags", "num_cpus")
     try:
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         replica_config(settings.flags)
     except ValidationError as error:
         first = error.errors()[0]
-        parser.error(f"--{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        problem = str(first["msg"]).removeprefix("Value error, ")
+        parser.error(f"--{'.'.join(map(str, first['loc']))}: {problem}")
     except ConfigError as error:
         parser.error(f"--{error}")
     if importlib.util.find_spec("ray") is None:
@@ -54,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotReady as error:
         print(f"jaxserve.deploy.demo: {error}", file=sys.stderr)
         return 1
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:6]) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {text!r:.40}")
+    return int(text)
 
 
 def _serve(settings: Settings, http_port: int, grpc_port: int) -> int:

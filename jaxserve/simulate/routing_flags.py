@@ -14,6 +14,7 @@ from jaxserve.workload_flags import positive_int
 
 MOST_REPLICAS = 1 << 14  # each has a scheduler
 MOST_SECONDS = 1e6
+LEAST_SECONDS = 1e-3  # from one snapshot to the next: each is an event of the simulation
 MOST_SLOWDOWN = 1e6
 _OF_SEVERAL = ("routing", "routers", "snapshot_s", "snapshot_age_s", "snapshot_loss", "faults")
 _OF_SNAPSHOTS = ("snapshot_s", "snapshot_age_s", "snapshot_loss")
@@ -28,7 +29,9 @@ def add_flags(parser: Parser) -> None:
     add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
     add("--routers", type=positive_int, help="each with every N-th replica and request (1)")
     add(
-        "--snapshot_s", type=_seconds, help="from one of a replica's to the next (0: seen as it is)"
+        "--snapshot_s",
+        type=_interval,
+        help="from one of a replica's to the next (0: seen as it is)",
     )
     add("--snapshot_age_s", type=_seconds, help="that one is under way, less than that (0)")
     add("--snapshot_loss", type=_loss, help="share of them that is lost (0)")
@@ -76,9 +79,14 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _replicas(text: str) -> int:
-    value = positive_int(text)
-    if value > MOST_REPLICAS:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST_REPLICAS}, got {value}")
+    return positive_int(text, MOST_REPLICAS)
+
+
+def _interval(text: str) -> float:
+    value = _seconds(text)
+    if 0 < value < LEAST_SECONDS:
+        limits = f"must be 0, or at least {LEAST_SECONDS:g}"
+        raise argparse.ArgumentTypeError(f"{limits}, got {text!r:.40}")
     return value
 
 
@@ -123,6 +131,8 @@ def _fault(part: str) -> Fault:
     values = values_of(where, rest, _FAULT)
     slowdown = math.inf
     if "slow" in values:
+        if "notice" in values:
+            raise WorkloadError(f"{where}: notice= is of one that dies, slow= of one that does not")
         try:
             slowdown = _number(values["slow"], 1.0, MOST_SLOWDOWN)
         except argparse.ArgumentTypeError as error:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from jaxserve.deploy import demo
 from jaxserve.deploy.settings import Settings
 
 FILE = Path(__file__).parents[2] / "configs" / "deploy" / "ray.yaml"
@@ -37,3 +38,22 @@ def test_flags_may_be_one_text() -> None:
 def test_what_is_wrong_is_said_by_its_name(args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         Settings(**args)
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--http_port=-1", "argument --http_port: must be 0 to 65535, got '-1'"),
+        ("--grpc_port=70000", "argument --grpc_port: must be 0 to 65535, got '70000'"),
+        ("--replicas=0", "--replicas: Input should be greater than or equal to 1"),
+        ("--routing=best", "--routing: there is no routing 'best'; known: round_robin"),
+    ],
+)
+def test_the_demo_names_the_flag_that_is_wrong(
+    flag: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_serve", lambda *_: 0)
+    with pytest.raises(SystemExit) as caught:
+        demo.main([flag])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"jaxserve.deploy.demo: {problem}")

@@ -99,3 +99,7 @@ def test_a_page_is_written_or_a_line_says_why(
     assert "[squares.json](figures/squares.json)" in text and "more elsewhere.\n" in text
     assert page.write_page("squares", parser, [f"--out={tmp_path}", "--numbers=x"], make) == 1
     assert capsys.readouterr().err == "jaxserve.experiments.squares: no such numbers\n"
+    with pytest.raises(SystemExit):
+        page.write_page("squares", parser, ["--jobs=0"], make)
+    said = "jaxserve.experiments.squares: --jobs must be at least 1, got 0\n"
+    assert capsys.readouterr().err.startswith(said)

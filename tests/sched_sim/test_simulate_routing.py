@@ -58,9 +58,16 @@ SEEN = ["--replicas=2", "--routing=slo"]
         (["--faults=0"], "--faults is for more than one of --replicas"),
         (["--replicas=99999"], "--replicas: must be at most 16384, got 99999"),
         (["--replicas=2", "--routers=0"], "--routers: must be at least 1, got 0"),
+        (
+            ["--replicas=2", "--routers=two"],
+            "--routers: must be a whole number from 1 to 2147483647, got 'two'",
+        ),
+        (["--replicas=x"], "--replicas: must be a whole number from 1 to 16384, got 'x'"),
+        (["--replicas=99999999999"], "--replicas: must be at most 16384, got 99999999999"),
         (["--replicas=2", "--routers=3"], "--routers must be at most --replicas, 2, got 3"),
         ([*SEEN, "--snapshot_s=-1"], "--snapshot_s: must be a number from 0 to 1e+06, got '-1'"),
         ([*SEEN, "--snapshot_s=inf"], "--snapshot_s: must be a number from 0 to 1e+06, got 'inf'"),
+        ([*SEEN, "--snapshot_s=1e-9"], "--snapshot_s: must be 0, or at least 0.001, got '1e-9'"),
         ([*SEEN, "--snapshot_loss=5%"], "--snapshot_loss: must be a number from 0 to 1, got '5%'"),
         ([*SEEN, "--snapshot_loss=0.1"], "--snapshot_s says when"),
         (
@@ -78,6 +85,10 @@ SEEN = ["--replicas=2", "--routing=slo"]
         (
             ["--replicas=2", "--faults=1:slow=0.5"],
             "slow must be a number from 1 to 1e+06, got '0.5'",
+        ),
+        (
+            ["--replicas=2", "--faults=1:slow=2:notice=1s"],
+            "replica 1: notice= is of one that dies, slow= of one that does not",
         ),
         (["--replicas=2", "--faults=1:how=5s"], "replica 1: may have at=, slow= and notice=, got"),
     ],

@@ -65,6 +65,8 @@ def write_page(
     line on stderr where input or a file is at fault, 130 if interrupted. SystemExit for a wrong
     flag."""
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
     try:
         page = make(args, Path(args.out) / "figures")
         path = Path(args.out) / f"{name}.md"
