@@ -123,7 +123,7 @@ def test_whoever_else_connects_is_let_go() -> None:
         stranger.settimeout(TIMEOUT)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    wrong = [
+    wrong: list[dict[str, Any]] = [
         {"index": index, "profile": profile}
         for index, profile in (("one", PROFILE), (math.inf, PROFILE), (True, PROFILE), (1, [[1]]))
     ]

@@ -53,6 +53,13 @@ def counted(plain: Plain, method: str, ending: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
+def wait_counted(plain: Plain, ending: str, count: int, log: pytest.LogCaptureFixture) -> None:
+    """Until so many calls have ended so; a call ends a moment after its client knows."""
+    deadline = time.monotonic() + PATIENCE
+    while counted(plain, "http /v1/completions", ending) < count:
+        assert time.monotonic() < deadline, log.text
+
+
 def test_more_calls_than_are_taken_get_429(plain: Plain, engine: FakeEngine) -> None:
     running = [begin(plain), begin(plain, stream=True)]
     engine.wait(lambda: len(engine.live) == 2)
@@ -171,9 +178,7 @@ def test_a_reader_that_does_not_read_is_given_up(
         engine.wait(lambda: engine.live)
         engine.run()
         engine.wait(lambda: not engine.live)
-        deadline = time.monotonic() + PATIENCE
-        while counted(plain, "http /v1/completions", "slow_reader") == 0:  # each look is a call
-            assert time.monotonic() < deadline, caplog.text
+        wait_counted(plain, "slow_reader", 1, caplog)
     assert "ending=slow_reader" in caplog.text and "reads too slowly" not in caplog.text
 
 
@@ -197,11 +202,12 @@ def test_every_call_is_a_line_without_its_prompt(
     assert "secret" not in caplog.text
 
 
-def test_a_call_that_the_client_leaves_is_counted_so(plain: Plain, engine: FakeEngine) -> None:
+def test_a_call_that_the_client_leaves_is_counted_so(
+    plain: Plain, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     for stream in (True, False):
         connection = begin(plain, stream=stream)
         engine.wait(lambda: engine.live)
         connection.close()
         engine.wait(lambda: not engine.live)
-    while counted(plain, "http /v1/completions", "cancelled") < 2:
-        pass
+    wait_counted(plain, "cancelled", 2, caplog)
