@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
         log_to_stderr(form)
         seat = find_seat(config.mesh)
         if seat is not None and not seat.leads:
-            from jaxserve.engine.following import follow
+            from jaxserve.engine.following import follow, leave_signals_to_the_leader
 
-            follow(config, seat)
+            follow(config, seat, leave_signals_to_the_leader)
             return 0
         launch.check_ports(config)
         http, access = http_settings(config), access_settings(config)

@@ -29,7 +29,7 @@ from jaxserve.engine.prior import Prior, find_prior
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.timing import Progress
-from jaxserve.hosts.group import Group
+from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.seat import Seat
 from jaxserve.sched.online_cost import OnlineCostModel
@@ -38,20 +38,26 @@ from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.recording import Header
 
 
-def build_engine(config: ConfigDict, *, progress: bool = True, seat: Seat | None = None) -> Engine:
+def build_engine(
+    config: ConfigDict,
+    *,
+    progress: bool = True,
+    seat: Seat | None = None,
+    starter: Starter | None = None,
+) -> Engine:
     """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
 
     config: see `configs/base.py`. progress: show a bar while compiling. seat: of the leader, where
-    several hosts serve the model together; `jaxserve.engine.following` is for the others. Raises
-    ConfigError with one clear line.
+    several hosts serve the model together; `jaxserve.engine.following` is for the others. starter:
+    of those, None where they are started beside. Raises ConfigError with one clear line.
     """
     with config_errors():
         check_path(config.engine.record, config.engine.record_mib)
         if seat is None:
             if config.mesh.hosts != 1:
-                raise ConfigError("mesh.hosts: only serve.py serves a model over several hosts")
+                raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
             return _build(config, progress)
-        group, memory = lead(config, seat)
+        group, memory = lead(config, seat, starter)
         try:
             return _build(config, progress, group, memory)
         except BaseException as error:

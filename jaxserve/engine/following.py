@@ -6,6 +6,7 @@ import functools
 import logging
 import signal
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,10 +34,10 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as the leader has
 
 
-def follow(config: ConfigDict, seat: Seat) -> None:
+def follow(config: ConfigDict, seat: Seat, on_ready: Callable[[], None]) -> None:
     """Serves with the others until the leader ends. config: as the leader's, see
-    configs/base.py. Raises ConfigError; where the leader is lost, the process ends with exit code
-    1."""
+    configs/base.py. on_ready: called once this host serves. Raises ConfigError; where the leader is
+    lost, the process ends with exit code 1."""
     with config_errors():
         link, address = join(seat, profile_of(config, seat))
         try:
@@ -46,7 +47,7 @@ def follow(config: ConfigDict, seat: Seat) -> None:
             link.close(Message(FAILED, {"why": first_line(error)}))
             raise
     log.info("host %d of %d follows the leader at %s", seat.index, seat.hosts, seat.coordinator)
-    _leave_signals_to_the_leader()
+    on_ready()
     try:
         make_calls(link, executor)
     except BaseException as error:
@@ -123,8 +124,8 @@ def _second(message: Message) -> Any:
     return message.arrays[1] if len(message.arrays) > 1 else None
 
 
-def _leave_signals_to_the_leader() -> None:
-    """Whoever stops all hosts at once stops the leader, too: it lets what runs end, and then tells
+def leave_signals_to_the_leader() -> None:
+    """For a process of its own; on its main thread. Whoever stops all hosts at once stops the leader, too: it lets what runs end, and then tells
     this one. A second signal ends this one alone."""
 
     def ignored(number: int, frame: object) -> None:

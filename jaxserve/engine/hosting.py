@@ -15,8 +15,8 @@ from jaxserve.engine.device_memory import free_memory
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.group import Group, gather
-from jaxserve.hosts.runtime import free_address, start_jax
+from jaxserve.hosts.group import Group, Starter, gather
+from jaxserve.hosts.runtime import reserved_address, start_jax
 from jaxserve.hosts.seat import Seat
 
 FACTS, BUILD = "facts", "build"
@@ -46,28 +46,32 @@ def profile_of(config: ConfigDict, seat: Seat) -> dict[str, Any]:
     return plain
 
 
-def lead(config: ConfigDict, seat: Seat) -> tuple[Group, tuple[str, int]]:
+def lead(
+    config: ConfigDict, seat: Seat, starter: Starter | None = None
+) -> tuple[Group, tuple[str, int]]:
     """The group, with JAX started over all of it, and the least memory that is free on a device of
-    any host: its name, and bytes. Raises GroupError."""
-    channels = gather(seat, profile_of(config, seat))
-    address = free_address(seat)
-    group = Group(channels, address)
-    try:
-        start_jax(seat, address)
-        memory = [free_memory()]
-        kind = jax.local_devices()[0].device_kind
-        for index, said in enumerate(group.answers(), 1):
-            if said.fields["device"] != kind:
-                raise GroupError(
-                    f"host {index} has devices of kind {said.fields['device']}, the leader of kind "
-                    f"{kind}"
-                )
-            name, free = said.fields["memory"]
-            memory.append((f"{name} of host {index}", int(free)))
-    except Exception as error:
-        group.close(first_line(error))
-        raise
+    any host: its name, and bytes. starter: as `gather`. Raises GroupError."""
+    channels = gather(seat, profile_of(config, seat), starter)
+    with reserved_address(seat) as address:
+        group = Group(channels, address)
+        try:
+            start_jax(seat, address)
+            memory = [free_memory(), *_memory_of_others(group)]
+        except Exception as error:
+            group.close(first_line(error))
+            raise
     return group, min(memory, key=lambda found: found[1])
+
+
+def _memory_of_others(group: Group) -> Iterator[tuple[str, int]]:
+    """As `free_memory`, host by host."""
+    kind = jax.local_devices()[0].device_kind
+    for index, said in enumerate(group.answers(), 1):
+        if said.fields["device"] != kind:
+            theirs = f"host {index} has devices of kind {said.fields['device']}"
+            raise GroupError(f"{theirs}, the leader of kind {kind}")
+        name, free = said.fields["memory"]
+        yield f"{name} of host {index}", int(free)
 
 
 def share_fate(engine: Engine, group: Group) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.ending import end_process
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
 _HELLO_S = 5.0  # for whoever has connected to say who it is
 HELLO_BYTES = 1 << 20  # of what is said before both sides know each other
+_LOOK_S = 0.5  # between two looks at followers that may not come
 LAST_S = 5.0
 """Seconds after which the process ends, once a host is lost or the leader has failed, whatever else
 it is about to do."""
@@ -124,29 +126,51 @@ def _end_soon() -> None:
     timer.start()
 
 
-def gather(seat: Seat, profile: Mapping[str, Any]) -> dict[int, Channel]:
+class Starter(Protocol):
+    """Starts the followers, where a leader does."""
+
+    def start(self, coordinator: str) -> None:
+        """The leader listens there, "host:port"."""
+        ...
+
+    def problem(self) -> str | None:
+        """Why one of them does not come, in one line; None while all may."""
+        ...
+
+
+def gather(
+    seat: Seat, profile: Mapping[str, Any], starter: Starter | None = None
+) -> dict[int, Channel]:
     """Waits for all followers, by index, whose `profile` is this one's; who has another one is
-    refused, and told why. Raises GroupError."""
+    refused, and told why. starter: None where others start them. Raises GroupError."""
     try:
         listener = socket.create_server((seat.address, seat.port), family=_family(seat))
     except OSError as error:
         where = f"cannot listen on {seat.coordinator}"
         raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
     found: dict[int, Channel] = {}
-    deadline = time.monotonic() + seat.wait_s
     with listener:
+        seat = dataclasses.replace(seat, port=listener.getsockname()[1])
+        if starter is not None:
+            starter.start(seat.coordinator)
+        deadline = time.monotonic() + seat.wait_s
         while len(found) < seat.hosts - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, address = listener.accept()
-            except TimeoutError:
+            left = deadline - time.monotonic()
+            problem = None if starter is None else starter.problem()
+            if problem is None and left <= 0:
                 problem = (
                     f"mesh.hosts: {len(found)} of {seat.hosts - 1} followers have come to "
                     f"{seat.coordinator} within {seat.wait_s:g} s"
                 )
+            if problem is not None:
                 for channel in found.values():
                     _refuse(channel, problem)
-                raise GroupError(problem) from None
+                raise GroupError(problem)
+            listener.settimeout(min(left, _LOOK_S))
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                continue
             channel = Channel(connection, PATIENCE_S)
             index = _admitted(channel, str(address[0]), seat, profile)
             if index is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import jax
 
@@ -16,18 +17,22 @@ _HEARTBEAT_S = 100
 _SHUTDOWN_S = 10
 
 
-def free_address(seat: Seat) -> str:
-    """Where JAX may coordinate: at the leader's address, on a port that is free there now."""
+@contextmanager
+def reserved_address(seat: Seat) -> Iterator[str]:
+    """Where JAX may coordinate: at the leader's address, on a free port, which meanwhile nobody
+    else is given. JAX can listen there: its gRPC shares ports (SO_REUSEPORT), as this does, and a
+    socket that does not listen takes no connection from it."""
     family = socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0][0]
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.bind((seat.address, 0))
-        return f"{_quoted(seat.address)}:{probe.getsockname()[1]}"
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        place.bind((seat.address, 0))
+        yield f"{_quoted(seat.address)}:{place.getsockname()[1]}"
 
 
 def start_jax(seat: Seat, address: str) -> None:
     """Every process of the group calls it, before anything else of JAX's is used; afterwards
-    `jax.devices` are those of all. address: as the leader has it of `free_address`. Raises
-    GroupError."""
+    `jax.devices` are those of all. address: as the leader has it of `reserved_address`.
+    Raises GroupError."""
     # Else it takes SIGTERM for itself.
     jax.config.update("jax_enable_preemption_service", False)
     try:

@@ -14,7 +14,7 @@ _MAX_HOSTS_WAIT_S = 86400.0
 
 @dataclass(frozen=True)
 class Seat:
-    """address, port: where the leader listens. hosts: how many there are. index: this one's, 0
+    """address, port: where the leader listens, its own port 0 for any free one. hosts: how many there are. index: this one's, 0
     leads. wait_s: seconds in which all have to come. devices: local ids of those that are this
     process's, None for all of the host."""
 
@@ -56,12 +56,17 @@ def find_seat(mesh: Any) -> Seat | None:
     address, port = _address(coordinator)
     if not 0 <= index < hosts:
         raise GroupError(f"mesh.host_index must be 0 to {hosts - 1}, got {index}")
-    if mesh.tensor % hosts:
+    check_tensor(mesh.tensor, hosts)
+    return Seat(address, port, hosts, index, mesh.hosts_wait_s, devices)
+
+
+def check_tensor(tensor: int, hosts: int) -> None:
+    """Raises GroupError where so many devices are not as many on each host."""
+    if tensor % hosts:
         raise GroupError(
             f"mesh.tensor must be a multiple of the {hosts} hosts, as many devices on each of "
-            f"them, got {mesh.tensor}"
+            f"them, got {tensor}"
         )
-    return Seat(address, port, hosts, index, mesh.hosts_wait_s, devices)
 
 
 def _of_cluster(

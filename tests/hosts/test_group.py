@@ -83,6 +83,58 @@ def test_where_one_is_lost_all_others_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert late.wait() == "host 1 is gone"
 
 
+class Starting:
+    """Starts the followers of these indices."""
+
+    def __init__(self, *indices: int) -> None:
+        self._indices = indices
+        self.joined: list[Future[tuple[Link, str]]] = []
+
+    def start(self, coordinator: str) -> None:
+        port = int(coordinator.rpartition(":")[2])
+        for index in self._indices:
+            self.joined.append(joining(Seat("localhost", port, 3, index, TIMEOUT)))
+
+    def problem(self) -> str | None:
+        return None
+
+
+def test_a_leader_on_any_free_port_may_start_the_others_itself() -> None:
+    starting = Starting(1, 2)
+    leader = Seat("localhost", 0, 3, 0, TIMEOUT)
+    assert list(gather(leader, PROFILE, starting)) == [1, 2] and len(starting.joined) == 2
+
+
+def test_where_one_cannot_be_started_nobody_waits_for_it() -> None:
+    class Failing(Starting):
+        looks = 0
+
+        def problem(self) -> str | None:
+            self.looks += 1
+            return "host 2: no such file" if self.looks == 2 else None
+
+    with pytest.raises(GroupError, match="^host 2: no such file$"):
+        gather(Seat("localhost", 0, 3, 0, TIMEOUT), PROFILE, Failing())
+
+
+def test_those_who_have_come_hear_that_another_one_does_not() -> None:
+    came = threading.Event()
+
+    class Failing(Starting):
+        def problem(self) -> str | None:
+            return "host 2: no such file" if came.is_set() else None
+
+    starting = Failing(1)
+    leader = Seat("localhost", 0, 3, 0, TIMEOUT)
+    with pytest.MonkeyPatch.context() as patch:
+        admitted = group_module._admitted
+        patch.setattr(group_module, "_admitted", lambda *a: (admitted(*a), came.set())[0])
+        with pytest.raises(GroupError, match="^host 2: no such file$"):
+            gather(leader, PROFILE, starting)
+    with pytest.raises(GroupError, match="^host 2: no such file$"):
+        starting.joined[0].result(TIMEOUT)
+
+
 def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later() -> None:
     leader, right = seats(2)
     gathered = beside(lambda: gather(leader, PROFILE))
