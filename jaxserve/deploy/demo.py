@@ -3,6 +3,7 @@
 python -m jaxserve.deploy.demo
 python -m jaxserve.deploy.demo --replicas=4 --routing=two_choices
 python -m jaxserve.deploy.demo --flags="--model=/path/to/checkpoint" --num_cpus=4
+python -m jaxserve.deploy.demo --hosts=2 --flags="--config.mesh.tensor=2"
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     flag."""
     parser = Parser(prog="python -m jaxserve.deploy.demo", description=__doc__)
     parser.add_argument("--replicas", type=int, default=2, help="of the engine (2)")
+    parser.add_argument("--hosts", type=int, default=1, help="processes of each replica (1)")
     parser.add_argument("--routing", default="slo", help="which of them gets a request (slo)")
     parser.add_argument("--flags", default="", help="of serve.py, for every replica")
-    parser.add_argument("--num_cpus", type=float, default=1.0, help="that Ray counts for each (1)")
+    parser.add_argument(
+        "--num_cpus", type=float, default=1.0, help="that Ray gives to each host (1)"
+    )
     parser.add_argument("--http_port", type=_port, default=0, help="0: any free one (0)")
     parser.add_argument("--grpc_port", type=_port, default=0, help="0: any free one (0)")
     args = parser.parse_args(argv)
-    named = ("replicas", "routing", "flags", "num_cpus")
+    named = ("replicas", "hosts", "routing", "flags", "num_cpus")
     try:
         settings = Settings(**{name: getattr(args, name) for name in named})
-        replica_config(settings.flags)
+        replica_config(settings.flags, settings.hosts)
     except ValidationError as error:
         first = error.errors()[0]
         problem = str(first["msg"]).removeprefix("Value error, ")
@@ -66,7 +70,7 @@ def _port(text: str) -> int:
 
 def _serve(settings: Settings, http_port: int, grpc_port: int) -> int:
     began = time.monotonic()
-    cpus = max(1, round(settings.num_cpus * settings.replicas))
+    cpus = max(1, round(settings.num_cpus * settings.hosts * settings.replicas))
     with local_cluster(cpus=cpus, http_port=http_port, grpc_port=grpc_port) as cluster:
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

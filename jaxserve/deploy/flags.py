@@ -10,6 +10,8 @@ from absl import flags
 
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.seat import check_tensor
 from jaxserve.server import launch
 
 _DEFAULT = Path(base.__file__).parent / "tiny_cpu.py"
@@ -18,7 +20,7 @@ _ELSEWHERE = {
     "host": _PROXIES,
     "port": _PROXIES,
     "http_port": _PROXIES,
-    "metrics_port": "replicas have no ports, and their metrics are not exported",
+    "metrics_port": "the HTTP proxy answers /metrics",
     "tls_cert": _PROXIES,
     "tls_key": _PROXIES,
     "tls_client_ca": _PROXIES,
@@ -31,9 +33,13 @@ _ELSEWHERE = {
 }
 
 
-def replica_config(given: Sequence[str]) -> Any:
+_GROUP = ("hosts", "coordinator", "host_index")
+
+
+def replica_config(given: Sequence[str], hosts: int = 1) -> Any:
     """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them,
-    checked. Raises ConfigError, also for a flag that is somebody else's business here."""
+    checked, over so many hosts. Raises ConfigError, also for a flag that is somebody else's
+    business here."""
     values = flags.FlagValues()
     try:
         launch.parse_flags(["replica", *given], str(_DEFAULT), values)
@@ -44,4 +50,13 @@ def replica_config(given: Sequence[str]) -> Any:
     for name, why in _ELSEWHERE.items():
         if config.server[name] != default.server[name]:
             raise ConfigError(f"flags: server.{name} has no meaning for a replica: {why}")
+    for name in _GROUP:
+        if config.mesh[name] != default.mesh[name]:
+            why = "Ray places the hosts, as many as the setting hosts says"
+            raise ConfigError(f"flags: mesh.{name} has no meaning for a replica: {why}")
+    config.mesh.hosts = hosts
+    try:
+        check_tensor(config.mesh.tensor, hosts)
+    except GroupError as error:
+        raise ConfigError(f"flags: {error}") from None
     return config

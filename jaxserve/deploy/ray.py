@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from jaxserve.deploy.autoscaling import scale
 from jaxserve.deploy.flags import replica_config
+from jaxserve.deploy.followers import running
 from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
@@ -31,16 +32,11 @@ _LOOK_BACK_S = 15.0  # replicas say what they have seen every 10 s
 
 def app(settings: Settings) -> Application:
     """The application. Raises ConfigError for flags that serve.py would not take."""
-    config = replica_config(settings.flags)
+    config = replica_config(settings.flags, settings.hosts)
     engine = serve.deployment(
         EngineReplica,
         name=ENGINE,
         max_ongoing_requests=_CALLS,
-        ray_actor_options={
-            "num_cpus": settings.num_cpus,
-            "num_gpus": settings.num_gpus,
-            "resources": settings.resources,
-        },
         request_router_config=RequestRouterConfig(
             request_router_class=SnapshotRouter,
             request_router_kwargs={"routing": settings.routing},
@@ -50,6 +46,7 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        **_place(settings),
         **_count(settings),
     )
     ingress = serve.deployment(
@@ -61,7 +58,22 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    return ingress.bind(engine.bind(settings.flags), settings.flags)
+    bound = engine.bind(settings.flags, settings.hosts, running)
+    return ingress.bind(bound, settings.flags)
+
+
+def _place(settings: Settings) -> dict[str, Any]:
+    """Where a replica runs: several hosts have a bundle each, and it is in the first."""
+    options: dict[str, Any] = {
+        "ray_actor_options": {
+            "num_cpus": settings.num_cpus,
+            "num_gpus": settings.num_gpus,
+            "resources": settings.resources,
+        }
+    }
+    if settings.hosts > 1:
+        options["placement_group_bundles"] = [settings.bundle] * settings.hosts
+    return options
 
 
 def _count(settings: Settings) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.replicas import SNAPSHOT
 from jaxserve.deploy.tally import Tally
+from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.doors import Doors, make_endings
@@ -27,36 +29,34 @@ from jaxserve.server.requests.chat_template import load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.slo_classes import slo_classes
+from jaxserve.server.requests.streams import StreamFailed
 from jaxserve.server.requests.watchdog import watch
 from jaxserve.server.trace_options import open_traces
 
 log = logging.getLogger(__name__)
 
 
-def build(config: Any) -> ServedEngine:
-    """The engine of a config, started."""
-    from jaxserve.engine.build import build_engine  # jax takes seconds
-
-    engine = build_engine(config, progress=False)
-    engine.start()
-    return engine
-
-
 class EngineReplica:
-    """Create it on the event loop that serves. flags: as of serve.py. Raises ConfigError."""
+    """Create it on the event loop that serves. flags: as of serve.py. hosts: that serve together.
+    run: the engine of a config, started, until its exit has stopped it. Raises ConfigError."""
 
     def __init__(
-        self, flags: Sequence[str] = (), build: Callable[[Any], ServedEngine] = build
+        self,
+        flags: Sequence[str],
+        hosts: int,
+        run: Callable[[Any], AbstractContextManager[ServedEngine]],
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
-        config = replica_config(flags)
+        config = replica_config(flags, hosts)
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config)
         template = load_chat_template(config.model.path)
         self._grace_s = config.server.grace_s
-        self._closing = contextlib.ExitStack()
-        traces = self._closing.enter_context(open_traces(config, lambda: self._engine.info().model))
-        self._engine = build(config)
+        with contextlib.ExitStack() as stack:
+            traces = stack.enter_context(open_traces(config, lambda: self._engine.info().model))
+            self._serving = contextlib.ExitStack()
+            self._engine = self._serving.enter_context(run(config))
+            self._closing = stack.pop_all()
         self._stopped = False
         self._tally = Tally(self._engine)
         endings = make_endings(self._engine, options, traces)
@@ -133,7 +133,7 @@ class EngineReplica:
             self._watching.cancel()
         if self._doors.requests.failure is None:
             await asyncio.to_thread(self._engine.drain, self._grace_s)
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._serving.close)
         self._doors.requests.close()
         self._closing.close()
 
@@ -143,8 +143,9 @@ class EngineReplica:
         self._doors.requests.stalled = why
 
     def _on_failure(self, error: BaseException) -> None:
-        """On the engine's thread."""
+        """On any thread."""
         text = f"the engine failed: {str(error) or type(error).__name__}"
         log.error("%s", text)
+        kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._doors.requests.fail, text)
+            self._loop.call_soon_threadsafe(self._doors.requests.fail, text, kind)

@@ -18,8 +18,8 @@ class Settings(BaseModel):
     """flags: of serve.py, for every replica; a text is split as a shell does. routing: of
     `ROUTERS`. replicas: to begin with, and at least; max_replicas: more than
     that many are added and taken away by load. ingresses: that ask what calls cost, each with a
-    router of its own. num_cpus, num_gpus, resources: that Ray gives to each replica. snapshot_s:
-    seconds between a replica's snapshots.
+    router of its own. hosts: that serve the model together, as one replica. num_cpus, num_gpus,
+    resources: that Ray gives to each host. snapshot_s: seconds between a replica's snapshots.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -29,6 +29,7 @@ class Settings(BaseModel):
     replicas: int = Field(default=2, ge=1, le=1024)
     max_replicas: int = Field(default=0, ge=0, le=1024)
     ingresses: int = Field(default=1, ge=1, le=64)
+    hosts: int = Field(default=1, ge=1, le=256)
     num_cpus: float = Field(default=1.0, ge=0.0)
     num_gpus: float = Field(default=0.0, ge=0.0)
     resources: dict[str, float] = {}
@@ -47,6 +48,18 @@ class Settings(BaseModel):
         if value not in ROUTERS:
             raise ValueError(f"there is no routing {value!r}; known: {', '.join(ROUTERS)}")
         return value
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What each host gets, by Ray's names."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: count for name, count in named.items() if count > 0}
+
+    @model_validator(mode="after")
+    def _reserved(self) -> Settings:
+        if self.hosts > 1 and not self.bundle:
+            raise ValueError("num_cpus: with hosts, Ray has to reserve something of each; got 0")
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> Settings:

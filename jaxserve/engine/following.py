@@ -125,8 +125,9 @@ def _second(message: Message) -> Any:
 
 
 def leave_signals_to_the_leader() -> None:
-    """For a process of its own; on its main thread. Whoever stops all hosts at once stops the leader, too: it lets what runs end, and then tells
-    this one. A second signal ends this one alone."""
+    """For a process of its own, on its main thread. Whoever stops all hosts at once stops the
+    leader, too: it lets what runs end, and then tells this one. A second signal ends this one
+    alone."""
 
     def ignored(number: int, frame: object) -> None:
         log.warning("this host ends when the leader does; a second signal ends it now")

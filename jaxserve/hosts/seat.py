@@ -14,9 +14,9 @@ _MAX_HOSTS_WAIT_S = 86400.0
 
 @dataclass(frozen=True)
 class Seat:
-    """address, port: where the leader listens, its own port 0 for any free one. hosts: how many there are. index: this one's, 0
-    leads. wait_s: seconds in which all have to come. devices: local ids of those that are this
-    process's, None for all of the host."""
+    """address, port: where the leader listens; port 0, of the leader's own seat, is any free one.
+    hosts: how many there are. index: this one's, 0 leads. wait_s: seconds in which all have to
+    come. devices: local ids of those that are this process's, None for all of the host."""
 
     address: str
     port: int

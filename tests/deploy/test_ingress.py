@@ -13,6 +13,7 @@ import pytest
 
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.replicas import ASK
+from jaxserve.engine.errors import ConfigError
 from jaxserve.server.proto import generation_pb2 as pb
 
 pytestmark = pytest.mark.ray  # it has to be installed
@@ -216,3 +217,15 @@ def test_the_application_is_built_of_what_the_config_file_says() -> None:
     )
     with pytest.raises(ValueError, match="no routing 'best'"):
         built(app, {"routing": "best"})
+
+
+def test_each_host_of_a_replica_has_a_bundle_and_is_started_in_it() -> None:
+    from jaxserve.deploy.ray import app
+    from jaxserve.deploy.settings import Settings
+
+    settings = Settings(hosts=2, num_gpus=4, flags=["--config.mesh.tensor=8"])
+    engine = app(settings)._bound_deployment.init_args[0]._bound_deployment
+    assert engine._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 4}] * 2
+    assert engine.ray_actor_options["num_gpus"] == 4 and engine.init_args[1] == 2
+    with pytest.raises(ConfigError, match=r"mesh.tensor must be a multiple of the 2 hosts"):
+        app(Settings(hosts=2))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
 
+from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
-from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.errors import ConfigError, HostLost
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
 from tests.deploy.engine import Engine
@@ -39,11 +41,17 @@ def logging_as_it_was() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def serving(engine: Engine) -> Iterator[Engine]:
+    yield engine
+    engine.stop()
+
+
 def run(test: Callable[[EngineReplica], Awaitable[T]], engine: Engine, *flags: str) -> T:
     """The test, with a replica that is stopped behind it."""
 
     async def whole() -> T:
-        replica = EngineReplica(["--config.engine.stall_s=0", *flags], build=lambda _: engine)
+        replica = EngineReplica(["--config.engine.stall_s=0", *flags], 1, lambda _: serving(engine))
         try:
             return await asyncio.wait_for(test(replica), 60)
         finally:
@@ -202,11 +210,37 @@ def test_it_stops_once_what_runs_has_ended() -> None:
     assert engine.stopped and not engine.cancelled
 
 
+def test_several_hosts_have_as_many_devices_each() -> None:
+    config = replica_config(["--config.mesh.tensor=4"], hosts=2)
+    assert (config.mesh.hosts, config.mesh.tensor) == (2, 4)
+    with pytest.raises(ConfigError, match=r"^flags: mesh.tensor must be a multiple of the 3 hosts"):
+        replica_config(["--config.mesh.tensor=4"], hosts=3)
+
+
+def test_calls_of_a_replica_that_has_lost_a_host_may_come_again() -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> list[Any]:
+        parts = post(replica, "/v1/completions", prompt="Hi", max_tokens=9, stream=True)
+        answer = asyncio.ensure_future(pieces_of(parts))
+        await asyncio.to_thread(engine.wait, lambda: engine.live)
+        engine.step()
+        await asyncio.sleep(0)
+        engine.fail_silently(HostLost("host 1 is gone"))
+        return await answer
+
+    _, *rest = run(call, engine)
+    event = json.loads(body(rest).rpartition(b"data: ")[2])
+    assert event["error"]["code"] == "unavailable" and "host 1 is gone" in event["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("flag", "problem"),
     [
         ("--port=9", "server.port has no meaning.*proxies"),
         ("--config.server.batch_dir=/x", "server.batch_dir.*no batches"),
+        ("--config.mesh.hosts=2", "mesh.hosts has no meaning.*the setting hosts"),
+        ("--config.mesh.coordinator=a:1", "mesh.coordinator has no meaning"),
         ("--polcy=vllm", "polcy"),
         ("--config.server.grace_s=-1", "server.grace_s: must be 0"),
     ],

@@ -25,6 +25,11 @@ def test_flags_may_be_one_text() -> None:
     assert Settings(flags='--model="/a b" --policy=vllm').flags == ["--model=/a b", "--policy=vllm"]
 
 
+def test_each_host_gets_what_is_said() -> None:
+    settings = Settings(hosts=2, num_cpus=0, num_gpus=4, resources={"TPU": 0, "fast": 1})
+    assert settings.bundle == {"GPU": 4, "fast": 1}
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
@@ -32,6 +37,8 @@ def test_flags_may_be_one_text() -> None:
         ({"replicas": 3, "max_replicas": 2}, r"max_replicas: must be 0 or at least replicas \(3\)"),
         ({"replica": 3}, "replica\n  Extra"),
         ({"replicas": 0}, "replicas\n  .*greater than or equal to 1"),
+        ({"hosts": 0}, "hosts\n  .*greater than or equal to 1"),
+        ({"hosts": 2, "num_cpus": 0}, "num_cpus: with hosts, Ray has to reserve something"),
         ({"snapshot_s": 60}, "snapshot_s\n  .*less than or equal to 10"),
     ],
 )

@@ -113,7 +113,7 @@ def test_where_one_cannot_be_started_nobody_waits_for_it() -> None:
             self.looks += 1
             return "host 2: no such file" if self.looks == 2 else None
 
-    with pytest.raises(GroupError, match="^host 2: no such file$"):
+    with pytest.raises(GroupError, match=r"^host 2: no such file$"):
         gather(Seat("localhost", 0, 3, 0, TIMEOUT), PROFILE, Failing())
 
 
@@ -129,9 +129,9 @@ def test_those_who_have_come_hear_that_another_one_does_not() -> None:
     with pytest.MonkeyPatch.context() as patch:
         admitted = group_module._admitted
         patch.setattr(group_module, "_admitted", lambda *a: (admitted(*a), came.set())[0])
-        with pytest.raises(GroupError, match="^host 2: no such file$"):
+        with pytest.raises(GroupError, match=r"^host 2: no such file$"):
             gather(leader, PROFILE, starting)
-    with pytest.raises(GroupError, match="^host 2: no such file$"):
+    with pytest.raises(GroupError, match=r"^host 2: no such file$"):
         starting.joined[0].result(TIMEOUT)
 
 

@@ -1,0 +1,110 @@
+"""The engine of a replica on Ray: where several hosts serve the model together, the replica leads
+in the first bundle of its placement group, and the actors that it starts in the others follow.
+
+Ray ends these actors with the replica's process, however that ends; they end by themselves, too,
+once they have lost it (`jaxserve.hosts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.hosts.seat import Seat
+from jaxserve.server.logs import log_to_stderr
+from jaxserve.server.requests.contract import ServedEngine
+
+_END_S = 10.0  # for followers that have been told to end
+
+
+class HostFollower:
+    """The actor: one of the other hosts."""
+
+    def follow(self, config: Any, seat: Seat) -> None:
+        """Serves with the others until the leader ends. Raises ConfigError; where the leader is
+        lost, the process ends."""
+        log_to_stderr(config.telemetry.log_format)
+        from jaxserve.engine.following import follow  # jax takes seconds
+
+        follow(config, seat, lambda: None)
+
+
+class Followers:
+    """A `Starter` of all hosts but the first, each in its bundle of this process's placement group.
+    They live until `close`. Raises ConfigError where that has too few bundles."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._group = get_current_placement_group()
+        self._bundles = [] if self._group is None else self._group.bundle_specs
+        hosts = config.mesh.hosts
+        if len(self._bundles) < hosts:
+            few = f"the placement group has {len(self._bundles)} bundles"
+            raise ConfigError(f"hosts: {few}, of {hosts} that there must be")
+        self.seat = Seat(ray.util.get_node_ip_address(), 0, hosts, 0, config.mesh.hosts_wait_s)
+        self._actors: list[Any] = []
+        self._following: list[Any] = []
+
+    def start(self, coordinator: str) -> None:
+        """See `Starter`."""
+        address, _, port = coordinator.rpartition(":")
+        for index in range(1, self.seat.hosts):
+            strategy = PlacementGroupSchedulingStrategy(self._group, index)
+            given = dict(self._bundles[index])
+            actor = ray.remote(HostFollower).options(
+                num_cpus=given.pop("CPU", 0.0),
+                num_gpus=given.pop("GPU", 0.0),
+                resources=given,
+                scheduling_strategy=strategy,
+            )
+            self._actors.append(actor.remote())
+            seat = Seat(address, int(port), self.seat.hosts, index, self.seat.wait_s)
+            self._following.append(self._actors[-1].follow.remote(self._config, seat))
+
+    def problem(self) -> str | None:
+        """See `Starter`."""
+        ended, _ = ray.wait(self._following, num_returns=len(self._following), timeout=0)
+        for reference in ended:
+            index = self._following.index(reference) + 1
+            try:
+                ray.get(reference)
+            except RayError as error:
+                return f"host {index}: {_line(error)}"
+            return f"host {index} has ended"
+        return None
+
+    def close(self) -> None:
+        """Ends them, those that the leader has told to end after their last words. Idempotent."""
+        if self._following:
+            ray.wait(self._following, num_returns=len(self._following), timeout=_END_S)
+        while self._actors:
+            ray.kill(self._actors.pop())
+
+
+@contextlib.contextmanager
+def running(config: Any) -> Iterator[ServedEngine]:
+    """The engine of a replica's config, started, until the exit. Raises ConfigError."""
+    from jaxserve.engine.build import build_engine  # jax takes seconds
+
+    with contextlib.ExitStack() as stack:
+        seat = followers = None
+        if config.mesh.hosts > 1:
+            followers = stack.enter_context(contextlib.closing(Followers(config)))
+            seat = followers.seat
+        engine = build_engine(config, progress=False, seat=seat, starter=followers)
+        stack.callback(engine.stop)
+        engine.start()
+        yield engine
+
+
+def _line(error: RayError) -> str:
+    """What was wrong: of an error that the actor raised, that one's own words."""
+    cause = getattr(error, "cause", None) or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
