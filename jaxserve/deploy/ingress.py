@@ -3,26 +3,30 @@ replica of the engine answer it, and passes the answer on."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
-from ray.exceptions import ActorDiedError, RayActorError
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
+from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.deploy.asks import Asks
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
-from jaxserve.deploy.relay import Pieces, ReplicaLost, relay
-from jaxserve.deploy.replicas import ASK, NOTHING
+from jaxserve.deploy.metrics import page
+from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay
+from jaxserve.deploy.replicas import ASK, AVOID, NOTHING
+from jaxserve.deploy.told import Told, by_http, by_rpc
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server.http.doorkeeper import limited
 from jaxserve.server.http.errors import ApiError, retry_after
@@ -32,7 +36,9 @@ from jaxserve.server.proto import generation_pb2 as pb
 log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers", "client")
-_GONE = (ReplicaLost, RayActorError, RayServeException)
+_GONE = (ReplicaLost, RayServeException, RayError)
+_METRICS = "/metrics"
+_METRICS_S = 5.0  # for all replicas to tell theirs
 
 
 class CallFailed(RuntimeError):
@@ -44,6 +50,7 @@ class Ingress:
 
     def __init__(self, engine: DeploymentHandle, flags: Sequence[str] = ()) -> None:
         self._asks = Asks(replica_config(flags))
+        self._engine = engine
         self._http = engine.options(stream=True, method_name="http")
         self._grpc = engine.options(stream=True, method_name="grpc")
         self._limit = engine.options(method_name="body_bytes")
@@ -60,27 +67,65 @@ class Ingress:
         nothing of it was sent, else as an event of a stream."""
         begun = over = False
         try:
-            body = await self._body(scope, receive)
-            ask = await self._asks.of_http(scope["path"], body)
-            plain = {name: scope[name] for name in _SCOPE if name in scope}
-            pieces = relay(lambda: self._pieces(self._http, ask, plain, body), _has_body)
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    for message in piece:
-                        begun, over = True, _is_last(message)
-                        await send(message)
+            messages = self._messages(scope, receive)
+            async with aclosing(messages):
+                async for message in messages:
+                    begun, over = True, _is_last(message)
+                    await send(message)
+        except ClientDisconnect:
+            log.info("a client has hung up before its call was whole")
         except HTTPException as error:
             await ApiError(error.status_code, str(error.detail)).response()(scope, receive, send)
         except _GONE as error:
-            problem = _unavailable(error)
+            problem = _problem(error)
             log.warning("%s", problem)
             if not begun:
                 await problem.response()(scope, receive, send)
             elif not over:  # what has begun before it was whole is a stream of events
                 await send({"type": "http.response.body", "body": event(problem.body())})
 
+    async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
+        """What a call is answered: ASGI messages."""
+        body = await self._body(scope, receive)
+        plain = {name: scope[name] for name in _SCOPE if name in scope}
+        plain["path"] = path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == _METRICS and scope["method"] == "GET":
+            async with aclosing(self._relayed(NOTHING, plain, body)) as messages:
+                head = await anext(messages)
+            if head["status"] == 200:  # a replica's door lets the client in
+                for message in _whole(page(await self._metrics()), CONTENT_TYPE_LATEST):
+                    yield message
+                return
+        ask = await self._asks.of_http(path, body)
+        async with aclosing(self._relayed(ask, plain, body)) as messages:
+            async for message in messages:
+                yield message
+
+    async def _relayed(
+        self, ask: Ask, scope: Mapping[str, Any], body: bytes
+    ) -> AsyncGenerator[Message, None]:
+        """What a replica answers."""
+        send_to = functools.partial(self._pieces, self._http, ask, scope, body)
+        pieces = relay(send_to, lambda part: by_http(part) is not Told.NOTHING)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for message in piece:
+                    yield message
+
+    async def _metrics(self) -> dict[str, list[Metric]]:
+        """Of all replicas that run, by their names. Raises RayServeException where one says
+        nothing."""
+        said = self._engine.broadcast("metrics").results_async(
+            timeout_s=_METRICS_S, return_exceptions=True
+        )
+        try:
+            return dict(one for one in await said if not isinstance(one, Exception))
+        except TimeoutError:
+            why = f"a replica has not told its metrics within {_METRICS_S:g} s"
+            raise RayServeException(why) from None
+
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises HTTPException for one that is too long, or comes too slowly."""
+        """Raises HTTPException for one that is too long, or comes too slowly; ClientDisconnect."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return b""
         if self._body_bytes is None:
@@ -89,8 +134,10 @@ class Ingress:
         body = bytearray()
         while True:
             message = await within()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
             body += message.get("body", b"")
-            if message["type"] != "http.request" or not message.get("more_body", False):
+            if not message.get("more_body", False):
                 return bytes(body)
 
     # gRPC. The names are those of the service's methods.
@@ -118,9 +165,8 @@ class Ingress:
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
         metadata, peer = list(context.invocation_metadata()), context.peer()
         try:
-            pieces = relay(
-                lambda: self._pieces(self._grpc, ask, method, raw, metadata, peer), _is_message
-            )
+            send_to = functools.partial(self._pieces, self._grpc, ask, method, raw, metadata, peer)
+            pieces = relay(send_to, lambda part: by_rpc(part) is not Told.NOTHING)
             async with aclosing(pieces):
                 async for piece in pieces:
                     for part in piece:
@@ -128,15 +174,27 @@ class Ingress:
                             _fail(context, grpc.StatusCode[part.code], part.details)
                         yield part
         except _GONE as error:
-            _fail(context, grpc.StatusCode.UNAVAILABLE, str(_unavailable(error)))
+            internal = isinstance(error, RayTaskError)
+            code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
+            _fail(context, code, str(_problem(error)))
 
-    async def _pieces(self, method: Any, ask: Ask, *arguments: Any) -> Pieces:
-        """What one replica answers. Raises ReplicaLost where it is gone."""
-        answer = method.remote(*arguments, **{ASK: ask})
+    async def _pieces(self, method: Any, ask: Ask, *given: Any) -> Pieces:
+        """What one replica answers. given: arguments, and last the name of one that is to be
+        avoided, or "". Raises ReplicaLost where it is gone."""
+        *arguments, avoided = given
+        answer = method.remote(*arguments, **{ASK: ask, AVOID: avoided})
         try:
             async for piece in answer:
                 yield piece
-        except RayActorError as error:
+        except Unserved as error:
+            said = getattr(error, "cause", error)  # Ray's own error is of this kind, too
+            raise ReplicaLost(said.reason, dead=True, replica=said.replica) from None
+        except (
+            RayTaskError,
+            TaskCancelledError,
+        ):  # an error in the replica; a client that has gone
+            raise
+        except RayError as error:  # of its actor, its node, or what it has sent
             dead = isinstance(error, ActorDiedError)
             raise ReplicaLost(_first_line(error), dead=dead) from None
         finally:
@@ -158,15 +216,18 @@ def _is_last(message: Mapping[str, Any]) -> bool:
     return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
-def _has_body(message: Mapping[str, Any]) -> bool:
-    return message["type"] == "http.response.body" and bool(message.get("body"))
+def _whole(content: bytes, content_type: str) -> list[Message]:
+    headers = [(b"content-type", content_type.encode())]
+    return [
+        {"type": "http.response.start", "status": 200, "headers": headers},
+        {"type": "http.response.body", "body": content},
+    ]
 
 
-def _is_message(part: Any) -> bool:
-    return isinstance(part, bytes)
-
-
-def _unavailable(error: Exception) -> ApiError:
+def _problem(error: Exception) -> ApiError:
+    """What the client is told: of an error in the replica itself, no more than its kind."""
+    if isinstance(error, RayTaskError):
+        return ApiError(500, f"internal error: {type(error.cause).__name__}", code="internal")
     return ApiError(503, _first_line(error), code="unavailable", headers=retry_after())
 
 

@@ -58,8 +58,13 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    bound = engine.bind(settings.flags, settings.hosts, running)
+    bound = engine.bind(settings.flags, settings.hosts, running, replica_name)
     return ingress.bind(bound, settings.flags)
+
+
+def replica_name() -> str:
+    """Of the replica that asks, as Ray Serve has it."""
+    return serve.get_replica_context().replica_tag
 
 
 def _place(settings: Settings) -> dict[str, Any]:

@@ -13,10 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from prometheus_client import Metric
+
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
+from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replicas import SNAPSHOT
 from jaxserve.deploy.tally import Tally
+from jaxserve.deploy.told import Told, by_http, by_rpc, first
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server.access.options import access_settings
@@ -25,6 +29,7 @@ from jaxserve.server.http.app import build_app
 from jaxserve.server.http.cors import with_cors
 from jaxserve.server.http.front import Front
 from jaxserve.server.logs import log_to_stderr
+from jaxserve.server.metrics import MetricsRegistry
 from jaxserve.server.requests.chat_template import load_chat_template
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.options import server_options
@@ -38,16 +43,19 @@ log = logging.getLogger(__name__)
 
 class EngineReplica:
     """Create it on the event loop that serves. flags: as of serve.py. hosts: that serve together.
-    run: the engine of a config, started, until its exit has stopped it. Raises ConfigError."""
+    run: the engine of a config, started, until its exit has stopped it. name: what others call this
+    replica. Raises ConfigError."""
 
     def __init__(
         self,
         flags: Sequence[str],
         hosts: int,
         run: Callable[[Any], AbstractContextManager[ServedEngine]],
+        name: Callable[[], str],
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
         config = replica_config(flags, hosts)
+        self._name = name()
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config)
         template = load_chat_template(config.model.path)
@@ -61,7 +69,9 @@ class EngineReplica:
         self._tally = Tally(self._engine)
         endings = make_endings(self._engine, options, traces)
         self._doors = Doors(self._engine, options, endings, access.keys, slo_classes(config))
-        app = build_app(Front(self._engine, self._doors.requests, template))
+        self._metrics = MetricsRegistry(self._engine, endings)
+        front = Front(self._engine, self._doors.requests, template)
+        app = build_app(front, metrics=self._metrics.page)
         self._app = with_cors(self._doors.keeper.around(app), access.cors_origins)
         self._handler = self._doors.generation_handler()
         self._loop = asyncio.get_running_loop()
@@ -73,11 +83,15 @@ class EngineReplica:
 
     # Calls.
 
-    async def http(self, scope: Mapping[str, Any], body: bytes, *, ask: Ask) -> Parts:
-        """An HTTP call: ASGI messages. ask: for the router, which has sent it here."""
-        async with contextlib.aclosing(call_asgi(self._app, dict(scope), body)) as parts:
-            async for part in parts:
-                yield part
+    async def http(
+        self, scope: Mapping[str, Any], body: bytes, *, ask: Ask, avoid: str = ""
+    ) -> Parts:
+        """An HTTP call: ASGI messages. ask, avoid: for the router, which has sent it here. Raises
+        Unserved."""
+        parts = call_asgi(self._app, dict(scope), body)
+        async with contextlib.aclosing(self._served(parts, by_http)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def grpc(
         self,
@@ -87,12 +101,30 @@ class EngineReplica:
         peer: str,
         *,
         ask: Ask,
+        avoid: str = "",
     ) -> Parts:
-        """An RPC of jaxserve.v1.Generation, as `call_grpc`. ask: likewise."""
+        """An RPC of jaxserve.v1.Generation, as `call_grpc`. ask, avoid: likewise. Raises
+        Unserved."""
         parts = call_grpc(self._handler, method, message, metadata, peer)
+        async with contextlib.aclosing(self._served(parts, by_rpc)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _served(self, parts: Parts, by: Callable[[Any], Told]) -> Parts:
+        """The answer. Where the first that it tells is a failure, and the engine serves no more,
+        another replica may still serve the call: raises Unserved."""
+        told = Told.NOTHING
         async with contextlib.aclosing(parts):
-            async for part in parts:
-                yield part
+            async for piece in parts:
+                if told is Told.NOTHING:
+                    told, why = first(map(by, piece)), self._doors.requests.closed
+                    if told is Told.FAILURE and why is not None:
+                        raise Unserved(why, self._name)
+                yield piece
+
+    async def metrics(self) -> tuple[str, list[Metric]]:
+        """Its name, and what the server exports of an engine."""
+        return self._name, await asyncio.to_thread(lambda: list(self._metrics.registry.collect()))
 
     async def body_bytes(self) -> int:
         """The longest body that is taken."""
@@ -108,7 +140,8 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What routers see of it."""
-        return {SNAPSHOT: self._tally.snapshot().as_dict()}
+        draining = self._doors.requests.closed is not None
+        return {SNAPSHOT: self._tally.snapshot(draining=draining).as_dict()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling.scale` sees of it."""

@@ -13,6 +13,8 @@ from jaxserve.sched.routing.snapshot import Snapshot
 
 ASK = "ask"
 """The keyword argument of a call that says what it asks for."""
+AVOID = "avoid"
+"""The one that names the replica which has just said that it serves no more."""
 NOTHING = Ask(1)
 """Of a call that generates nothing, or that will be refused."""
 SNAPSHOT = "snapshot"
@@ -60,6 +62,11 @@ class Replicas:
         """It has been given the request."""
         if name in self._places:
             self._fleet.send(self._places[name], ask, now)
+
+    def avoid(self, name: Hashable) -> None:
+        """It serves no more, unless it says so itself."""
+        if name in self._places:
+            self._fleet.lose(self._places[name])
 
     def lose(self, name: Hashable) -> None:
         """It is there no more."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from jaxserve.deploy.replicas import ASK, NOTHING, SNAPSHOT, Replicas
+from jaxserve.deploy.replicas import ASK, AVOID, NOTHING, SNAPSHOT, Replicas
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.sched.routing.routers import NoReplica
 
@@ -38,6 +38,9 @@ class SnapshotRouter(RequestRouter):
         there = {each.replica_id: each for each in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
+            avoided = pending_request.kwargs.get(AVOID)
+            for name in [each for each in there if each.unique_id == avoided]:
+                self._known.avoid(name)
         try:
             name = self._known.choose(_ask(pending_request), time.time())
         except NoReplica:  # it is not known yet that the last one of them has gone

@@ -68,8 +68,9 @@ class Tally(Observer):
                 verdict = stats.verdict
                 self._ended.append((self._clock(), verdict.slo_class, verdict.met))
 
-    def snapshot(self) -> Snapshot:
-        """Of now, or of the end of the last step where one is running."""
+    def snapshot(self, *, draining: bool = False) -> Snapshot:
+        """Of now, or of the end of the last step where one is running. draining: it takes no more
+        requests, whatever the engine says."""
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
         known = fixed(
@@ -79,9 +80,9 @@ class Tally(Observer):
             info.num_blocks,
             info.block_size,
         )
-        taken = observe(backlog, unfinished, known, self._learned, draining=False)
-        # With nothing to do it has not changed since.
-        age = self._clock() - backlog.time if unfinished else 0.0
+        taken = observe(backlog, unfinished, known, self._learned, draining=draining)
+        # With nothing to do it has not changed since; and what has stopped will not change.
+        age = self._clock() - backlog.time if unfinished and not draining else 0.0
         numbers: dict[str, Any] = taken.as_dict()
         numbers["time"] = self._wall() - age
         return Snapshot(**numbers)

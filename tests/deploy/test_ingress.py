@@ -10,16 +10,21 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 
 from jaxserve.deploy.in_process import Status
-from jaxserve.deploy.replicas import ASK
+from jaxserve.deploy.relay import Unserved
+from jaxserve.deploy.replicas import ASK, AVOID
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.proto import generation_pb2 as pb
 
 pytestmark = pytest.mark.ray  # it has to be installed
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
-DIES, AWAY = "dies", "away"
+DIES, AWAY, FAILED, BROKEN, LOST = "dies", "away", "failed", "broken", "lost"
+
+
+HUNG_UP = b"hung up"
 
 
 def body(data: bytes, *, more: bool = True) -> dict[str, Any]:
@@ -36,13 +41,25 @@ class Response:
         self.cancelled = True
 
     async def __aiter__(self) -> AsyncGenerator[Any, None]:
-        from ray.exceptions import ActorDiedError, ActorUnavailableError
+        from ray.exceptions import (
+            ActorDiedError,
+            ActorUnavailableError,
+            ObjectLostError,
+            RayTaskError,
+        )
 
         for step in self._script:
             if step == DIES:
                 raise ActorDiedError()
             if step == AWAY:
                 raise ActorUnavailableError("out of reach", b"0" * 16)
+            if step == FAILED:
+                unserved = Unserved("the engine failed", "b")
+                raise RayTaskError("http", "Traceback", unserved).as_instanceof_cause()
+            if step == BROKEN:
+                raise RayTaskError("http", "Traceback", KeyError("x")).as_instanceof_cause()
+            if step == LOST:
+                raise ObjectLostError("0" * 56, None, "")
             yield step
 
 
@@ -53,6 +70,7 @@ class Handle:
         self.scripts = list(scripts)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.responses: list[Response] = []
+        self.told: Any = []  # of metrics
 
     def options(self, *, method_name: str, stream: bool = False) -> Any:
         if method_name == "body_bytes":
@@ -61,6 +79,15 @@ class Handle:
 
     async def _body_bytes(self) -> int:
         return 1000
+
+    def broadcast(self, method_name: str) -> Any:
+        async def results(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            assert method_name == "metrics" and timeout_s and return_exceptions
+            if isinstance(self.told, Exception):
+                raise self.told
+            return self.told
+
+        return SimpleNamespace(results_async=results)
 
     def remote(self, *arguments: Any, **named: Any) -> Response:
         self.calls.append((arguments, named))
@@ -86,8 +113,8 @@ class Context:
         return "ipv4:127.0.0.1:1"
 
 
-def http(handle: Handle, sent: bytes) -> list[dict[str, Any]]:
-    """What the client of a call gets."""
+def http(handle: Handle, sent: bytes, **changed: Any) -> list[dict[str, Any]]:
+    """What the client of a call gets. changed: of the scope."""
     from jaxserve.deploy.ingress import Ingress
 
     scope = {
@@ -97,11 +124,14 @@ def http(handle: Handle, sent: bytes) -> list[dict[str, Any]]:
         "headers": [],
         "query_string": b"",
         "extensions": object(),  # of the proxy's, which no other process can have
+        **changed,
     }
     got: list[dict[str, Any]] = []
 
+    whole = iter([{"type": "http.request", "body": sent, "more_body": HUNG_UP in sent}])
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": sent}
+        return next(whole, {"type": "http.disconnect"})
 
     async def send(message: dict[str, Any]) -> None:
         got.append(message)
@@ -161,6 +191,52 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     assert told == [START, body(b"data: 1\n\n")]
     event = json.loads(last["body"].removeprefix(b"data: "))
     assert event["error"]["code"] == "unavailable" and not last.get("more_body", False)
+
+
+def test_what_has_not_begun_goes_elsewhere_where_the_engine_has_failed() -> None:
+    whole = [[START, body(b"b", more=False)]]
+    handle = Handle([[START], FAILED], whole)
+    assert http(handle, b"{}") == whole[0]
+    assert [named[AVOID] for _, named in handle.calls] == ["", "b"]
+    _, problem = http(Handle([FAILED], [FAILED]), b"{}")
+    assert b"the engine failed" in problem["body"] and b"Traceback" not in problem["body"]
+
+
+def test_an_error_in_a_replica_is_the_servers_and_said_as_one() -> None:
+    start, problem = http(Handle([BROKEN]), b"{}")
+    assert start["status"] == 500 and b"internal error: KeyError" in problem["body"]
+    *_, last = http(Handle([[START, body(b"data: 1\n\n")], BROKEN]), b"{}")
+    assert b'"code":"internal"' in last["body"]
+    assert rpc(Handle([BROKEN]))[1].code is grpc.StatusCode.INTERNAL
+    start, _ = http(Handle([LOST]), b"{}")  # with the node that had it
+    assert start["status"] == 503
+
+
+def test_a_call_that_its_client_did_not_finish_is_sent_nowhere() -> None:
+    handle = Handle()
+    assert http(handle, HUNG_UP) == [] and not handle.calls
+
+
+def test_a_prefix_of_the_route_is_not_the_replicas_business() -> None:
+    handle = Handle([[START, body(b"", more=False)]])
+    http(handle, b'{"prompt": "Hi there"}', path="/llm/v1/completions", root_path="/llm")
+    ((scope, _), named) = handle.calls[0]
+    assert scope["path"] == "/v1/completions" and named[ASK].prompt_len > 1
+
+
+def test_metrics_are_of_all_replicas_for_those_whom_the_door_lets_in() -> None:
+    page = [[START, body(b"its own", more=False)]]
+    handle = Handle(page)
+    gauge = GaugeMetricFamily("jaxserve:num_blocks", "Blocks.", 7)
+    handle.told = [("b", [gauge]), KeyError("of one that has just gone")]
+    start, told = http(handle, b"", path="/metrics", method="GET")
+    assert start["status"] == 200 and b'jaxserve:num_blocks{replica="b"} 7.0' in told["body"]
+    assert handle.responses[0].cancelled
+    handle = Handle(page)
+    handle.told = TimeoutError()
+    assert http(handle, b"", path="/metrics", method="GET")[0]["status"] == 503
+    refused = [{**START, "status": 401}, body(b"no key", more=False)]
+    assert http(Handle([refused], [refused]), b"", path="/metrics", method="GET") == refused
 
 
 def test_an_answer_that_was_whole_when_its_replica_died_is_whole() -> None:

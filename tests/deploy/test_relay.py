@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.deploy.relay import Pieces, ReplicaLost, relay
 
-HEAD, DEAD, AWAY = "head", "dead", "away"
+HEAD, DEAD, AWAY, FAILED = "head", "dead", "away", "failed"
 
 
 class Fleet:
@@ -19,17 +19,21 @@ class Fleet:
     def __init__(self, *scripts: Sequence[Any]) -> None:
         self._scripts = list(scripts)
         self.closed = 0
+        self.avoided: list[str] = []
 
     @property
     def unused(self) -> int:
         return len(self._scripts)
 
-    async def send(self) -> Pieces:
+    async def send(self, avoided: str) -> Pieces:
+        self.avoided.append(avoided)
         script = self._scripts.pop(0)
         try:
             for step in script:
                 if step in (DEAD, AWAY):
                     raise ReplicaLost("out of memory", dead=step == DEAD)
+                if step == FAILED:
+                    raise ReplicaLost("the engine failed", dead=True, replica="b")
                 yield list(step)
         finally:
             self.closed += 1
@@ -65,6 +69,12 @@ def test_without_a_part_it_goes_elsewhere_and_nothing_of_the_first_is_seen(
     fleet = Fleet([*before, DEAD], [[HEAD, "b"]])
     assert read(fleet) == ([HEAD, "b"], None)
     assert fleet.closed == 2
+
+
+def test_one_that_only_serves_no_more_is_avoided() -> None:
+    fleet = Fleet([[HEAD], FAILED], [[HEAD, "b"]])
+    assert read(fleet) == ([HEAD, "b"], None)
+    assert fleet.avoided == ["", "b"]
 
 
 def test_it_goes_elsewhere_once() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
+from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import ConfigError, HostLost
@@ -51,7 +52,9 @@ def run(test: Callable[[EngineReplica], Awaitable[T]], engine: Engine, *flags: s
     """The test, with a replica that is stopped behind it."""
 
     async def whole() -> T:
-        replica = EngineReplica(["--config.engine.stall_s=0", *flags], 1, lambda _: serving(engine))
+        replica = EngineReplica(
+            ["--config.engine.stall_s=0", *flags], 1, lambda _: serving(engine), lambda: "r1"
+        )
         try:
             return await asyncio.wait_for(test(replica), 60)
         finally:
@@ -200,8 +203,9 @@ def test_it_stops_once_what_runs_has_ended() -> None:
         assert stopping is not None and replica.__del__() is None
         task = asyncio.ensure_future(stopping)
         await asyncio.to_thread(engine.wait, lambda: not engine.open)
-        late = await pieces_of(post(replica, "/v1/completions", prompt="Hi"))
-        assert late[0]["status"] == 503
+        with pytest.raises(Unserved, match="shutting down") as late:
+            await pieces_of(post(replica, "/v1/completions", prompt="Hi"))
+        assert late.value.replica == "r1"
         engine.step()
         await task
         return await answer
@@ -232,6 +236,56 @@ def test_calls_of_a_replica_that_has_lost_a_host_may_come_again() -> None:
     _, *rest = run(call, engine)
     event = json.loads(body(rest).rpartition(b"data: ")[2])
     assert event["error"]["code"] == "unavailable" and "host 1 is gone" in event["error"]["message"]
+
+
+@pytest.mark.parametrize("door", ["http", "chat", "stream", "grpc"])
+def test_what_a_replica_had_not_begun_to_answer_when_its_engine_failed_it_leaves_to_others(
+    door: str,
+) -> None:
+    engine = Engine()
+
+    def ask(replica: EngineReplica) -> AsyncGenerator[Any, None]:
+        if door == "grpc":
+            return generate(replica, pb.GenerateRequest(text="Hi"))
+        if door == "chat":
+            messages = [{"role": "user", "content": "Hi"}]
+            return post(replica, "/v1/chat/completions", messages=messages, stream=True)
+        return post(replica, "/v1/completions", prompt="Hi", stream=door == "stream")
+
+    async def call(replica: EngineReplica) -> None:
+        waiting = asyncio.ensure_future(pieces_of(ask(replica)))
+        await asyncio.to_thread(engine.wait, lambda: engine.live)
+        engine.fail(RuntimeError("no memory"))
+        for answer in (waiting, pieces_of(ask(replica))):
+            with pytest.raises(Unserved, match="no memory"):
+                await answer
+        snapshot = (await replica.record_routing_stats())[SNAPSHOT]
+        assert snapshot["draining"]
+
+    run(call, engine)
+
+
+def test_what_is_wrong_with_a_call_is_nobody_elses_to_answer() -> None:
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> list[Any]:
+        engine.fail(RuntimeError("no memory"))
+        await asyncio.sleep(0)
+        return await pieces_of(post(replica, "/v1/completions", nonsense=1))
+
+    assert run(call, engine)[0]["status"] == 400
+
+
+def test_its_metrics_are_those_of_a_server() -> None:
+    engine = Engine().run()
+
+    async def call(replica: EngineReplica) -> Any:
+        await pieces_of(post(replica, "/v1/completions", prompt="Hi", max_tokens=3))
+        return await replica.metrics()
+
+    name, metrics = run(call, engine)
+    samples = {sample.name: sample.value for metric in metrics for sample in metric.samples}
+    assert name == "r1" and samples["jaxserve:generation_tokens_total"] == 3
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,18 @@ def test_a_replica_that_has_said_nothing_is_there_and_one_that_is_gone_is_not(ro
         replicas.choose(ASK, 1.0)
 
 
+def test_one_that_serves_no_more_is_avoided_until_it_says_that_it_does() -> None:
+    replicas = Replicas("least_loaded")
+    replicas.update({"a": said(1.0), "b": busy(1.0)})
+    replicas.avoid("a")
+    replicas.update({"a": said(1.0), "b": busy(1.0)})  # nothing new
+    assert replicas.choose(ASK, 1.1) == "b"
+    replicas.update({"a": said(2.0, draining=True), "b": busy(1.0)})
+    assert replicas.choose(ASK, 2.1) == "b"
+    replicas.update({"a": said(3.0), "b": busy(1.0)})
+    assert replicas.choose(ASK, 3.1) == "a"
+
+
 def test_there_may_be_any_number_and_a_place_is_used_again_without_what_was_known() -> None:
     replicas = Replicas("least_loaded")
     replicas.update({number: said(1.0, unfinished=number + 5) for number in range(40)})

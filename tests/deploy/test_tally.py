@@ -72,6 +72,12 @@ def test_a_snapshot_has_what_was_learned_and_is_of_now(tally: Tally) -> None:
     assert found.time == 1100.0 and found.free_blocks == found.num_blocks and not found.draining
 
 
+def test_one_that_takes_no_more_says_so_as_of_now(tally: Tally, clock: Clock) -> None:
+    clock.now += 50.0  # no step since
+    found = tally.snapshot(draining=True)
+    assert found.draining and found.time == 1150.0
+
+
 def test_steps_that_take_longer_than_predicted_are_told(tally: Tally, engine: Engine) -> None:
     before = tally.snapshot()
     engine.step()  # 8 ms for 9

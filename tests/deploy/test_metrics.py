@@ -1,0 +1,31 @@
+"""The page of all replicas."""
+
+from __future__ import annotations
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.deploy.metrics import page
+
+
+def told(count: float) -> list[Metric]:
+    counter = CounterMetricFamily("jaxserve:calls", "Calls.", labels=("model_name",))
+    counter.add_metric(("m",), count)
+    histogram = HistogramMetricFamily("jaxserve:ttft_seconds", "TTFT.")
+    histogram.add_metric((), [("0.1", count), ("+Inf", count + 1)], 0.5)
+    return [counter, histogram]
+
+
+def test_samples_say_whose_they_are_and_families_are_one() -> None:
+    text = page({"b": told(2.0), "a": told(1.0)}).decode()
+    assert text.count("# TYPE jaxserve:calls_total counter") == 1
+    assert text.count("# TYPE jaxserve:ttft_seconds histogram") == 1
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert len(found) == 2 * 5
+    assert found["jaxserve:calls_total", ("model_name", "m"), ("replica", "b")] == 2.0
+    assert found["jaxserve:ttft_seconds_bucket", ("le", "0.1"), ("replica", "a")] == 1.0
+    assert found["jaxserve:ttft_seconds_sum", ("replica", "a")] == 0.5
