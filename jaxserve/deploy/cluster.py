@@ -48,14 +48,21 @@ class Cluster:
         try:
             running.result(READY_S)
         except TimeoutError:
-            raise NotReady(f"the deployment does not run after {READY_S:g} s") from None
+            late = f"the deployment does not run after {READY_S:g} s"
+            raise NotReady("; ".join([late, *self._problems()])) from None
         except RuntimeError:
-            told = serve.status().applications[APP].deployments.values()
-            raise NotReady("; ".join(_last_line(each.message) for each in told)) from None
+            raise NotReady("; ".join(self._problems())) from None
         proxies = "the proxies are healthy"
         self.wait(lambda: set(serve.status().proxies.values()) == {"HEALTHY"}, proxies)
         self.wait(lambda: self.replicas() == settings.replicas, "all replicas run")
         return time.monotonic() - began
+
+    def _problems(self) -> list[str]:
+        """What Ray Serve says of the deployments, a line each."""
+        from ray import serve
+
+        told = serve.status().applications[APP].deployments.values()
+        return [_last_line(each.message) for each in told if each.message.strip()]
 
     def replicas(self) -> int:
         """Engines that run; those not counted that are to go."""
@@ -74,10 +81,13 @@ class Cluster:
         return time.monotonic() - began
 
     def processes(self) -> list[int]:
-        """Process ids of the engines. Only where there is /proc."""
-        title = f"ray::ServeReplica:{APP}:{ENGINE}".encode()
-        ours = _descendants()
-        return [pid for pid, _, words in _processes() if pid in ours and words.startswith(title)]
+        """Process ids of the engines; of those over several hosts, the leaders'. Only where there
+        is /proc."""
+        return _titled(f"ray::ServeReplica:{APP}:{ENGINE}")
+
+    def followers(self) -> list[int]:
+        """Process ids of their other hosts. Likewise."""
+        return _titled("ray::HostFollower")
 
 
 @contextlib.contextmanager
@@ -116,7 +126,7 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
 
 def _last_line(text: str) -> str:
     """Of a traceback in a message, that which says what was wrong."""
-    return (text.strip().splitlines() or [""])[-1]
+    return text.strip().splitlines()[-1]
 
 
 @contextlib.contextmanager
@@ -137,6 +147,12 @@ def _processes() -> Iterator[tuple[int, int, bytes]]:
         with contextlib.suppress(OSError):  # it has just ended
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             yield int(folder.name), parent, (folder / "cmdline").read_bytes()
+
+
+def _titled(title: str) -> list[int]:
+    """Of our own processes, the ids of those whose command line begins so."""
+    ours, begins = _descendants(), title.encode()
+    return [pid for pid, _, words in _processes() if pid in ours and words.startswith(begins)]
 
 
 def _descendants() -> set[int]:

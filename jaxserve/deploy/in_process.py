@@ -91,8 +91,9 @@ async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Par
                 return
     finally:
         running.cancel()
-        with suppress(BaseException):
-            await running
+        await asyncio.wait([running])  # and whoever cancels this wait, does
+        if not running.cancelled():
+            running.exception()  # nobody reads on to hear of it
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,42 @@ import urllib.request
 from dataclasses import asdict
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.deploy.cluster import Cluster
 from jaxserve.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
 
 pytestmark = pytest.mark.ray
+
+
+def metric(cluster: Cluster, name: str, **labels: str) -> float:
+    """The sum over the replicas, each of which says whose it is."""
+    with urllib.request.urlopen(cluster.http.removesuffix("v1") + "metrics", timeout=60) as page:
+        text = page.read().decode()
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"jaxserve:{name}"
+        and sample.labels["replica"]
+        and labels.items() <= sample.labels.items()
+    ]
+    assert found, text
+    return sum(found)
+
+
+def hang_up(cluster: Cluster) -> None:
+    """A client that goes in the middle of seconds of work."""
+    body = json.dumps(
+        {"prompt": ["Once upon a time"] * 64, "max_tokens": 200, "stream": True, "ignore_eos": True}
+    ).encode()
+    request = urllib.request.Request(f"{cluster.http}/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+    cluster.wait(lambda: not metric(cluster, "num_requests"), "the engine has let go of them", 60)
+    assert metric(cluster, "request_success_total", finished_reason="abort") > 0
 
 
 def look(cluster: Cluster) -> None:
@@ -24,6 +54,8 @@ def look(cluster: Cluster) -> None:
         assert len(one.token_ids) == 8 and one.text
         with pytest.raises(ServerError, match="max_tokens: must be at least 1"):
             client.complete("Once", max_tokens=-1, timeout=60)
+    assert metric(cluster, "generation_tokens_total") == 8
+    hang_up(cluster)
     body = json.dumps({"prompt": "Once", "nonsense": 1}).encode()
     request = urllib.request.Request(f"{cluster.http}/completions", body)
     request.add_header("Content-Type", "application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,22 @@ from pydantic import ValidationError
 from jaxserve.deploy import demo
 from jaxserve.deploy.settings import Settings
 
-FILE = Path(__file__).parents[2] / "configs" / "deploy" / "ray.yaml"
+ROOT = Path(__file__).parents[2]
+FILE, PAGE = ROOT / "configs" / "deploy" / "ray.yaml", ROOT / "docs" / "ray.md"
 
 
 def test_the_config_file_says_what_there_is() -> None:
     (application,) = yaml.safe_load(FILE.read_text())["applications"]
     settings = Settings(**application["args"])
     assert (settings.flags, settings.routing, settings.max_replicas) == ([], "slo", 2)
+
+
+def test_the_page_has_every_setting() -> None:
+    (table,) = re.findall(r"\n\n(\| name .*?)\n\n", PAGE.read_text(), re.DOTALL)
+    named = {
+        name for row in table.splitlines() for name in re.findall("`(.*?)`", row.split("|")[1])
+    }
+    assert named == set(Settings.model_fields)
 
 
 def test_flags_may_be_one_text() -> None:

@@ -114,7 +114,7 @@ def test_where_one_cannot_be_started_nobody_waits_for_it() -> None:
             return "host 2: no such file" if self.looks == 2 else None
 
     with pytest.raises(GroupError, match=r"^host 2: no such file$"):
-        gather(Seat("localhost", 0, 3, 0, TIMEOUT), PROFILE, Failing())
+        gather(Seat("localhost", 0, 3, 0, 5.0), PROFILE, Failing())
 
 
 def test_those_who_have_come_hear_that_another_one_does_not() -> None:

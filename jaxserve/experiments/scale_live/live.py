@@ -38,7 +38,7 @@ BEGUN = 20  # streams, at which a replica is killed: later, it may be done with 
 MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
 ALONE = 20  # calls one after the other
 # Few steps to compile: this is about calls, not about speed.
-_FLAGS = (
+FLAGS = (
     "--config.scheduler.max_batch_tokens=256",
     "--config.engine.row_buckets=(16,)",
     "--config.engine.token_buckets=(256,)",
@@ -91,7 +91,7 @@ def settings() -> Settings:
     return Settings(
         replicas=1,
         max_replicas=2,
-        flags=list(_FLAGS),
+        flags=list(FLAGS),
         num_cpus=_CPUS / 4,  # so that one may come while another one has not gone
         upscale_delay_s=1.0,
         downscale_delay_s=10.0,
