@@ -128,9 +128,7 @@ class Ingress:
         """Raises HTTPException for one that is too long, or comes too slowly; ClientDisconnect."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return b""
-        if self._body_bytes is None:
-            self._body_bytes = await self._limit.remote()
-        within = limited(receive, scope, self._body_bytes)
+        within = limited(receive, scope, await self._longest())
         body = bytearray()
         while True:
             message = await within()
@@ -139,6 +137,15 @@ class Ingress:
             body += message.get("body", b"")
             if not message.get("more_body", False):
                 return bytes(body)
+
+    async def _longest(self) -> int:
+        """Bytes of the longest body, which all replicas are alike in. Raises as a call does."""
+        if self._body_bytes is None:
+            try:
+                self._body_bytes = await self._limit.remote()
+            except ActorDiedError:  # another one may live
+                self._body_bytes = await self._limit.remote()
+        return self._body_bytes
 
     # gRPC. The names are those of the service's methods.
 

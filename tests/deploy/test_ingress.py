@@ -71,6 +71,7 @@ class Handle:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.responses: list[Response] = []
         self.told: Any = []  # of metrics
+        self.dead = 0  # replicas that are asked how long bodies may be
 
     def options(self, *, method_name: str, stream: bool = False) -> Any:
         if method_name == "body_bytes":
@@ -78,6 +79,11 @@ class Handle:
         return self
 
     async def _body_bytes(self) -> int:
+        from ray.exceptions import ActorDiedError
+
+        if self.dead:
+            self.dead -= 1
+            raise ActorDiedError()
         return 1000
 
     def broadcast(self, method_name: str) -> Any:
@@ -247,6 +253,15 @@ def test_an_answer_that_was_whole_when_its_replica_died_is_whole() -> None:
 def test_a_body_that_is_too_long_is_sent_nowhere() -> None:
     handle = Handle()
     assert http(handle, b" " * 1001)[0]["status"] == 413 and not handle.calls
+
+
+def test_how_long_bodies_may_be_another_replica_says_too() -> None:
+    handle = Handle([[START, body(b"", more=False)]])
+    handle.dead = 1
+    assert http(handle, b"{}")[0]["status"] == 200
+    handle = Handle()
+    handle.dead = 2
+    assert http(handle, b"{}")[0]["status"] == 503
 
 
 def test_rpcs_go_the_same_ways() -> None:
