@@ -11,7 +11,7 @@ from absl import flags
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.seat import check_tensor
+from jaxserve.hosts.seat import check_tensor, check_wait
 from jaxserve.server import launch
 
 _DEFAULT = Path(base.__file__).parent / "tiny_cpu.py"
@@ -56,6 +56,7 @@ def replica_config(given: Sequence[str], hosts: int = 1) -> Any:
             raise ConfigError(f"flags: mesh.{name} has no meaning for a replica: {why}")
     config.mesh.hosts = hosts
     try:
+        check_wait(config.mesh.hosts_wait_s)
         check_tensor(config.mesh.tensor, hosts)
     except GroupError as error:
         raise ConfigError(f"flags: {error}") from None

@@ -42,9 +42,7 @@ def find_seat(mesh: Any) -> Seat | None:
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
     if hosts < 0:
         raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
-    if not 0 < mesh.hosts_wait_s <= _MAX_HOSTS_WAIT_S:
-        limits = f"must be more than 0, and at most {_MAX_HOSTS_WAIT_S:g}"
-        raise GroupError(f"mesh.hosts_wait_s {limits}, got {mesh.hosts_wait_s:g}")
+    check_wait(mesh.hosts_wait_s)
     if hosts == 1:
         for name, default in (("coordinator", ""), ("host_index", -1)):
             if mesh[name] != default:
@@ -58,6 +56,13 @@ def find_seat(mesh: Any) -> Seat | None:
         raise GroupError(f"mesh.host_index must be 0 to {hosts - 1}, got {index}")
     check_tensor(mesh.tensor, hosts)
     return Seat(address, port, hosts, index, mesh.hosts_wait_s, devices)
+
+
+def check_wait(seconds: float) -> None:
+    """Raises GroupError for a `mesh.hosts_wait_s` that is none."""
+    if not 0 < seconds <= _MAX_HOSTS_WAIT_S:
+        limits = f"must be more than 0, and at most {_MAX_HOSTS_WAIT_S:g}"
+        raise GroupError(f"mesh.hosts_wait_s {limits}, got {seconds:g}")
 
 
 def check_tensor(tensor: int, hosts: int) -> None:

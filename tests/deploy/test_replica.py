@@ -295,6 +295,7 @@ def test_its_metrics_are_those_of_a_server() -> None:
         ("--config.server.batch_dir=/x", "server.batch_dir.*no batches"),
         ("--config.mesh.hosts=2", "mesh.hosts has no meaning.*the setting hosts"),
         ("--config.mesh.coordinator=a:1", "mesh.coordinator has no meaning"),
+        ("--config.mesh.hosts_wait_s=0.0", "flags: mesh.hosts_wait_s must be more than 0"),
         ("--polcy=vllm", "polcy"),
         ("--config.server.grace_s=-1", "server.grace_s: must be 0"),
     ],
