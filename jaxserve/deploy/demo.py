@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         replica_config(settings.flags, settings.hosts)
     except ValidationError as error:
         first = error.errors()[0]
-        problem = str(first["msg"]).removeprefix("Value error, ")
-        parser.error(f"--{'.'.join(map(str, first['loc']))}: {problem}")
+        where, text = first["loc"], first["msg"].removeprefix("Value error, ")
+        parser.error(f"--{where[0]}: {text}" if where else f"--{text}")  # else it names them itself
     except ConfigError as error:
         parser.error(f"--{error}")
     if importlib.util.find_spec("ray") is None:
@@ -84,11 +84,12 @@ def _serve(settings: Settings, http_port: int, grpc_port: int) -> int:
 
 def ready_text(cluster: Cluster, settings: Settings, seconds: float) -> str:
     """What to print once calls are taken."""
+    hosts = f" of {settings.hosts} hosts" if settings.hosts > 1 else ""
     prompt = '{"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}'
     return "\n".join(
         (
             f"jaxserve is ready after {seconds:.1f} s",
-            f"  replicas {settings.replicas}, chosen by {settings.routing}",
+            f"  replicas {settings.replicas}{hosts}, chosen by {settings.routing}",
             f"  address  {cluster.grpc}",
             f"  http     {cluster.http}",
             "Try it in a second terminal:",
