@@ -29,7 +29,8 @@ class Traffic:
 
     moved: bytes that operations read from memory and write to it. floor: each argument that is
     read, read once, and the results written. Neither counts the pool, of which attention reads
-    what the contexts say. kernels: operations that run, loops' as often as they run.
+    what the contexts say. kernels: operations that run. A loop counts as often as the compiler
+    knows it to run, else once; of a choice the branch that moves most.
     """
 
     moved: int = 0
@@ -82,11 +83,14 @@ class _Count:
             elif op.opcode in _SAME:
                 origins[op.name] = {o for one in inputs for o in origins.get(one.name, ())}
             if op.opcode in ("while", "call", "conditional"):
-                kernels += sum(self.run(called, times * op.trips) for called in op.called)
+                runs = [self._alone(called, times * op.trips) for called in op.called]
+                taken = [max(runs)] if op.opcode == "conditional" else runs
+                self.moved += sum(moved for moved, _ in taken)
+                kernels += sum(number for _, number in taken)
                 for one in inputs:
                     self._note(origins.get(one.name, set()), self.size(one.arrays))
             elif op.opcode not in _NOTHING and not op.opcode.endswith("-done"):
-                written = sum(self.size(element) for element in op.written)
+                written = self._writes(op)
                 kernels += times if self._runs(op) else 0
                 self.moved += times * written
                 for place, one in enumerate(inputs):
@@ -94,6 +98,36 @@ class _Count:
                     self.moved += times * size
                     self._note(origins.get(one.name, set()), size)
         return kernels
+
+    def _alone(self, name: str, times: int) -> tuple[int, int]:
+        """What the computation moves, not counted yet, and how many operations that is."""
+        before = self.moved
+        kernels = self.run(name, times)
+        moved, self.moved = self.moved - before, before
+        return moved, kernels
+
+    def _writes(self, op: Operation) -> int:
+        """Bytes that it writes: of what it updates in place the new part."""
+        update = self._update(op)
+        if update is not None:
+            return self.size(update[1].arrays)
+        return sum(self.size(element) for element in op.written)
+
+    def _update(self, op: Operation) -> tuple[int, Operation] | None:
+        """Of an operation whose result is its operand with a slice updated, which XLA does in
+        place: (that operand's number, what the slice becomes); None for any other."""
+        if op.opcode != "fusion":
+            return None
+        inside = {one.name: one for one in self._module.computations[op.called[0]]}
+        root = next(one for one in inside.values() if one.is_root)
+        while root.opcode == "bitcast":
+            root = inside[root.operands[0]]
+        if root.opcode != "dynamic-update-slice":
+            return None
+        whole, new = (inside[name] for name in root.operands[:2])
+        while whole.opcode == "bitcast":
+            whole = inside[whole.operands[0]]
+        return (whole.number, new) if whole.opcode == "parameter" else None
 
     def _note(self, origins: set[str], size: int) -> None:
         for name in origins:
@@ -112,6 +146,9 @@ class _Count:
             return min(whole, taken)
         if op.opcode != "fusion":
             return whole
+        update = self._update(op)
+        if update is not None and update[0] == place:
+            return 0
         return min(whole, self._reads_inside(op.called[0], place, whole))
 
     def _reads_inside(self, name: str, place: int, whole: int) -> int:

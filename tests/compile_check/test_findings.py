@@ -23,7 +23,6 @@ from jaxserve.compile_check.launches import outside_in
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.report import line
 from jaxserve.compile_check.targets import load_target
-from jaxserve.compile_check.traffic import traffic
 from jaxserve.compile_check.weights import Move, is_parameter_of_model, moves
 
 WEIGHT, ROWS = "bf16[5120,5120]{1,0}", "bf16[128,5120]{1,0}"
@@ -213,26 +212,6 @@ def test_names_that_are_not_there_are_a_failure(case: Case, tmp_path: Path) -> N
                        ("pool", "arg is neither of params nor the pool")):  # fmt: skip
         with pytest.raises(RuntimeError, match=said):
             problems(case, UNROLLED.replace(f'op_name="{name}', 'op_name="arg'), tmp_path)
-
-
-def test_bytes_and_their_floor() -> None:
-    def pool(op: hlo.Operation) -> bool:
-        return op.source == "pool"
-
-    rows, weight = 128 * 5120 * 2, 5120 * 5120 * 2
-    found = traffic(hlo.read(UNROLLED), pool)
-    # Of the embedding only the rows; of the pool nothing; the kernel reads the gemm's result.
-    ids = 128 * 4
-    assert found.floor == ids + rows + weight + rows
-    assert found.moved == (ids + rows + rows) + (rows + weight + rows) + rows
-    assert found.kernels == 3
-    assert found.times_floor == found.moved / found.floor
-
-    found = traffic(hlo.read(SCANNED), pool)
-    # Each of 40 layers' weights is read, written and read again.
-    assert found.floor == rows + 40 * weight + rows
-    assert found.moved == 40 * (3 * weight + 2 * rows + 4)
-    assert found.kernels == 80
 
 
 def test_a_step_in_one_command_buffer() -> None:
