@@ -104,6 +104,9 @@ def attention_input(
         q, k, v = _project_fused(weights, config, x, mesh)
     else:
         apart = kv_weights(weights)
+        # Whole, since caches cut it by heads: XLA would have each shard make its own part of x, and
+        # gather the parts for q, k and v.
+        x = constrain(x, mesh, None, None)
         q, k, v = _project_apart(weights, config, x, mesh)
     if weights.q_norm is not None:
         q = rms_norm(q, weights.q_norm.scale, config.norm_eps)
