@@ -55,6 +55,24 @@ def projection_specs(projection: HiddenProjection) -> HiddenProjection:
     return dataclasses.replace(projection, **given)
 
 
+def sum_as_far(
+    scores: jax.Array, axis: int, piece: int, length: jax.Array, axis_name: str
+) -> jax.Array:
+    """Inside a shard: scores summed over the shards, in place, piece by piece along `axis` as far
+    as index `length`, int32 []; what lies behind the last piece is the shard's own.
+
+    piece: divides the axis. Pieces of a loop's carry are all that is copied; a choice between
+    sums of several lengths would copy all of the scores in each.
+    """
+
+    def one_piece(i: jax.Array, scores: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(scores, i * piece, piece, axis)
+        summed = jax.lax.psum(part, axis_name)
+        return jax.lax.dynamic_update_slice_in_dim(scores, summed, i * piece, axis)
+
+    return jax.lax.fori_loop(0, (length + piece - 1) // piece, one_piece, scores)
+
+
 def row_by_row(
     kernel: Callable[..., jax.Array],
     q: jax.Array,
@@ -90,7 +108,10 @@ def row_by_row(
         alone = _alone(batch, row, jnp.where(batch.token_row == row, 0, 1))
         return out + kernel(q, whole, jnp.int32(0), alone, projection)
 
-    return jax.lax.fori_loop(0, jnp.sum(hidden), one_row, jnp.zeros_like(q))
+    number = jnp.sum(hidden)
+    # Of q, or XLA makes the zeros of all layers when the step begins, and keeps them.
+    zeros = jnp.where(number < 0, q, 0)
+    return jax.lax.fori_loop(0, number, one_row, zeros)
 
 
 def _alone(batch: AttentionBatch, row: jax.Array, token_row: jax.Array | None) -> AttentionBatch:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import tpu_softmax, tpu_stream, tuned_tpu
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.sharding import sum_as_far
 from jaxserve.pallas_kernels.tpu_common import (
     ANY,
     BEGIN,
@@ -292,7 +292,8 @@ def two_passes(
     # What was never written may be anything: nothing of it may reach the sum over devices.
     raw = jnp.where(seen, raw, 0)
     if axis_name is not None:
-        raw = lax.psum(raw, axis_name)
+        longest = jnp.max(jnp.where(live, batch.context_lens, 0))
+        raw = sum_as_far(raw, 1, 1, -(-longest // chunk.tokens), axis_name)
     scores = tpu_softmax.scored(raw, seen, options)
     # A row without anything seen has NaN here; it has no item either.
     weights = jax.nn.softmax(scores, axis=(1, 3))

@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxserve.pallas_kernels import online_softmax, tuned
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.sharding import sum_as_far
 from jaxserve.pallas_kernels.triton_common import (
     BatchRefs,
     Geometry,
@@ -41,6 +42,7 @@ from jaxserve.pallas_kernels.triton_merge import Parts, merge_parts, part_shapes
 from jaxserve.pallas_kernels.triton_shares import Segment, Shares, cut, for_each_segment
 
 MAX_HEADS = 128  # all of them are one tile of a matrix unit
+PIECES = 4  # of scores, of which shards sum those that the longest context reaches into
 MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
 
 
@@ -280,17 +282,19 @@ def absorbed(
     launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
     options = Options(geometry, num_heads, scale, sliding_window, soft_cap, launch.tile)
     fields = batch_arguments(layer, batch)
-    longest = cdiv(batch.table_width * geometry.block_size, launch.tile) * launch.tile
+    longest = batch.table_width * geometry.block_size
+    piece = cdiv(cdiv(longest, PIECES), launch.tile) * launch.tile
+    columns = cdiv(longest, piece) * piece
     scores = pl.pallas_call(
         functools.partial(_scores_kernel, options=options),
-        out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, longest), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, columns), jnp.float32),
         grid=plan.scores.first.shape,
         compiler_params=_params(launch),
         interpret=interpret,
         name="absorbed_scores",
     )(*fields, *plan.scores, qx.reshape(-1, width), as_rows(pool))
     if axis_name is not None:
-        scores = _sum_over_shards(scores, batch, axis_name)
+        scores = sum_as_far(scores, 1, piece, _longest(batch), axis_name)
 
     launch = _launch("absorbed_sums", itemsize, geometry, num_heads)
     options = options._replace(tile=launch.tile)
@@ -316,16 +320,7 @@ def _params(launch: tuned.Launch) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
 
 
-def _sum_over_shards(scores: jax.Array, batch: AttentionBatch, axis_name: str) -> jax.Array:
-    """scores [R * H, C] summed over the shards, as far as the longest context of a hidden decode
-    reaches: up to an eighth, a quarter, half or all of what a table has room for."""
+def _longest(batch: AttentionBatch) -> jax.Array:
+    """Tokens of the longest context of a hidden decode, int32 []."""
     mine = (batch.kind == HIDDEN) & (jnp.arange(batch.max_rows) < batch.num_decodes)
-    longest = jnp.max(jnp.where(mine, batch.context_lens, 0))
-    sizes = sorted({max(1, scores.shape[1] // part) for part in (8, 4, 2, 1)})
-
-    def up_to(size: int, scores: jax.Array) -> jax.Array:
-        summed = lax.psum(scores[:, :size], axis_name)
-        return lax.dynamic_update_slice(scores, summed, (0, 0))
-
-    shorter = sum((longest > size).astype(jnp.int32) for size in sizes[:-1])
-    return lax.switch(shorter, [functools.partial(up_to, size) for size in sizes], scores)
+    return jnp.max(jnp.where(mine, batch.context_lens, 0))

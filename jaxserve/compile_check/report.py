@@ -251,7 +251,9 @@ machine that has none of them. Written by
   program, for a GPU the 95% that the presets give to jax.
 - **bytes / floor**: what the step's operations read from memory and write to it, over what they
   must: each weight and other argument once, and the results. Neither counts the pool, of which
-  attention reads what contexts say.
+  attention reads what contexts say. The floor has no activations, of which a step for many tokens
+  moves more than weights; its matmuls take longer than either. A loop whose length only the batch
+  says counts once, of a choice the branch that moves most.
 - **weights moved**: what operations that move more than 4 MiB of weights each write of them.
 - **kernels a layer**: all operations that the step runs, over its layers.
 - **on chip**: for GPUs, whose assembler says it: the most registers that a kernel of the program

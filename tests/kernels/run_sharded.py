@@ -38,7 +38,7 @@ def step(shape: Shape, mesh: Mesh | None, backend: str) -> tuple[dict[str, np.nd
     """Write and attend in two scanned layers under jit, then move slots: (results by name, the
     pool as it lies)."""
     rng = np.random.default_rng(0)
-    rows = [(9, 1), (1, 1), (20, 1)] if shape.tokens == shape.rows else [(9, 1), (8, 8), (20, 13)]
+    rows = [(9, 1), (1, 1), (41, 1)] if shape.tokens == shape.rows else [(42, 1), (8, 8), (20, 13)]
     kinds = [HIDDEN, KV, HIDDEN]
     decodes = sum(length == 1 for _, length in rows)
     batch = make_batch(shape, rows, [LEFT, RIGHT, RIGHT], decodes, rng, kinds=kinds)
