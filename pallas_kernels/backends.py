@@ -108,7 +108,11 @@ def _misplaced(name: str) -> str | None:
     if wanted != "gpu":
         return None
     oldest, newest = CAPABILITIES[name]
-    if oldest <= (found := float(device.compute_capability)) <= (newest or found):
+    try:
+        found = float(device.compute_capability)
+    except ValueError:  # AMD's are named
+        return f"{name} needs a gpu of NVIDIA's, this is a {device.compute_capability}"
+    if oldest <= found <= (newest or found):
         return None
     which = f"{oldest} or newer" if newest is None else f"{oldest}"
     return f"{name} needs a gpu of compute capability {which}, this one has {found}"

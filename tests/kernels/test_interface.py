@@ -139,12 +139,22 @@ def test_auto_goes_by_platform(
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert resolve_backend("auto") == backend
-    if device.compute_capability == "7.5":
-        with pytest.raises(ValueError, match=r"8\.0 or newer, this one has 7\.5"):
-            select_backend("triton", kinds=(KV,), **MODEL)
-        chosen, reason = select_backend("auto", kinds=(KV,), **MODEL)
-        assert chosen == "xla"
-        assert str(reason).endswith("8.0 or newer, this one has 7.5")
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ("7.5", "triton needs a gpu of compute capability 8.0 or newer, this one has 7.5"),
+        ("gfx942", "triton needs a gpu of NVIDIA's, this is a gfx942"),
+    ],
+)
+def test_a_gpu_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: str, reason: str
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", capability)])
+    assert select_backend("auto", kinds=(KV,), **MODEL) == ("xla", reason)
+    with pytest.raises(ValueError, match=f"backend: {reason}"):
+        select_backend("triton", kinds=(KV,), **MODEL)
 
 
 MODEL: dict[str, Any] = {
