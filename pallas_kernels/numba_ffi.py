@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils, registry
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic as _intrinsic
 
 log = logging.getLogger(__name__)
@@ -265,9 +267,14 @@ def _compiled(function: Callable[[int], int], name: str) -> int:
     machine = repr(registry.cpu_target.target_context.codegen().magic_tuple())
     function.__qualname__ = f"{name}_{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
     signature = types.int64(types.int64)
+    keeping = cfunc(signature, cache=True, **OPTIONS)
     made: Any
     try:
-        made = cfunc(signature, cache=True, **OPTIONS)(function)
+        try:
+            made = keeping(function)
+        except (EOFError, UnpicklingError):  # a file is not whole: the machine may have gone down
+            FunctionCache(function).flush()
+            made = keeping(function)
     except (RuntimeError, OSError) as error:  # no folder for it that can be written; a full disk
         log.warning("%s is compiled at each start, it cannot be kept: %s", name, error)
         made = cfunc(signature, **OPTIONS)(function)

@@ -163,6 +163,11 @@ def test_compiled_code_is_kept_where_it_can_be(
     indices = set(tmp_path.rglob("*.nbi"))
     assert compiled(2, "other") == (14, 0)
     assert len(set(tmp_path.rglob("*.nbi")) - indices) == 1  # what it writes is its own
+    for kind in ("*.nbc", "*.nbi"):
+        for path in tmp_path.rglob(kind):
+            path.write_bytes(path.read_bytes()[:20])
+        assert compiled(2) == (14, 0)
+        assert compiled(2) == (14, 1)
     assert not caplog.text
     with monkeypatch.context() as patch:
         patch.setattr(caching.IndexDataCacheFile, "save", full)
