@@ -44,20 +44,21 @@ _Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOA
 _lock = threading.Lock()  # steps are compiled by several threads
 
 
-def target(head_dim: int) -> str:
+def target(head_dim: int, *, bfloat16: bool) -> str:
     """The name of the kernel for heads of this width, compiled if it is the first time.
 
-    Operands: q [T, H, D], pool [L, B, K, S, D], float32; of `AttentionBatch`: tables, context_lens,
+    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of bfloat16 or else float32; of
+    `AttentionBatch`: tables, context_lens,
     query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
     float32 [2]: scale, soft_cap (0: none). Result: [T, H, D].
     """
     with _lock:
-        return _registered(head_dim)
+        return _registered(head_dim, bfloat16)
 
 
 @functools.cache
-def _registered(head_dim: int) -> str:
-    name = f"jaxserve_paged_attention_{head_dim}"
+def _registered(head_dim: int, bfloat16: bool) -> str:
+    name = f"jaxserve_paged_attention_{'bfloat16' if bfloat16 else 'float32'}_{head_dim}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, numba_queries.__file__, numba_tiles.__file__)
 
@@ -73,7 +74,14 @@ def _registered(head_dim: int) -> str:
         len(digest)
         i = take(block)
         while i >= 0:
-            _share(operands(block), plan(block), i, head_dim)
+            given = operands(block)
+            shape = dims(given[_POOL], 5)
+            if bfloat16:
+                half = carray(data(given[_POOL]), _blocks(shape, head_dim), np.uint16)
+                _share(given, half, plan(block), i, head_dim)
+            else:
+                full = carray(data(given[_POOL]), _blocks(shape, head_dim), np.float32)
+                _share(given, full, plan(block), i, head_dim)
             done(block)
             i = take(block)
         return 0
@@ -130,13 +138,16 @@ def _plan(given: Any) -> Any:
 
 
 @njit(**FAST)
-def _share(given: Any, address: int, i: int, head_dim: int) -> None:
+def _blocks(shape: Any, head_dim: int) -> Any:
+    return shape[0], shape[1], shape[2], shape[3], head_dim
+
+
+@njit(**FAST)
+def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
     tokens, heads, _ = dims(given[_Q], 3)
-    pool_shape = dims(given[_POOL], 5)
-    blocks, kv_heads, size = pool_shape[1], pool_shape[2], pool_shape[3]
+    kv_heads, size = pool.shape[2], pool.shape[3]
     rows, _, table_width = dims(given[_TABLES], 3)
     q = carray(data(given[_Q]), (tokens, heads, head_dim), np.float32)
-    pool = carray(data(given[_POOL]), (pool_shape[0], blocks, kv_heads, size, head_dim), np.float32)
     tables = carray(data(given[_TABLES]), (rows, 2, table_width), np.int32)
     lens = carray(data(given[_LENS]), (rows,), np.int32)
     start = carray(data(given[_START]), (rows,), np.int32)

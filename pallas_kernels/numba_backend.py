@@ -1,14 +1,18 @@
-"""The kernels of CPUs: attention over K and V by numba, the rest in plain XLA operations."""
+"""The kernels of CPUs: attention over K and V, and what writes the pool, by numba; the rest in
+plain XLA operations."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels import numba_attention, xla_backend
+from jaxserve.pallas_kernels import numba_attention, xla_backend, xla_write
 from jaxserve.pallas_kernels.backends import Backend
 from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.numba_put import put
 
 
 def _attend(
@@ -24,7 +28,8 @@ def _attend(
 ) -> jax.Array:
     """See `attention.paged_attention`: q [T, H, D] -> the same."""
     call = jax.ffi.ffi_call(
-        numba_attention.target(q.shape[2]), jax.ShapeDtypeStruct(q.shape, jnp.float32)
+        numba_attention.target(q.shape[2], bfloat16=pool.dtype == jnp.bfloat16),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
     )
     ints = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(sliding_window or 0)])
     out = call(
@@ -52,19 +57,19 @@ def _supports(
     block_size: int,
     dtype: DTypeLike,
 ) -> str | None:
-    """Pools of float32."""
-    if jnp.dtype(dtype) != jnp.float32:
-        return f"the pool must be of float32, got {jnp.dtype(dtype).name}"
+    """Pools of float32 and bfloat16."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"the pool must be of float32 or bfloat16, got {jnp.dtype(dtype).name}"
     return None
 
 
 BACKEND = Backend(
-    write=xla_backend.BACKEND.write,
+    write=partial(xla_write.write, put=put),
     attend=_attend,
     absorbed=xla_backend.BACKEND.absorbed,
     projected=xla_backend.BACKEND.projected,
-    move=xla_backend.BACKEND.move,
+    move=partial(xla_write.move, put=put),
     stage_out=xla_backend.BACKEND.stage_out,
-    stage_in=xla_backend.BACKEND.stage_in,
+    stage_in=partial(xla_write.stage_in, put=put),
     supports=_supports,
 )

@@ -14,7 +14,15 @@ from numba import njit
 
 from jaxserve.pallas_kernels.batch import LEFT
 from jaxserve.pallas_kernels.numba_ffi import FAST
-from jaxserve.pallas_kernels.numba_tiles import BYTES, LANES, ROWS, prefetch, product_1, product_2
+from jaxserve.pallas_kernels.numba_tiles import (
+    BYTES,
+    LANES,
+    ROWS,
+    prefetch,
+    product_1,
+    product_2,
+    widened,
+)
 
 CHUNK = 64  # tokens of context that several queries are multiplied with
 _LOG2E = np.float32(1.4426950408889634)
@@ -50,7 +58,7 @@ def one_query(
     cap: float, scores: Any, exponents: Any, head_dim: int,
 ) -> None:  # fmt: skip
     """out [D]: what the query [D] (scaled) makes of positions [first, last)."""
-    size = layer.shape[2]
+    size, vector = layer.shape[2], head_dim * layer.itemsize
     begin = first // size
     for b in range(begin, (last + size - 1) // size):
         keys = layer[table[0, b], head]
@@ -59,10 +67,10 @@ def one_query(
         at = (b - begin) * size
         for t in range(min(size, last - b * size)):
             slot = t if side == LEFT else size - 1 - t
-            prefetch(ahead + slot * head_dim * BYTES, head_dim)
+            prefetch(ahead + slot * vector, vector)
             total = np.float32(0)
             for d in range(head_dim):
-                total += query[d] * keys[slot, d]
+                total += query[d] * widened(keys[slot, d])
             scores[at + t] = total
     low = first - begin * size
     count = last - first
@@ -83,10 +91,10 @@ def one_query(
         for position in range(max(first, b * size), min(last, (b + 1) * size)):
             t = position - b * size
             slot = t if side == LEFT else size - 1 - t
-            prefetch(ahead + slot * head_dim * BYTES, head_dim)
+            prefetch(ahead + slot * vector, vector)
             weight = scores[position - begin * size] * inverse
             for d in range(head_dim):
-                out[d] += weight * values[slot, d]
+                out[d] += weight * widened(values[slot, d])
 
 
 @njit(**FAST)
@@ -104,8 +112,8 @@ def _put_in_order(
         slot = t if side == LEFT else size - 1 - t
         key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
         for d in range(head_dim):
-            keys[d, j] = key[d]
-            values[j, d] = value[d]
+            keys[d, j] = widened(key[d])
+            values[j, d] = widened(value[d])
 
 
 @njit(**FAST)

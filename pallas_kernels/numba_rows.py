@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, njit
 
 from jaxserve.pallas_kernels import numba_ffi, numba_tiles
 from jaxserve.pallas_kernels.numba_ffi import (
@@ -23,7 +22,6 @@ from jaxserve.pallas_kernels.numba_ffi import (
     dims,
     done,
     finish,
-    intrinsic,
     operands,
     take,
 )
@@ -37,23 +35,12 @@ from jaxserve.pallas_kernels.numba_tiles import (
     add_rows_3,
     add_rows_4,
     dot_pairs,
+    widened,
 )
 
 MOST_ROWS = 4
 SHARE = 1 << 18  # bytes of weights that a share reads, about
 GRAIN = 64  # of its columns
-
-
-@intrinsic
-def _wide(_: Any, half: Any) -> Any:
-    """The float32 of a bfloat16's 16 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.zext(args[0], ir.IntType(32))
-        word = builder.shl(word, ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(word, ir.FloatType())
-
-    return types.float32(types.uint16), generate
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
@@ -132,7 +119,7 @@ def _wide_pairs(x: Any, wide: Any) -> None:
         for k in range(x.shape[1]):
             place = k % PAIRS
             at = k - place + place // 2 + (LANES if place % 2 else 0)
-            wide[row, at] = _wide(x[row, k])
+            wide[row, at] = widened(x[row, k])
 
 
 @njit(**FAST)
@@ -149,7 +136,7 @@ def _add_up(given: Any, i: int) -> None:
     wide = np.empty((count, depth), np.float32)
     for row in range(count):
         for k in range(depth):
-            wide[row, k] = _wide(x[row, k])
+            wide[row, k] = widened(x[row, k])
     sums = np.zeros((count, mine), np.float32)
     at, row_at, x_row = sums.ctypes.data, BYTES * mine, BYTES * depth
     begin_at, next_row = weights.ctypes.data + 2 * first, 2 * columns

@@ -108,19 +108,33 @@ def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def prefetch(_: Any, address: Any, numbers: Any) -> Any:
-    """Has the processor fetch so many numbers of float32 at an address before they are read."""
+def widened(_: Any, number: Any) -> Any:
+    """The float32 of a bfloat16's 16 bits, or of itself."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        word = builder.shl(builder.zext(args[0], _INDEX), ir.Constant(_INDEX, 16))
+        return builder.bitcast(word, _NUMBER)
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def prefetch(_: Any, address: Any, size: Any) -> Any:
+    """Has the processor fetch so many bytes at an address before they are read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = BYTES * LANES
         lines = builder.udiv(
-            builder.add(args[1], ir.Constant(_WORD, LANES - 1)), ir.Constant(_WORD, LANES)
+            builder.add(args[1], ir.Constant(_WORD, line - 1)), ir.Constant(_WORD, line)
         )
         hints = [ir.Constant(_INDEX, value) for value in (0, 3, 1)]  # reads, of data used again
         with cgutils.for_range(builder, lines) as loop:
-            line = builder.add(args[0], builder.mul(loop.index, ir.Constant(_WORD, BYTES * LANES)))
-            builder.call(function, [builder.inttoptr(line, cgutils.voidptr_t), *hints])
+            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(_WORD, line)))
+            builder.call(function, [builder.inttoptr(at, cgutils.voidptr_t), *hints])
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), generate

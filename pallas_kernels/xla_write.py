@@ -1,11 +1,30 @@
-"""Writes and moves of slots in plain XLA operations: scatters that update the pool in place."""
+"""Writes and moves of slots in plain XLA operations: scatters that update the pool in place, or
+what else a backend puts vectors there with."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.batch import HIDDEN, RIGHT, AttentionBatch
+
+Put = Callable[..., jax.Array]
+
+
+def put(
+    pool: jax.Array,
+    layer: jax.Array | int | None,
+    blocks: jax.Array,
+    slots: jax.Array,
+    values: jax.Array,
+) -> jax.Array:
+    """The pool with vectors in some slots of a layer, or None: of all; the values, of its dtype,
+    have an axis more then. blocks, slots: int32, that broadcast to [...]; blocks beyond the pool's
+    are dropped. values: [..., layers if layer is None, kv_heads, head_dim]."""
+    where = slice(None) if layer is None else layer
+    return pool.at[where, blocks, :, slots].set(values, mode="drop")
 
 
 def write(
@@ -15,9 +34,11 @@ def write(
     v: jax.Array,
     x: jax.Array | None,
     batch: AttentionBatch,
+    *,
+    put: Put = put,
 ) -> jax.Array:
     """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, by
-    one scatter."""
+    one `put`."""
     blocks, block_size = pool.shape[1], pool.shape[3]
     rows = jnp.minimum(batch.token_row, batch.max_rows - 1)
     index = jnp.arange(batch.max_tokens, dtype=jnp.int32) - batch.query_start[rows]
@@ -33,13 +54,13 @@ def write(
         k = jnp.where(hidden[:, None, None], x, k)
         ids = ids.at[:, 1].set(jnp.where(hidden, blocks, ids[:, 1]))
     values = jnp.stack([k, v], axis=1).astype(pool.dtype)
-    return pool.at[layer, ids, :, slot[:, None]].set(values, mode="drop")
+    return put(pool, layer, ids, slot[:, None], values)
 
 
-def move(pool: jax.Array, moves: jax.Array, count: jax.Array) -> jax.Array:
+def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, put: Put = put) -> jax.Array:
     """See `move.move_slots`: the first `count` of moves int32 [M, 4], staged through a copy of
     them."""
-    return stage_in(pool, stage_out(pool, moves[:, :2], count), moves[:, 2:], count)
+    return stage_in(pool, stage_out(pool, moves[:, :2], count), moves[:, 2:], count, put=put)
 
 
 def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
@@ -48,7 +69,9 @@ def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
     return pool.at[:, blocks, :, slots[:, 1]].get(mode="fill", fill_value=0)
 
 
-def stage_in(pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
+def stage_in(
+    pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array, *, put: Put = put
+) -> jax.Array:
     """See `move.stage_in`: staging [M, layers, kv_heads, head_dim] into slots int32 [M, 2]."""
     blocks = jnp.where(jnp.arange(len(slots)) < count, slots[:, 0], pool.shape[1])
-    return pool.at[:, blocks, :, slots[:, 1]].set(staging, mode="drop")
+    return put(pool, None, blocks, slots[:, 1], staging)

@@ -27,8 +27,8 @@ _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 @dataclass(frozen=True)
 class Blueprint:
     """Plain data beside the model. shape: of the model, by field, as text, so that hosts can tell
-    whether theirs is the same. dtype: of the weights; cache_dtype: of pool and activations. The
-    others are as in `StepModel`, `Choices` and `JaxExecutor`."""
+    whether theirs is the same. dtype: of the weights; activations, cache_dtype: of those and of
+    the pool. The others are as in `StepModel`, `Choices` and `JaxExecutor`."""
 
     shape: Mapping[str, str]
     backend: str
@@ -36,6 +36,7 @@ class Blueprint:
     hidden_read: str | None
     max_len: int
     dtype: str
+    activations: str
     cache_dtype: str
     buckets: Buckets
     allocated_blocks: int
@@ -54,6 +55,7 @@ class Blueprint:
             hidden_read=model.hidden_read,
             max_len=model.max_len,
             dtype=chosen.dtype.name,
+            activations=jnp.dtype(model.activations or chosen.dtype).name,
             cache_dtype=chosen.cache_dtype.name,
             buckets=chosen.buckets,
             allocated_blocks=chosen.allocated_blocks,
@@ -142,7 +144,7 @@ def _step_model(config: ConfigDict, blueprint: Blueprint) -> StepModel:
         blueprint.unroll,
         blueprint.hidden_read,
         blueprint.max_len,
-        jnp.dtype(blueprint.cache_dtype),
+        jnp.dtype(blueprint.activations),
     )
 
 

@@ -28,7 +28,7 @@ from jaxserve.engine.sizing import (
     pool_blocks,
     pool_room,
 )
-from jaxserve.engine.step_model import StepModel, activations_in, unrolls
+from jaxserve.engine.step_model import StepModel, activations_in, cached_in, unrolls
 from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
@@ -52,10 +52,11 @@ TABLES_GIB = 1  # of host memory, for what is kept of the requests
 class Choices:
     """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
     see `array_blocks`; num_blocks: those of them that are used. dtype: of the
-    weights."""
+    weights; cache_dtype: of the pool."""
 
     model: StepModel
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype
     policy: Policy
     limits: Limits
     buckets: Buckets
@@ -66,11 +67,6 @@ class Choices:
     given_rho: float | None
     host_slots: int
     profile: System | None
-
-    @property
-    def cache_dtype(self) -> jnp.dtype:
-        """That of pool and activations."""
-        return jnp.dtype(self.model.activations or self.dtype)
 
 
 def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices:
@@ -85,13 +81,13 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
     policy = _policy(config)
     limits = _limits(config, policy, max_model_len)
     demand = _demand(config, limits, max_model_len)
-    _check_tables(config.scheduler.max_queue, demand)
     pool_heads = sharding.pool_kv_heads(model, tensor)
     read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
     dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
-    cached = activations_in(jax.default_backend(), dtype)
-    backend, read = _backend(config, model, cached, read, demand.block_size, pool_heads)
+    activations = activations_in(jax.default_backend(), dtype)
+    backend, read = _backend(config, model, activations, read, demand.block_size, pool_heads)
+    cached = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
@@ -104,12 +100,12 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
     )
-    heads_of_host = pool_heads // jax.process_count()
     moving = moving_workspace(policy, model, cached, pool_heads // tensor)
     room = pool_room(
         demand,
         model,
         cached,
+        activations=activations,
         weights=param_bytes(model, dtype, mesh),
         pool_heads=pool_heads,
         shards=tensor,
@@ -118,10 +114,10 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
     )
     allocated = array_blocks(demand, room)
     unroll = unrolls(jax.default_backend())
-    step_model = StepModel(family, model, backend, mesh, unroll, read, max_model_len, cached)
     return Choices(
-        step_model,
+        StepModel(family, model, backend, mesh, unroll, read, max_model_len, activations),
         dtype,
+        cached,
         policy,
         limits,
         buckets,
@@ -130,7 +126,7 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         demand.block_size,
         pool_heads,
         given,
-        host_slots(config.cache.host_gib, policy, model, cached, heads_of_host),
+        host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
         _profile(config, model, read if given is None else None),
     )
 
@@ -265,7 +261,7 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         raise ConfigError(f"cache.memory_gib must be at least 0, got {cache.memory_gib}")
     if not 0 < cache.memory_fraction <= 1:
         raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
-    return Demand(
+    demand = Demand(
         num_blocks=cache.num_blocks,
         block_size=choose_block_size(cache.block_size),
         memory_bytes=int(cache.memory_gib * GIB),
@@ -274,6 +270,8 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,
     )
+    _check_tables(config.scheduler.max_queue, demand)
+    return demand
 
 
 def _check_tables(max_queue: int, demand: Demand) -> None:

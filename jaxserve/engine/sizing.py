@@ -55,6 +55,7 @@ def pool_room(
     config: ModelConfig,
     dtype: DTypeLike,
     *,
+    activations: DTypeLike | None = None,
     weights: int,
     pool_heads: int,
     shards: int,
@@ -62,7 +63,8 @@ def pool_room(
     device: tuple[str, int] | None = None,
     platform: str | None = None,
 ) -> Room:
-    """How large the pool can be. weights: bytes on each device; pool_heads: KV heads of the whole
+    """How large the pool can be. dtype: of the pool, and of activations where they have none of
+    their own; weights: bytes on each device; pool_heads: KV heads of the whole
     pool; other_work: bytes that hidden caches and moves take beside the pool, see
     `hidden_workspace` and `moving_workspace`; device, platform: name and memory of each, and its
     kind, if not those of this process. ConfigError says what would fit."""
@@ -74,7 +76,7 @@ def pool_room(
         dtype,
         platform or jax.default_backend(),
     )
-    work = _workspace(demand, config, shards, jnp.dtype(dtype).itemsize)
+    work = _workspace(demand, config, shards, jnp.dtype(activations or dtype).itemsize)
     work += other_work
     name, total = device or free_memory()
     left = int(total * demand.memory_fraction) - weights - work

@@ -34,8 +34,8 @@ class StepModel:
         hidden_read: how hidden caches are read, `hidden.ABSORBED` or `hidden.PROJECTED`; None
             without such caches.
         max_len: tokens of the longest context.
-        activations: what is computed in between the weights, and cached, see `activations_in`;
-            None: the dtype of the weights.
+        activations: what is computed in between the weights, see `activations_in`; None: the dtype
+            of the weights.
     """
 
     family: Family
@@ -60,10 +60,19 @@ def unrolls(platform: str) -> bool:
 
 
 def activations_in(platform: str, weights: DTypeLike) -> jnp.dtype:
-    """The dtype of activations and cache for weights of this one. On CPUs float32, whatever the
-    weights are: a matmul of 16 bits by 16 bits is faster there only where its sums come out in
-    float32, and everything else is faster in it."""
+    """The dtype of activations for weights of this one. On CPUs float32, whatever the weights are:
+    a matmul of 16 bits by 16 bits is faster there only where its sums come out in float32, and
+    everything else is faster in it."""
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights)
+
+
+def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) -> jnp.dtype:
+    """The dtype of the cache: that of activations. But on CPUs bfloat16 for weights of it, half the
+    bytes, where numba's kernels read it; XLA's operations, which read hidden caches too, would
+    convert it at each step."""
+    if platform == "cpu" and backend == "numba" and not hidden and weights == jnp.bfloat16:
+        return jnp.dtype(jnp.bfloat16)
+    return activations_in(platform, weights)
 
 
 def compiler_options(pool_format: Format) -> dict[str, str]:

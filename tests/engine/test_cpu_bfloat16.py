@@ -15,7 +15,7 @@ from jaxserve.engine.buckets import make_buckets
 from jaxserve.engine.cpu_bfloat16 import bfloat16_pays, has_instructions, measured_gain
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import Newest
-from jaxserve.engine.step_model import StepModel
+from jaxserve.engine.step_model import StepModel, cached_in
 from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.fused import fused_specs
@@ -151,15 +151,33 @@ def test_auto_takes_bfloat16_only_where_it_loses_nothing_and_pays(
     assert model_options.choose_dtype("float32", hf, hidden=hidden).name == "float32"
 
 
-def test_an_engine_of_bfloat16_weights_caches_float32_hidden_rows_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("policy", "cached"), [("aptserve", "float32"), ("sarathi", "bfloat16")])
+def test_an_engine_of_bfloat16_weights_caches_hidden_rows_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, cached: str
 ) -> None:
     monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     path = write_shape(tmp_path, "opt")
-    with engine(path, model__dtype="bfloat16", scheduler__policy="aptserve", **SCARCE) as served:
+    with engine(path, model__dtype="bfloat16", scheduler__policy=policy, **SCARCE) as served:
         assert served.info().dtype == "bfloat16"
         executor: Any = served.executor
-        assert executor.pool.dtype == jnp.float32
+        assert executor.pool.dtype == cached
         assert {leaf.dtype for leaf in jax.tree.leaves(executor.params)} == {jnp.dtype("bfloat16")}
         texts = generate(served, prompts(), **SAMPLING)
         assert [len(text) for text in texts] == [SAMPLING["max_tokens"]] * len(prompts())
+
+
+@pytest.mark.parametrize(
+    ("platform", "weights", "backend", "hidden", "cached"),
+    [
+        ("cpu", "bfloat16", "numba", False, "bfloat16"),
+        ("cpu", "bfloat16", "numba", True, "float32"),
+        ("cpu", "bfloat16", "xla", False, "float32"),
+        ("cpu", "float16", "numba", False, "float32"),
+        ("cpu", "float32", "numba", False, "float32"),
+        ("gpu", "bfloat16", "triton", True, "bfloat16"),
+    ],
+)
+def test_what_is_cached_in(
+    platform: str, weights: str, backend: str, hidden: bool, cached: str
+) -> None:
+    assert cached_in(platform, jnp.dtype(weights), backend, hidden=hidden) == cached

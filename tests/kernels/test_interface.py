@@ -169,8 +169,7 @@ MODEL: dict[str, Any] = {
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_are_imported_when_chosen(name: str) -> None:
     needs = missing() if "mosaic" in name else None
-    dtype = "float32" if name == "numba" else "bfloat16"
-    assert get_backend(name).supports(KV, **{**MODEL, "dtype": dtype}) == needs
+    assert get_backend(name).supports(KV, **{**MODEL, "dtype": "bfloat16"}) == needs
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
@@ -193,8 +192,8 @@ def test_a_model_that_the_platforms_kernels_do_not_take(monkeypatch: pytest.Monk
         select_backend("triton", kinds=(KV,), **MODEL)
     with pytest.raises(ValueError, match="backend: tpu needs a tpu, this is a cpu"):
         select_backend("tpu", kinds=(KV,), **MODEL)
-    of_two_bytes = {**MODEL, "dtype": "bfloat16"}
-    reason = "numba: the pool must be of float32, got bfloat16"
+    of_two_bytes = {**MODEL, "dtype": "float16"}
+    reason = "numba: the pool must be of float32 or bfloat16, got float16"
     assert select_backend("auto", kinds=(KV,), **of_two_bytes) == ("xla", reason)
 
     def supports(kind: int, **_: Any) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ class PagedRun:
 
     Args:
         lengths: tokens that each row may hold.
+        backend: of the kernels. Activations are of float32, whatever parameters and pool are.
     """
 
     def __init__(
@@ -35,7 +38,10 @@ class PagedRun:
         mesh: Mesh | None = None,
         *,
         unroll: bool = True,
+        pool_dtype: str = "float32",
+        backend: str = "xla",
     ) -> None:
+        self.backend = backend
         self.family, self.config, self.params, self.mesh = family, config, params, mesh
         self.unroll = unroll
         self.done = [0] * len(lengths)
@@ -48,7 +54,7 @@ class PagedRun:
         if mesh is not None:
             sharding = named(mesh, ("layers", "blocks", "kv_heads", "slots", "head_dim"))
         shape = (config.num_layers, num_blocks, kv_heads, block_size, config.head_dim)
-        pool = make_pool(*shape, "float32", sharding)
+        pool = make_pool(*shape, pool_dtype, sharding)
         self.pool = jax.jit(lambda p: p + jnp.nan, donate_argnums=0)(pool)
         self._step = jax.jit(self._forward, static_argnames="decode_only", donate_argnums=1)
 
@@ -115,7 +121,8 @@ class PagedRun:
         def attend(
             pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
         ) -> tuple[jax.Array, jax.Array]:
-            pool = write(pool, layer, inputs.k, inputs.v, batch, mesh=mesh)
+            where: dict[str, Any] = {"backend": self.backend, "mesh": mesh}
+            pool = write(pool, layer, inputs.k, inputs.v, batch, **where)
             mixed = paged_attention(
                 inputs.q,
                 pool,
@@ -124,12 +131,20 @@ class PagedRun:
                 scale=config.attn_scale,
                 sliding_window=config.sliding_window,
                 decode_only=decode_only,
-                mesh=mesh,
+                **where,
             )
             return pool, mixed
 
         inputs = StepInputs(tokens, positions, batch.token_row)
         pool, x = forward(
-            self.family, params, config, inputs, attend, pool, unroll=self.unroll, mesh=mesh
+            self.family,
+            params,
+            config,
+            inputs,
+            attend,
+            pool,
+            unroll=self.unroll,
+            dtype=jnp.float32,
+            mesh=mesh,
         )
         return logits(self.family, params, config, x, mesh=mesh), pool

@@ -59,14 +59,15 @@ def test_config_saved_by_transformers_means_the_same(name):
 
 
 def _prefill_then_decode(
-    case: Reference, block_size: int, rows: int, tokens: int
+    case: Reference, block_size: int, rows: int, tokens: int, **run_options: str
 ) -> list[np.ndarray]:
     """Both sequences: prefill chunks in one bucket of (rows, tokens), mixed steps, then decodes.
 
     Chunks fill the bucket, or not, and end before, on and after block edges.
     """
     sequences, length = case.tokens, case.tokens.shape[1]
-    run = PagedRun(case.family, case.config, case.params, [length] * len(sequences), block_size)
+    lengths = [length] * len(sequences)
+    run = PagedRun(case.family, case.config, case.params, lengths, block_size, **run_options)
     out: list[list[np.ndarray]] = [[] for _ in sequences]
 
     def step(counts: dict[int, int], rows: int, tokens: int) -> None:
@@ -96,3 +97,13 @@ def test_paged_logits(name, block_size, rows, tokens):
     case = load_reference(name)
     got = _prefill_then_decode(case, block_size, rows, tokens)
     np.testing.assert_allclose(np.stack(got), case.logits, atol=TOLERANCE, rtol=0)
+
+
+def test_paged_logits_of_bfloat16_weights_and_cache_are_as_near_as_that_allows():
+    """As CPUs serve it where numba is."""
+    case = load_reference("llama2")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params)
+    case = case._replace(params=rounded)
+    got = _prefill_then_decode(case, *SMALL, pool_dtype="bfloat16", backend="numba")
+    error = np.abs(np.stack(got) - case.logits).max() / np.abs(case.logits).max()
+    assert TOLERANCE < error < BFLOAT16_TOLERANCE
