@@ -137,7 +137,7 @@ def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path
         build_executor(config, crossed, progress=False, bar=iter)
 
 
-def test_only_serve_py_serves_over_hosts(tmp_path: Path) -> None:
+def test_only_a_server_serves_over_hosts(tmp_path: Path) -> None:
     config = configured(tmp_path, 64, PRIOR, mesh__hosts=2)
-    with pytest.raises(ConfigError, match=r"mesh\.hosts: only serve\.py serves a model over"):
+    with pytest.raises(ConfigError, match=r"mesh\.hosts: only a server serves a model over"):
         build_engine(config)
