@@ -84,10 +84,13 @@ class FirstToken:
         self._backlog = backlog
         self._came = _Came()  # since
         self._count = backlog.received
+        self._free_at = backlog.free_at
 
     def arrived(self, request: Request, now: float) -> None:
         """One has come since the backlog was taken, and is in the queue. now: seconds, on the
         backlog's clock."""
+        if not len(self._backlog) and self._count == self._backlog.received:
+            self._free_at = max(self._free_at, now)  # it had nothing to do until now
         place = self._place(request, now)
         self._count += request.sampling.n
         if place is not None:
@@ -106,7 +109,7 @@ class FirstToken:
         lacking = total.starts - rows - (backlog.max_rows - self._holders)
         short = total.blocks - blocks - backlog.free_blocks
         seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
-        return Wait(max(alone, seconds + (backlog.free_at - now)), alone)
+        return Wait(max(alone, seconds + (self._free_at - now)), alone)
 
     # Who is before it.
 

@@ -36,7 +36,7 @@ class StepWatch:
         self.model = model
         self._padding = padding
         self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
-        self._done = -math.inf  # when the last step was
+        self.done = -math.inf  # when the last step was
 
     def moved(self, step: Step) -> None:
         """A step without a batch has been launched."""
@@ -54,8 +54,8 @@ class StepWatch:
     def finished(self, step: Watched, now: float) -> float:
         """Its tokens are on the host, now. Seconds that it took; steps finish in the order in which
         they were launched."""
-        seconds = now - max(step.submitted, self._done)
-        self._done = now
+        seconds = now - max(step.submitted, self.done)
+        self.done = now
         if step.usual and seconds > 0:  # else the clock has not moved, and says nothing
             self.model.observe(step.features, seconds)
         return seconds

@@ -90,7 +90,7 @@ class Engine:
             clock=clock,
             on_over=self._over,
         )
-        self._outlook = Outlook(scheduler, clock)
+        self._outlook = Outlook(scheduler, self._serving.watch, clock)
         self._readings = Readings(scheduler, self._serving, self._compiles, self._outlook)
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
@@ -99,8 +99,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: deque[Submit | Cancel] = deque()
         self._ids: dict[str, int] = {}  # id -> continuations not yet over
-        self._open = True
-        self._stop = False
+        self._open, self._stop = True, False
         self._failure: BaseException | None = None
 
     # What any thread may call.
@@ -290,14 +289,15 @@ class Engine:
         self._serving.woke(None)
         while self._receive(wait=pending is None and not self._serving.live):
             launched = self._serving.launch(idle=pending is None)
+            self._outlook.publish(pending, launched)  # who comes from now on comes behind it
             if pending is not None:
                 self._serving.finish(pending)
             pending = None if launched is None else self._serving.draw(launched)
             if pending is not None and not self._options.overlap:
                 self._serving.finish(pending)
                 pending = None
-            # Last, so that nobody who has ended is waited for while the thread sleeps.
-            self._outlook.publish(pending)
+            if not self._serving.live:  # nobody who has ended is waited for while it sleeps
+                self._outlook.publish(pending)
 
     def _receive(self, *, wait: bool) -> bool:
         """Takes in what other threads asked for; False when the engine is to end."""

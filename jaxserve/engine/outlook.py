@@ -11,31 +11,31 @@ from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.first_token import FirstToken, Wait
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.watch import StepWatch
 
 
 class Outlook:
     """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
-    clock: seconds, of the requests' arrival. backlog: what was there to do at the last step."""
+    clock: seconds, of the requests' arrival. backlog: what was there to do when the last step had
+    been launched."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        self._scheduler, self._clock = scheduler, clock
+    def __init__(self, scheduler: Scheduler, watch: StepWatch, clock: Callable[[], float]) -> None:
+        self._scheduler, self._watch, self._clock = scheduler, watch, clock
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
         self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
-        self._free_at = 0.0
         self._seen: FirstToken | None = None
-        self.publish(None)
+        self.publish()
 
-    def publish(self, flying: InFlight | None) -> None:
-        """What there is to do now. flying: the step that the device has, if any, new each time; the
-        one before it is done."""
+    def publish(self, *flying: InFlight | None) -> None:
+        """What there is to do now. flying: the steps that have been launched, in order, whose
+        tokens are not here; those before them are done."""
         now = self._clock()
-        if flying is None:
-            self._free_at = now
-        else:  # it began when it was launched, or when the one before it was done
-            began = min(max(self._free_at, flying.watched.submitted), now)
-            self._free_at = began + flying.watched.predicted
-        backlog = self.backlog = Backlog.of(self._scheduler, now, self._free_at)
+        free_at = self._watch.done
+        for step in flying:
+            if step is not None:
+                free_at = max(free_at, step.watched.submitted) + step.watched.predicted
+        backlog = self.backlog = Backlog.of(self._scheduler, now, free_at)
         self._latest = backlog.received, FirstToken(backlog)
 
     def submitted(self, request: Request) -> None:

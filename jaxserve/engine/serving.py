@@ -53,7 +53,7 @@ class Serving:
         self.steps = 0
         self._executor, self._scheduler, self._tokenizer = executor, scheduler, tokenizer
         self._info, self._eos_ids, self._compiles = info, eos_ids, compiles
-        self._watch, self._clock, self._on_over = watch, clock, on_over
+        self.watch, self._clock, self._on_over = watch, clock, on_over
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._arrivals = 0
@@ -118,7 +118,7 @@ class Serving:
         if not len(step):
             if idle and not step.plan.operations:
                 raise self._invalid(f"it plans nothing for {num_live} requests")
-            self._watch.moved(step)
+            self.watch.moved(step)
             self._since = self._clock()
             return None
         members = [self.live[row] for row in step.rows.tolist()]
@@ -130,7 +130,7 @@ class Serving:
         handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
         for row in scheduler.release_finished(step).tolist():
             self._release_slot(self.live[row])
-        watched = self._watch.launched(step, self._clock(), usual=prompts is None)
+        watched = self.watch.launched(step, self._clock(), usual=prompts is None)
         flying = InFlight(
             handle,
             emitting,
@@ -219,7 +219,7 @@ class Serving:
         assert not isinstance(step.handle, Undrawn)
         result = step.handle.result()
         now = self._clock()
-        device_time = self._watch.finished(step.watched, now)
+        device_time = self.watch.finished(step.watched, now)
         if step.prompts is not None:
             step.prompts.tell(step.handle.prompt(), now)
         mine = [(i, c) for i, c in step.emitting if not c.finished]

@@ -59,6 +59,15 @@ def test_those_that_came_since_count_too() -> None:
         assert behind.alone == alone.alone
 
 
+def test_a_burst_that_comes_to_an_idle_engine_waits_for_each_other() -> None:
+    """However long ago it was that there was something to do."""
+    first = waits(Drive("sarathi", c=16, p=16, rows=64, blocks=1024))
+    alone = first.wait(request(16), 100.0)
+    for _ in range(3):
+        first.arrived(request(16), 100.0)
+    assert first.wait(request(16), 100.0).seconds == pytest.approx(4 * alone.seconds)
+
+
 def test_the_step_on_the_device_is_waited_for() -> None:
     drive = Drive("sarathi")
     first = FirstToken(Backlog.of(drive.scheduler, 10.0, 10.5))

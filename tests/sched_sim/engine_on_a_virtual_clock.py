@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,20 @@ def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any
 
 
 class Clock:
+    """meanwhile(time): what other threads do while the engine's waits until then."""
+
     def __init__(self) -> None:
         self.now = 0.0
+        self.meanwhile: Callable[[float], None] = lambda time: None
 
     def __call__(self) -> float:
         return self.now
+
+    def wait(self, time: float) -> None:
+        """Until then, if that is to come."""
+        if time > self.now:
+            self.meanwhile(time)
+            self.now = time
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Handle:
     tokens: np.ndarray
 
     def result(self) -> SampleResult:
-        self.clock.now = max(self.clock.now, self.end)
+        self.clock.wait(self.end)
         return SampleResult(self.tokens, None, None, None)
 
 
@@ -172,6 +181,7 @@ class Served(Observer):
             clock=self._clock,
         )
         self._gone: list[int] = []
+        self._clock.meanwhile = self._submit_all
         self._watch(self.engine)
         self.engine._loop()
         self.engine._scheduler.pool.check()
@@ -206,20 +216,24 @@ class Served(Observer):
     def _arrived(self, *, wait: bool) -> bool:
         """Requests arrive when the clock has passed their time."""
         arrival, clock = self._workload.arrival, self._clock
-        if wait:
+        if wait and not self.engine._inbox:
             if self._sent == len(arrival):
                 return False
             due = float(arrival[self._sent])
             if due > clock.now:
                 clock.now = due
                 self.engine._serving.woke(due)
-        now = clock.now
-        while self._sent < len(arrival) and arrival[self._sent] <= now:
-            clock.now = float(arrival[self._sent])  # what it will have arrived at
+        self._submit_all(clock.now)
+        return self._receive(wait=False)
+
+    def _submit_all(self, time: float) -> None:
+        """Who arrives until then, each at its own time."""
+        arrival, clock, now = self._workload.arrival, self._clock, self._clock.now
+        while self._sent < len(arrival) and arrival[self._sent] <= time:
+            clock.now = float(arrival[self._sent])
             self._submit(self._sent)
             self._sent += 1
         clock.now = now
-        return self._receive(wait=False)
 
     def _submit(self, number: int) -> None:
         times = self.token_times[number] = []

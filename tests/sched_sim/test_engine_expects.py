@@ -70,11 +70,13 @@ def load(rate: float, count: int = 150) -> Workload:
     return Workload.of(arrival, lengths, limit=limit, terms=terms)
 
 
-def test_without_a_queue(tmp_path: Path) -> None:
-    told = Told(tmp_path, load(4.0, 80), np.inf, "sarathi")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_a_queue(tmp_path: Path, overlap: bool) -> None:
+    """The steps that have been launched by then are waited for, whoever is in them."""
+    told = Told(tmp_path, load(8.0, 60), np.inf, "sarathi", overlap=overlap)
     ttft = told.ttft()
-    ratios = np.array([ttft[n] / wait.seconds for n, wait in told.told.items()])[40:]
-    assert np.median(ratios) == pytest.approx(1.0, abs=0.25)
+    ratios = np.array([ttft[n] / wait.seconds for n, wait in told.told.items()])[30:]
+    np.testing.assert_allclose(np.quantile(ratios, [0.1, 0.5, 0.9]), 1.0, atol=0.05)
 
 
 def test_in_an_overload(tmp_path: Path) -> None:
