@@ -33,17 +33,32 @@ def metric(cluster: Cluster, name: str, **labels: str) -> float:
     return sum(found)
 
 
-def hang_up(cluster: Cluster) -> None:
-    """A client that goes in the middle of seconds of work."""
-    body = json.dumps(
-        {"prompt": ["Once upon a time"] * 64, "max_tokens": 200, "stream": True, "ignore_eos": True}
-    ).encode()
+def hang_up(cluster: Cluster, client: Client) -> None:
+    """Clients that go in the middle of seconds of work, at either door."""
+    options = {"max_tokens": 200, "ignore_eos": True}
+    calls = [client.generate("Once upon a time", n=16, timeout=60, **options) for _ in range(4)]
+    assert next(calls[0])
+    for call in calls:
+        call.cancel()
+    let_go(cluster, 0)
+
+    body = json.dumps({"prompt": ["Once upon a time"] * 64, "stream": True, **options}).encode()
     request = urllib.request.Request(f"{cluster.http}/completions", body)
     request.add_header("Content-Type", "application/json")
+    before = aborted(cluster)
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.readline().startswith(b"data: ")
-    cluster.wait(lambda: not metric(cluster, "num_requests"), "the engine has let go of them", 60)
-    assert metric(cluster, "request_success_total", finished_reason="abort") > 0
+    let_go(cluster, before)
+
+
+def aborted(cluster: Cluster) -> float:
+    return metric(cluster, "request_success_total", finished_reason="abort")
+
+
+def let_go(cluster: Cluster, before: float) -> None:
+    """Of what nobody waits for."""
+    cluster.wait(lambda: not metric(cluster, "num_requests"), "the engine has nothing to do", 60)
+    assert aborted(cluster) > before
 
 
 def look(cluster: Cluster) -> None:
@@ -54,8 +69,8 @@ def look(cluster: Cluster) -> None:
         assert len(one.token_ids) == 8 and one.text
         with pytest.raises(ServerError, match="max_tokens: must be at least 1"):
             client.complete("Once", max_tokens=-1, timeout=60)
-    assert metric(cluster, "generation_tokens_total") == 8
-    hang_up(cluster)
+        assert metric(cluster, "generation_tokens_total") == 8
+        hang_up(cluster, client)
     body = json.dumps({"prompt": "Once", "nonsense": 1}).encode()
     request = urllib.request.Request(f"{cluster.http}/completions", body)
     request.add_header("Content-Type", "application/json")
