@@ -90,9 +90,9 @@ def _row(given: Any, row: int) -> None:
     scores = carray(data(given[0]), (rows, columns), np.float32)[row]
     best, first = _key(scores[0]), 0
     for begin_at in range(0, columns, CHUNK):
-        top = best
-        for j in range(begin_at, min(begin_at + CHUNK, columns)):
-            top = max(top, _key(scores[j]))
+        top, part = best, scores[begin_at : begin_at + CHUNK]
+        for j in range(part.shape[0]):  # from 0 on, so that it is one of vectors
+            top = max(top, _key(part[j]))
         if top > best:
             best, first = top, begin_at
     while _key(scores[first]) != best:
