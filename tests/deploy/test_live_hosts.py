@@ -38,12 +38,16 @@ def one(cluster: Cluster) -> Stream:
     return asyncio.run(ask())
 
 
+def processes(cluster: Cluster) -> set[int]:
+    return {*cluster.processes(), *cluster.followers()}
+
+
 def test_a_group_writes_what_one_process_does_and_comes_again_where_a_host_dies(
     cluster: Cluster,
 ) -> None:
     cluster.deploy(settings(hosts=2))
     text = one(cluster).text
-    group = {*cluster.processes(), *cluster.followers()}
+    group = processes(cluster)
     (follower,) = cluster.followers()
     assert text and len(group) == 2
 
@@ -53,12 +57,14 @@ def test_a_group_writes_what_one_process_does_and_comes_again_where_a_host_dies(
             return await many(api, MODEL, TOKENS, STREAMS, BEGUN, kill)
 
     for each in asyncio.run(streams()):
-        assert text.startswith(each.text) and ("unavailable" in each.error or each.text == text)
+        assert text.startswith(each.text), each
+        assert "unavailable" in each.error or each.text == text, each
     cluster.wait(lambda: one(cluster).text == text, "the group serves again")
-    again = {*cluster.processes(), *cluster.followers()}
-    assert len(again) == 2 and not again & group
+    cluster.wait(lambda: not group & processes(cluster), "nothing is left of the old group")
+    again = processes(cluster)
+    assert len(again) == 2
 
     cluster.deploy(settings(hosts=1))  # the group lets its calls end, and ends
     assert one(cluster).text == text
-    cluster.wait(lambda: not again & {*cluster.processes(), *cluster.followers()}, "it is gone")
+    cluster.wait(lambda: not again & processes(cluster), "it is gone")
     assert not cluster.followers() and len(cluster.processes()) == 1
