@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.server.access.keys import Caller, Keys, RateLimited, Unauthenticated
 from jaxserve.server.http.errors import RECORD, ApiError, no_key, rate_limited, too_many_calls
 from jaxserve.server.http.files import MAX_FILE_BYTES
+from jaxserve.server.http.protocol import LOST
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.endings import (
     CallRecord,
@@ -131,6 +132,7 @@ class _Visit:
         self._keeper, self._app, self._send = keeper, app, send
         self._record = keeper.begin(scope)
         self._scope: dict[str, Any] = {**scope, RECORD: self._record}
+        self._state: Mapping[str, Any] = scope.get("state", {})
         self._done = False
         self._too_slow: SlowReader | None = None
 
@@ -150,7 +152,8 @@ class _Visit:
                 record.ending, record.reason = Ending.SLOW_READER, str(self._too_slow)
         finally:
             if not self._done and record.ending is Ending.OK:
-                record.ending = Ending.CANCELLED
+                unread = isinstance(self._state.get(LOST), TimeoutError)
+                record.ending = Ending.SLOW_READER if unread else Ending.CANCELLED
             if record.ending is Ending.SLOW_READER:
                 text = "gave up on %r, whose client reads too slowly"
                 self._keeper.warning("slow", text, record.request_id)
@@ -195,7 +198,8 @@ class _Visit:
         except SlowReader as error:
             self._too_slow = error  # on its way back the application makes another error of it
             raise
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and LOST not in self._state:  # else it went nowhere
             self._done = True
 
 

@@ -10,6 +10,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_BYTES = 16 << 10
 """A request line and its headers. uvicorn's other parsers have no such limit."""
+LOST = "jaxserve.lost"
+"""In the `state` of a call's scope once its connection is lost: why, as asyncio has it. It is a
+TimeoutError where the client has taken nothing for server.write_timeout_s."""
 HEAD_S = 30.0  # from its first byte, or the connection's beginning, to its last
 
 
@@ -34,6 +37,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As asyncio has it."""
+        if self.scope is not None:
+            self.scope["state"][LOST] = exc
         super().connection_lost(exc)
         self._stop_waiting()
 
