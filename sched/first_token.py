@@ -233,7 +233,7 @@ class FirstToken:
             if lack <= curve[-1]:
                 found = max(found, float(np.interp(lack, curve, times)))
             else:  # in as many decodes as an output has all that there is is left once
-                rest = (lack - curve[-1]) / share * self._outputs.mean
+                rest = (lack - curve[-1]) / share * self._mean
                 found = max(found, float(times[-1]) + rest)
         return found
 
@@ -247,12 +247,8 @@ class FirstToken:
         """Decodes from now, [_POINTS], and by then the mean number of requests that have ended, and
         of blocks that are free for it, those included that started in the place of others."""
         backlog, known = self._backlog, self._backlog.known
-        runs, longer, mean = (
-            np.flatnonzero(~known.waiting),
-            self._outputs.longer,
-            self._outputs.mean,
-        )
-        times = np.linspace(0.0, _SPAN * mean, _POINTS)
+        runs, longer, mean = np.flatnonzero(~known.waiting), self._outputs.longer, self._mean
+        times = np.linspace(0.0, _SPAN * self._outputs.mean, _POINTS)
         if not self._holders:
             return times, np.zeros(_POINTS), np.zeros(_POINTS)
         had = known.generated[runs][:, None]
@@ -261,10 +257,26 @@ class FirstToken:
         alive[(longer(had) <= 0)[:, 0], 1:] = 0.0
         gone = (1.0 - alive).sum(axis=0)
         # Renewals: of those that start, as many as outputs end within the time that is left.
-        again = np.maximum(1.0 - longer(times), times / mean - 0.5)
+        going = longer(times)
+        if len(self._limits):
+            going = going * (self._limits[:, None] > times).mean(axis=0)
+        again = np.maximum(1.0 - going, times / mean - 0.5)
         new = np.convolve(np.diff(gone, prepend=0.0), again)[:_POINTS]
         freed = backlog.blocks[runs] @ (1.0 - alive) + new * self._mean_blocks
         return times, np.maximum.accumulate(gone + new), np.maximum.accumulate(freed)
+
+    @cached_property
+    def _limits(self) -> np.ndarray:
+        """How much those that wait may write."""
+        known = self._backlog.known
+        return np.asarray(known.most_output[known.waiting])
+
+    @cached_property
+    def _mean(self) -> float:
+        """Tokens of an output of those that wait."""
+        if not len(self._limits):
+            return self._outputs.mean
+        return max(1.0, float(self._outputs.within(self._limits).mean()))
 
     @cached_property
     def _outputs(self) -> Survival:

@@ -100,12 +100,17 @@ class Survival:
         self._longer = np.concatenate([[1.0], np.cumprod(1.0 - share)])
         widths = np.diff(_EDGES, prepend=0.0)
         between = (self._longer + np.concatenate([[1.0], self._longer[:-1]])) / 2
-        self.mean = max(1.0, float(widths @ between))
+        self._tokens = np.concatenate([[0.0], np.cumsum(widths * between)])
+        self.mean = max(1.0, float(self._tokens[-1]))
 
     def longer(self, tokens: np.ndarray) -> np.ndarray:
         """Share of the outputs that are longer than so many tokens, float64 as they are."""
         at = BINS_PER_OCTAVE * np.log2(np.maximum(tokens, 1.0))
         return np.interp(at, np.arange(BINS + 1), self._longer)
+
+    def within(self, limits: np.ndarray) -> np.ndarray:
+        """Mean length of outputs that are cut at these limits, float64 as they are."""
+        return np.interp(limits, np.concatenate([[0.0], _EDGES]), self._tokens)
 
 
 _EDGES = 2.0 ** (np.arange(BINS + 1) / BINS_PER_OCTAVE)  # tokens, between the bins

@@ -137,6 +137,20 @@ def test_a_full_batch_is_waited_for() -> None:
     assert 12 * decode < seconds(drive, 8) - free < 18 * decode
 
 
+def test_those_before_it_write_no_more_than_they_may() -> None:
+    """Outputs of others, which were cut at 64 tokens, say nothing of theirs."""
+    found = {}
+    for limit in (8, 64):
+        drive = Drive("sarathi", rows=4, blocks=1024)
+        for _ in range(40):
+            drive.table.output_lengths.add(64, cut=True)
+        for _ in range(24):
+            drive.add(prompt=8, output=limit)
+        served(drive, 3)
+        found[limit] = seconds(drive, 8)
+    assert 4 * found[8] < found[64]
+
+
 def test_a_full_pool_is_waited_for() -> None:
     drive = Drive("sarathi", blocks=24, block_size=4)
     for _ in range(40):

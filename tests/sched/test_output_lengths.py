@@ -119,3 +119,18 @@ def test_outputs_that_go_on_are_longer_than_they_are() -> None:
     found = survival(ended, *[200] * 8)
     assert found.longer(np.array([20, 150])) == pytest.approx([0.5, 0.5], abs=1e-2)
     assert found.mean > 90
+
+
+@given(
+    ended=st.lists(st.integers(1, 2000), min_size=1, max_size=30),
+    limits=st.lists(st.integers(1, 4000), min_size=1, max_size=9),
+)
+def test_outputs_that_are_cut_are_as_long_as_their_limits_let_them(
+    ended: list[int], limits: list[int]
+) -> None:
+    lengths = OutputLengths()
+    for length in ended:
+        lengths.add(length)
+    found = survival(lengths).within(np.array(limits))
+    wanted = np.minimum(np.array(ended), np.array(limits)[:, None]).mean(axis=1)
+    np.testing.assert_allclose(found, wanted, rtol=0.15, atol=1.0)
