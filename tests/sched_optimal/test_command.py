@@ -110,9 +110,11 @@ def azure_trace(count: int) -> str:
     return "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n"
 
 
-def test_the_experiment_at_toy_size(tmp_path: Path) -> None:
+def test_the_experiment_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     arguments = ["--quick", "--jobs=1", f"--out={tmp_path}", f"--azure={trace}"]
+    assert infermax.main(arguments) == 1
+    assert capsys.readouterr().err.endswith(f"--azure: there is no {trace}\n")
     trace.write_text(azure_trace(20))
     assert infermax.main(arguments) == 1  # too short
     trace.write_text(azure_trace(infermax.QUICK_AZURE))

@@ -103,3 +103,5 @@ def test_a_page_is_written_or_a_line_says_why(
         page.write_page("squares", parser, ["--jobs=0"], make)
     said = "jaxserve.experiments.squares: --jobs must be at least 1, got 0\n"
     assert capsys.readouterr().err.startswith(said)
+    assert page.write_page("squares", parser, [f"--out={__file__}"], make) == 1
+    assert capsys.readouterr().err.endswith(f"--out: {__file__} is not a folder\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxserve.command_line import Parser
 from jaxserve.experiments.common.claims import Section
+from jaxserve.writable import check_folder
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def write_page(
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     try:
+        check_folder("out", Path(args.out))
         page = make(args, Path(args.out) / "figures")
         path = Path(args.out) / f"{name}.md"
         path.write_text(page.text(name, quick=args.quick), encoding="utf-8")

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(args: Namespace, figures: Path) -> Page:
+    if args.azure and not Path(args.azure).is_file():
+        raise ValueError(f"--azure: there is no {args.azure}")
     scale = QUICK if args.quick else Scale()
     comparisons = [make(scale) for make in COMPARISONS]
     count = QUICK_AZURE if args.quick else None
