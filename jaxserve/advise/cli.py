@@ -62,7 +62,7 @@ def flag_parser() -> Parser:
     """The parser; `check` what it gives."""
     parser = Parser(prog="python -m jaxserve.advise", description=__doc__)
     flags.add_policy(parser, None, "all that a server takes")
-    flags.add_what_is_simulated(parser)
+    flags.add_what_is_simulated(parser, system="needed without --replay")
     flags.add_how_often(parser)
     parser.set_defaults(**dict.fromkeys(_NOT_ASKED))
     return parser

@@ -100,10 +100,10 @@ def add_policy(parser: Parser, default: list[str] | None, named: str) -> None:
     )
 
 
-def add_what_is_simulated(parser: Parser) -> None:
-    """Adds the flags of the system and of the workload."""
+def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
+    """Adds the flags of the system and of the workload. system: the default, for the help."""
     add = parser.add_argument
-    add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({SYSTEM})")
+    add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({system})")
     add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
     add("--workload", help="see above")
     add("--replay", type=_path, metavar="PATH", help="a recording, instead of --workload")
