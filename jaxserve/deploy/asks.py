@@ -31,7 +31,7 @@ class Asks:
     """By the tokenizer, the chat template and the SLO classes of a config."""
 
     def __init__(self, config: Any) -> None:
-        path = Path(config.model.path)
+        path = Path(config.model.path).expanduser()
         there = bool(config.model.path) and (path / FILE_NAME).is_file()
         self._tokenizer = load_tokenizer(path if there else None)
         self._template = load_chat_template(config.model.path)

@@ -42,7 +42,7 @@ def load_shape(config: ConfigDict) -> tuple[Family, ModelConfig, dict[str, Any]]
 def tokenizer_path(config: ConfigDict) -> str | None:
     """The directory to load a tokenizer from. None for random weights that have none: they write
     noise anyway."""
-    path: str = config.model.path
+    path: str = os.path.expanduser(config.model.path)
     optional = config.model.load_format == "random"
     return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
 

@@ -29,7 +29,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         CheckpointError: no such directory, no config.json, not JSON, or a field that is not
             supported (the message names it).
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint directory: {folder}")
     hf = read_json(folder / "config.json")

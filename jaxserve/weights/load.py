@@ -62,7 +62,7 @@ def load_params(
         return random_params(family, config, dtype=target, mesh=mesh, seed=seed)
     if not path:
         raise CheckpointError(f"model.path is needed with model.load_format {load_format!r}")
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"no such checkpoint directory: {folder}")
     if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):

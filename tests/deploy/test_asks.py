@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxserve.deploy.asks import CHAT, COMPLETIONS, Asks
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.detokenize import load_tokenizer
+from jaxserve.engine.model_options import tokenizer_path
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server.proto import generation_pb2 as pb
 
@@ -44,6 +46,14 @@ def test_prompts_of_completions_in_tokens(asks: Asks, prompt: Any, tokens: int) 
     found = http(asks, COMPLETIONS, prompt=prompt)
     assert abs(found.prompt_len - tokens) <= 1  # a special token in front, or not
     assert (found.tier, found.ttft, found.tbt, found.jct) == (0, np.inf, np.inf, np.inf)
+
+
+def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Path(CONFIG.model.path)
+    monkeypatch.setenv("HOME", str(model.parent))
+    config = replica_config([f"--model=~/{model.name}"])
+    assert abs(http(Asks(config), COMPLETIONS, prompt=TEXT).prompt_len - TOKENS) <= 1
+    assert tokenizer_path(config) == str(model)
 
 
 def test_chats_are_counted_as_their_template_writes_them(asks: Asks) -> None:

@@ -135,6 +135,12 @@ def test_integer_weights(tmp_path):
         load(tmp_path)
 
 
+def test_a_path_may_begin_with_the_home_folder(opt, monkeypatch):
+    """Shells leave it as it is behind `--model=`."""
+    monkeypatch.setenv("HOME", str(opt.parent))
+    assert_same(load(Path("~") / opt.name), load(opt))
+
+
 def test_missing_paths(tmp_path):
     with pytest.raises(CheckpointError, match="no such checkpoint directory"):
         load_config(tmp_path / "nowhere")
