@@ -42,6 +42,7 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
+	$(BIN)/python -m pytest -n 0 -m slow tests/bench/test_soak.py
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"

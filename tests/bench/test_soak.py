@@ -21,6 +21,7 @@ from jaxserve.bench.victim import Victim
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
+@pytest.mark.slow
 def test_everything_at_once_leaves_nothing_behind() -> None:
     # So short a run is its own warming up: what memory does says nothing yet.
     outcome = soak.run(soak.parse([]).flags, seconds=10, seed=0, max_growth_mib=256, clients=8)
