@@ -20,7 +20,7 @@ WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve test test-hosts test-py312 soak scale-demo scale-test lint compile-check reference format proto bench-vllm clean
+.PHONY: help serve test test-slow test-hosts test-py312 soak scale-demo scale-test lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,6 +32,9 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+test-slow: $(READY) ## benches at toy size, most of a minute each
+	$(BIN)/python -m pytest $(WORKERS) -m slow tests/bench $(ARGS)
+
 test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes
 	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
 
@@ -42,7 +45,6 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
-	$(BIN)/python -m pytest -n 0 -m slow tests/bench/test_soak.py
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"

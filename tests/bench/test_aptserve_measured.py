@@ -39,6 +39,7 @@ def few_shapes(tmp_path: Path) -> Callable[[], ConfigDict]:
     return config
 
 
+@pytest.mark.slow
 def test_steps_are_measured_and_rendered(
     tmp_path: Path, few_shapes: Callable[[], ConfigDict]
 ) -> None:
@@ -62,6 +63,7 @@ def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
     assert "5.0 to 6.0 times the KV step" in text
 
 
+@pytest.mark.slow
 def test_loads_are_served_and_rendered(
     tmp_path: Path, few_shapes: Callable[[], ConfigDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def outcome() -> Outcome:
         return gpu.run(TOY, lambda text: None)
 
 
+@pytest.mark.slow
 def test_every_section_runs(outcome: Outcome) -> None:
     assert list(outcome.seconds) == list(SECTIONS)
     assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
@@ -97,6 +98,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
     assert json.loads(json.dumps(gpu.as_json(TOY, outcome)))["outcome"]["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     page = gpu_report.page(TOY, outcome, ABOUT)
     for part in ("on cpu, 2000-01-01, jax 0", "| tiny | absorbed hidden decode |", "2 x 20"):
@@ -104,6 +106,7 @@ def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
     assert f"{len(outcome.checks)} checks" in page
 
 
+@pytest.mark.slow
 def test_other_backends_are_tried_before_anybody_serves_with_them(outcome: Outcome) -> None:
     ran, refused = outcome.trials
     assert (ran.backend, ran.model, ran.wrong) == ("xla", "tiny", 0)
@@ -130,6 +133,7 @@ def test_what_is_wrong_or_slower_is_not_recommended(trial: Trial, said: str) -> 
     assert trial.verdict.startswith(said)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -> None:
     """Differences of two noisy times may be 0."""
     unseen = [dataclasses.replace(one, seconds=0.0) for one in outcome.kernels]
