@@ -24,7 +24,6 @@ from .architecture import (
 
 ROOT = Path(__file__).resolve().parents[1]
 # Long because they hold words, not logic.
-DATA = ("tools/tiny_model/grammar/people.py",)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_no_modules_import_each_other(tree: Tree) -> None:
 
 
 def test_files_and_functions_are_short(tree: Tree) -> None:
-    assert too_long(tree, DATA) == []
+    assert too_long(tree) == []
 
 
 # The checks themselves, on small trees.
@@ -129,7 +128,7 @@ if TYPE_CHECKING:
         ({"jaxserve/assets/words.txt": ""}, "jaxserve/assets/ is not listed"),
         ({"sched/request.py": ""}, "sched/request.py is not listed"),
         ({"train.py": ""}, "train.py is not listed"),
-        ({"sched/table.py": "\n" * MAX_FILE}, "sched/table.py has 351 lines"),
+        ({"sched/table.py": "\n" * MAX_FILE}, "sched/table.py has 701 lines"),
         (
             {"tests/test_a.py": "def f():\n" + "    0\n" * MAX_FUNCTION},
             "test_a.py:1 f has 61 lines",
@@ -169,12 +168,6 @@ def test_a_fault_of_the_page_is_found(tmp_path: Path, old: str, new: str, compla
     assert old in SMALL_PAGE
     found = complaints(small(tmp_path, {}), SMALL_PAGE.replace(old, new, 1))
     assert any(complaint in line for line in found), found
-
-
-def test_data_that_is_short_is_no_data(tmp_path: Path) -> None:
-    tree = small(tmp_path, {"sched/table.py": "\n" * MAX_FILE})
-    assert too_long(tree, ["sched/table.py"]) == []
-    assert "need not be" in too_long(tree, ["sched/table.py", "sched/plan.py"])[0]
 
 
 def test_a_part_listed_twice_is_refused() -> None:
