@@ -59,7 +59,7 @@ class BatchesService:
                 request.first_line,
                 lines,
                 commit=request.commit,
-                owner=call.record.caller,
+                owner=call.record.caller.name,
             )
             return pb.SubmitBatchResponse(status=convert.status(progress))
 
@@ -71,7 +71,7 @@ class BatchesService:
                 request.batch_id,
                 request.first_line,
                 follow=request.follow,
-                owner=call.record.caller,
+                owner=call.record.caller.name,
             )
             async with contextlib.aclosing(pages):
                 async for progress, page in pages:
@@ -85,7 +85,7 @@ class BatchesService:
         """The RPC: ends what waits and runs."""
         async with self._open(call) as batches:
             convert.check_call(request)
-            progress = await batches.cancel(request.batch_id, call.record.caller)
+            progress = await batches.cancel(request.batch_id, call.record.caller.name)
             return pb.CancelBatchResponse(status=convert.status(progress))
 
     async def delete_batch(
@@ -94,7 +94,7 @@ class BatchesService:
         """The RPC: forgets a batch."""
         async with self._open(call) as batches:
             convert.check_call(request)
-            await batches.delete(request.batch_id, call.record.caller)
+            await batches.delete(request.batch_id, call.record.caller.name)
             return pb.DeleteBatchResponse()
 
     @contextlib.asynccontextmanager

@@ -127,7 +127,7 @@ class Calls:
         """The place that the call has among those of its key."""
         try:
             caller = self._keys.caller(authorization(context.invocation_metadata()))
-            call.record.caller = caller.name
+            call.record.caller = caller
             return caller.enter()
         except Unauthenticated as error:
             self._log.warning("key", "refused a call from %s: %s", call.record.peer, error)

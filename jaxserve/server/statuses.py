@@ -8,6 +8,7 @@ import grpc
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.keys import RateLimited, TooManyRequests
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
 from jaxserve.server.requests.late import ExpectedLate
@@ -31,6 +32,10 @@ def status_of(error: Exception) -> Status | None:
     match error:
         case InvalidRequest():
             return Status(Code.INVALID_ARGUMENT, Ending.INVALID)
+        case TooManyRequests():
+            return Status(Code.INVALID_ARGUMENT, Ending.INVALID)
+        case RateLimited():
+            return Status(Code.RESOURCE_EXHAUSTED, Ending.RATE_LIMITED, error.retry_s)
         case DuplicateRequest():
             return Status(Code.ALREADY_EXISTS, Ending.DUPLICATE)
         case ExpectedLate():

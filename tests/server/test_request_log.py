@@ -17,7 +17,7 @@ from jaxserve.client import Client, ServerError, make_line
 from jaxserve.engine.output import FinishReason, Output, Timings, Usage
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.verdict import Verdict
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.keys import Caller, Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.requests.endings import CallRecord, Door, Ending, Endings
@@ -270,7 +270,9 @@ def test_the_page_lists_the_fields() -> None:
     verdict = Verdict(slo, "c", Tier.REALTIME, ttft=False, tbt=True, jct=True)
     timings = Timings(0.1, 0.2, 0.3, 0.1, 0.1, 0.1)
     stop = FinishReason.STOP
-    record = CallRecord("m", "p", "r", "k", batch="b", line=0, reason="x", trace_id="t")
+    record = CallRecord(
+        "m", "p", "r", Caller(name="k"), batch="b", line=0, reason="x", trace_id="t"
+    )
     record.ending, record.requests = Ending.SLOW_READER, (request,)
     record.last = [Output("r", 0, (), "", (), stop, Usage(1, 2, 3), timings, verdict=verdict)]
     assert listed == {*fields(record), "prompt", "text"} - {"message"}

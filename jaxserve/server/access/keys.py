@@ -11,9 +11,9 @@ from pathlib import Path
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.key_lines import ApiKey, check_other, digest_of, parse_lines
-from jaxserve.server.access.limits import RateLimited, Usage
+from jaxserve.server.access.limits import RateLimited, TooManyRequests, Usage
 
-__all__ = ["Caller", "Keys", "RateLimited", "Unauthenticated"]
+__all__ = ["Caller", "Keys", "RateLimited", "TooManyRequests", "Unauthenticated"]
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # how often the file is looked at, at most
@@ -28,20 +28,35 @@ class Unauthenticated(RuntimeError):
 
 
 class Caller:
-    """Who calls. name: of the key; "" where none is needed."""
+    """Who calls. name: of the key; "" where none is needed. Without a key of that name (it has
+    been revoked since, or the call is none) nothing is counted. All but `name` is for the event
+    loop's thread."""
 
-    def __init__(self, key: ApiKey | None = None, usage: Usage | None = None) -> None:
-        self.name = "" if key is None else key.name
+    def __init__(
+        self, key: ApiKey | None = None, usage: Usage | None = None, *, name: str = ""
+    ) -> None:
+        self.name = name if key is None else key.name
         self._key, self._usage = key, usage
 
-    def enter(self) -> contextlib.ExitStack:
-        """One more call of theirs is open, until its end, on the event loop's thread. Raises
-        RateLimited where there are too many."""
+    def enter(self, *, rated: bool = True) -> contextlib.ExitStack:
+        """One more call of theirs is open, until its end. rated: it counts against the rate, too.
+        Raises RateLimited where there are too many."""
         place = contextlib.ExitStack()
         if self._key is not None and self._usage is not None:
-            self._usage.enter(self._key)
+            self._usage.enter(self._key, rated=rated)
             place.callback(self._usage.leave)
         return place
+
+    def take(self, count: int) -> None:
+        """So many requests of theirs go to the engine. Raises RateLimited where that is too many
+        now, TooManyRequests where it always is."""
+        if self._key is not None and self._usage is not None:
+            self._usage.take(self._key, count)
+
+    def give_back(self, count: int) -> None:
+        """So many have ended."""
+        if self._usage is not None:
+            self._usage.give_back(count)
 
 
 class Keys:

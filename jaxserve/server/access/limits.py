@@ -1,4 +1,8 @@
-"""What the calls of one key may take, whichever door they come through."""
+"""What the calls of one key may take, whichever door they come through.
+
+`concurrency` bounds two counts: calls that are open, whatever they do (files that are read, streams
+of the console), and requests that calls have with the engine, one a prompt and continuation.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,49 @@ class RateLimited(RuntimeError):
         self.retry_s = retry_s
 
 
+class TooManyRequests(ValueError):
+    """One call asks for more at once than its key may ever have."""
+
+
 class Usage:
     """Of one key, on the event loop's thread. The rate is a token bucket: one token a call, as many
-    as the key may call a minute at most, and so many a minute come back. clock: seconds."""
+    as the key may call a minute at most, and so many a minute come back. clock: seconds.
+
+    calls, requests: how many it has open, and with the engine.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._spent, self._since = 0.0, clock()  # tokens that are not in the bucket, and then
-        self.open = 0
+        self.calls = self.requests = 0
 
-    def enter(self, key: ApiKey) -> None:
-        """One more call. Raises RateLimited; then it counts nowhere."""
-        if key.concurrency and self.open >= key.concurrency:
-            problem = f"key {key.name}: {self.open} calls are open, as many as it may have"
-            raise RateLimited(f"{problem}; try again later", _AGAIN_S * random.uniform(1, 2))
-        if key.rate:
+    def enter(self, key: ApiKey, *, rated: bool = True) -> None:
+        """One more call. rated: it counts against the rate, too. Raises RateLimited; then it counts
+        nowhere."""
+        if key.concurrency and self.calls >= key.concurrency:
+            raise _full(key, f"{self.calls} calls are open")
+        if key.rate and rated:
             self._spend(key)
-        self.open += 1
+        self.calls += 1
 
     def leave(self) -> None:
         """One has ended."""
-        self.open -= 1
+        self.calls -= 1
+
+    def take(self, key: ApiKey, count: int) -> None:
+        """A call has so many requests for the engine. Raises RateLimited, and TooManyRequests where
+        they will never fit; then they count nowhere."""
+        limit = key.concurrency
+        if limit and count > limit:
+            asked = f"the call asks for {count} requests (one a prompt and continuation)"
+            raise TooManyRequests(f"{asked}; key {key.name} may have {limit} at once (concurrency)")
+        if limit and self.requests + count > limit:
+            raise _full(key, f"{self.requests} requests run, and the call asks for {count}")
+        self.requests += count
+
+    def give_back(self, count: int) -> None:
+        """So many have ended."""
+        self.requests -= count
 
     def _spend(self, key: ApiKey) -> None:
         now, a_token_s = self._clock(), _RATE_WINDOW_S / key.rate
@@ -53,3 +79,8 @@ class Usage:
             problem = f"key {key.name}: {key.rate} calls a minute are what it may make"
             raise RateLimited(f"{problem}; the next one in {retry_s:.1f} s", retry_s)
         self._spent += 1
+
+
+def _full(key: ApiKey, state: str) -> RateLimited:
+    problem = f"key {key.name}: {state}; it may have {key.concurrency} at once (concurrency)"
+    return RateLimited(f"{problem}; try again later", _AGAIN_S * random.uniform(1, 2))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Completion, Line, LineError, Result
@@ -157,7 +158,8 @@ class BatchRunner:
 
     def _begin(self, work: Work) -> CallRecord:
         record = self._endings.begin(Door.BATCH, "batch line")
-        record.caller, record.batch, record.line = work.owner, work.batch_id, work.line
+        record.caller = Caller(name=work.owner)
+        record.batch, record.line = work.batch_id, work.line
         return record
 
     def _over(self, record: CallRecord, ending: Ending) -> None:

@@ -25,12 +25,12 @@ def add_batch_routes(
     def door(http: Request) -> BatchDoor:
         if batches is None or store is None:
             raise ApiError(501, NO_BATCHES, code="no_batches")
-        return BatchDoor(front, batches, store, record_of(http).caller)
+        return BatchDoor(front, batches, store, record_of(http).caller.name)
 
     def files(http: Request) -> FileStore:
         if store is None:
             raise ApiError(501, NO_BATCHES, code="no_batches")
-        return store.of(record_of(http).caller)
+        return store.of(record_of(http).caller.name)
 
     _add_batches(app, door)
     _add_files(app, files, door)

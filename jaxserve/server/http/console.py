@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jaxserve import __version__
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.live_feed import LiveFeed
 from jaxserve.server.http.sse import event
+from jaxserve.server.requests.requests import EngineRequests
 
 PAUSE_S = 0.5
 PAGE = Path(__file__).parent / "console.html"
@@ -44,16 +46,35 @@ def add_console(app: FastAPI, front: Front, feed: LiveFeed) -> None:
             "slo_classes": list(front.requests.slo_classes),
         }
 
+    events = Events(front.requests, feed)
+
     @app.get("/console/events", include_in_schema=False)
-    async def events() -> Response:
+    async def stream() -> Response:
         """A snapshot every half second, until the server stops."""
-        return StreamingResponse(_snapshots(front, feed), media_type="text/event-stream")
+        return StreamingResponse(events.stream(), media_type="text/event-stream")
 
 
-async def _snapshots(front: Front, feed: LiveFeed) -> AsyncGenerator[bytes, None]:
-    while True:
-        closed = front.requests.closed
-        yield event({**feed.snapshot(), "closed": closed})
-        if closed is not None:
-            return
-        await asyncio.sleep(PAUSE_S)
+class Events:
+    """The same snapshots for all who look: they are put together once a pause."""
+
+    def __init__(self, requests: EngineRequests, feed: LiveFeed) -> None:
+        self._requests, self._feed = requests, feed
+        self._last = b""
+        self._until = -math.inf  # loop time
+        self._closed: str | None = None
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """For one."""
+        while True:
+            closed = self._requests.closed
+            yield self._latest(closed)
+            if closed is not None:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    def _latest(self, closed: str | None) -> bytes:
+        now = asyncio.get_running_loop().time()
+        if now >= self._until or closed != self._closed:
+            self._last = event({**self._feed.snapshot(), "closed": closed})
+            self._until, self._closed = now + PAUSE_S / 2, closed
+        return self._last

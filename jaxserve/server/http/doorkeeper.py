@@ -4,6 +4,7 @@ they end."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -36,9 +37,11 @@ _LABELS = {
 }
 _OTHER = "http other"
 _OPEN = ("/health", "/ready", "/")  # to all: the console's page has nothing of what it shows
-_QUIET = ("/metrics", "/console/info", "/console/events")  # asked every few seconds: not counted
+_EVENTS = "/console/events"
+_QUIET = ("/metrics", "/console/info", _EVENTS)  # asked every few seconds: no rate counts them
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
+_CONSOLES = 64
 _FORM_BYTES = 1 << 20  # what a form has besides its file
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
@@ -65,6 +68,7 @@ class Doorkeeper:
         self._keys = keys
         self._admission = admission
         self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
+        self._consoles = Admission(_CONSOLES, "this server takes of consoles")
         self._endings = endings
         self._body_bytes = body_bytes
         self.writes = writes
@@ -78,16 +82,43 @@ class Doorkeeper:
             if scope["type"] != "http" or scope["path"] in _OPEN:
                 await app(scope, receive, send)
             elif scope["path"] in _QUIET:
-                try:
-                    self.caller(scope, self._log_of_quiet)
-                except Unauthenticated as error:
-                    await no_key(error).response()(scope, receive, send)
-                else:
-                    await app(scope, receive, send)
+                await self._quietly(app, scope, receive, send)
             else:
                 await _Visit(self, app, scope, send).run(receive)
 
         return kept
+
+    async def _quietly(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """A call of which nobody is told. A console's stream is one of its key's open calls."""
+        unread = False
+
+        async def sent(message: Message) -> None:
+            nonlocal unread
+            try:
+                await self.writes.keep(send(message))
+            except SlowReader:
+                unread = True
+                raise
+
+        with contextlib.ExitStack() as places:
+            try:
+                caller = self.caller(scope, self._log_of_quiet)
+                if scope["path"] == _EVENTS:
+                    places.enter_context(caller.enter(rated=False))
+                    self._consoles.enter()
+                    places.callback(self._consoles.leave)
+            except Unauthenticated as error:
+                await no_key(error).response()(scope, receive, sent)
+            except RateLimited as error:
+                await rate_limited(error).response()(scope, receive, sent)
+            except Overloaded as error:
+                await too_many_calls(str(error)).response()(scope, receive, sent)
+            else:
+                try:
+                    await app(scope, receive, sent)
+                except Exception:  # whatever the application has made of a SlowReader
+                    if not unread:
+                        raise
 
     def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
         """Whose call it is. Raises Unauthenticated, which goes to the log."""
@@ -162,7 +193,7 @@ class _Visit:
     async def _called(self, receive: Receive) -> None:
         try:
             caller = self._keeper.caller(self._scope)
-            self._record.caller = caller.name
+            self._record.caller = caller
             with caller.enter():
                 await self._admitted(receive)
         except Unauthenticated as error:

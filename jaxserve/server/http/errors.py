@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.access.keys import RateLimited, Unauthenticated
+from jaxserve.server.access.keys import RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
 from jaxserve.server.requests.late import ExpectedLate
@@ -116,6 +116,10 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, str(error), param=error.field_name, code="invalid_value")
         case DuplicateRequest():
             return ApiError(409, str(error), param="request_id", code="duplicate")
+        case TooManyRequests():
+            return ApiError(400, str(error), param="n", code="too_many_requests")
+        case RateLimited():
+            return rate_limited(error)
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", headers=retry_after())
         case ExpectedLate():
@@ -138,6 +142,8 @@ def add_handlers(app: FastAPI) -> None:
         ApiError,
         InvalidRequest,
         DuplicateRequest,
+        TooManyRequests,
+        RateLimited,
         QueueFull,
         ExpectedLate,
         EngineStopped,

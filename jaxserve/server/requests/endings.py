@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.engine.output import Output
 from jaxserve.sched.request import Request
+from jaxserve.server.access.keys import Caller
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ class Door(enum.StrEnum):
 class CallRecord:
     """One call. All but `began` is filled in as it goes on, on the event loop's thread.
 
-    method: the API's name of it. caller: name of the API key, "" where none is needed. batch, line:
-    which one, of a batch's line. requests: what it asks of the engine, once that is known.
-    output_tokens: that the engine has said. last: the last words on its continuations. texts: all
+    method: the API's name of it. caller: whose it is. batch, line: which one, of a batch's line.
+    requests: what it asks of the engine, once that is known. output_tokens: that the engine has
+    said. last: the last words on its continuations. texts: all
     that was said by request and continuation, where that is kept. carrier: headers of W3C Trace
     Context that came with it; trace_id: of its trace. reason: what its client is told
     of an ending that is not OK, which may quote the client. began, submitted, ended: seconds, of
@@ -63,7 +64,7 @@ class CallRecord:
     method: str
     peer: str = ""
     request_id: str = ""
-    caller: str = ""
+    caller: Caller = field(default_factory=Caller)
     door: Door = Door.GRPC
     batch: str = ""
     line: int | None = None
@@ -79,6 +80,7 @@ class CallRecord:
     began: float = field(default_factory=time.monotonic)
     submitted: float | None = None
     ended: float = 0.0
+    _taken: int = 0  # of the caller's concurrency
     _open: int = 0
     _then: Callable[[], None] | None = None
 
@@ -94,8 +96,12 @@ class CallRecord:
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
     def asks(self, requests: Sequence[Request]) -> None:
-        """What it is about to ask of the engine."""
+        """What it is about to ask of the engine. Raises RateLimited and TooManyRequests where its
+        caller may not have as much."""
         self.requests, self.request_id = requests, requests[0].id
+        count = sum(request.sampling.n for request in requests)
+        self.caller.take(count)
+        self._taken = count
 
     def opened(self) -> None:
         """The engine has got one of its requests."""
@@ -122,6 +128,11 @@ class CallRecord:
         self._then = then
         if not self._open:
             then()
+
+    def give_back(self) -> None:
+        """Its requests are its caller's no more."""
+        self.caller.give_back(self._taken)
+        self._taken = 0
 
 
 Sink = Callable[[CallRecord], None]
@@ -159,10 +170,10 @@ class Endings:
         else:
             self.counts[record.method, record.ending] += 1
         record.ended = time.monotonic()
-        if self._sinks:
-            record.when_closed(lambda: self._tell(record))
+        record.when_closed(lambda: self._tell(record))
 
     def _tell(self, record: CallRecord) -> None:
+        record.give_back()
         for sink in self._sinks:
             try:
                 sink(record)

@@ -58,7 +58,7 @@ def fields(record: CallRecord) -> Fields:
         method=record.method,
         request_id=record.request_id,
         peer=record.peer,
-        key=record.caller,
+        key=record.caller.name,
         batch=record.batch,
         line=record.line,
         ending=record.ending,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-KEYS = [key("alice"), key("often", rate=2), key("many", concurrency=1)]
+KEYS = [key("alice"), key("often", rate=2), key("many", concurrency=1), key("two", concurrency=2)]
 BODY = {"prompt": "a", "max_tokens": 2}
 
 
@@ -201,6 +202,63 @@ def test_calls_at_once_are_counted_once_for_both_doors(server: Server, engine: F
     assert b'method="Generate"' in text
     while asked(server.http_address, "POST", "/v1/completions", "many", BODY)[0] != 200:
         pass  # the call ends a moment after its last message
+
+
+def test_requests_count_however_many_are_in_a_call(server: Server, engine: FakeEngine) -> None:
+    body = {"prompt": ["a"] * 128, "n": 2, "max_tokens": 2}
+    status, text, headers = asked(server.http_address, "POST", "/v1/completions", "two", body)
+    error = json.loads(text)["error"]
+    assert (status, error["code"]) == (400, "too_many_requests") and "retry-after" not in headers
+    assert "asks for 256 requests" in error["message"] and "two may have 2" in error["message"]
+    with Client(server.address, api_key="two") as client:
+        with pytest.raises(ServerError, match="asks for 3 requests") as refused:
+            client.complete("a", n=3, timeout=PATIENCE)
+        assert refused.value.code == "INVALID_ARGUMENT"
+        running = client.generate("a", n=2, max_tokens=2)
+        engine.wait(lambda: engine.live)
+        status, text, headers = asked(server.http_address, "POST", "/v1/completions", "two", BODY)
+        assert status == 429 and "two: 2 requests run, and the call asks for 1" in text.decode()
+        assert int(headers["retry-after"]) >= 1
+        with pytest.raises(ServerError, match="2 requests run") as refused:
+            client.complete("a", timeout=PATIENCE)
+        assert refused.value.code == "RESOURCE_EXHAUSTED"
+        assert len(engine.requests) == 1
+        engine.run()
+        list(running)
+    while asked(server.http_address, "POST", "/v1/completions", "two", BODY)[0] != 200:
+        pass  # the call ends a moment after its last message
+
+
+def test_requests_count_until_the_engine_is_done_with_them(
+    server: Server, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = threading.Event()
+    monkeypatch.setattr(engine, "cancel", lambda _: abandoned.set())  # it takes a while
+    with Client(server.address, api_key="two") as client:
+        running = client.generate("a", n=2, max_tokens=2)
+        engine.wait(lambda: engine.live)
+        running.cancel()
+        assert abandoned.wait(PATIENCE)
+        with pytest.raises(ServerError, match="2 requests run"):
+            client.complete("a", timeout=PATIENCE)
+        engine.run()
+        engine.wait(lambda: not engine.live)
+        while asked(server.http_address, "POST", "/v1/completions", "two", BODY)[0] != 200:
+            pass
+
+
+def test_a_console_that_is_open_is_a_call(server: Server) -> None:
+    assert server.http_address is not None
+    connection = http.client.HTTPConnection(server.http_address, timeout=PATIENCE)
+    connection.request("GET", "/console/events", headers={"Authorization": "Bearer many"})
+    assert connection.getresponse().readline()
+    for path in ("/console/events", "/v1/models"):
+        status, text, _ = asked(server.http_address, "GET", path, "many")
+        assert status == 429 and "many: 1 calls are open" in text.decode()
+    assert asked(server.http_address, "GET", "/console/info", "many")[0] == 200
+    connection.close()
+    while asked(server.http_address, "GET", "/v1/models", "many")[0] != 200:
+        pass  # that it is closed is noticed at its next event
 
 
 def refuse(channel: grpc.Channel) -> None:

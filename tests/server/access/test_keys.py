@@ -11,7 +11,7 @@ import pytest
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.key_lines import ApiKey, digest_of
-from jaxserve.server.access.keys import Keys, RateLimited, Unauthenticated
+from jaxserve.server.access.keys import Keys, RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.access.options import access_settings
 
 
@@ -75,11 +75,39 @@ def test_calls_at_once_are_bounded() -> None:
     keys = Keys(fixed=[key("alice", concurrency=2), key("bob", concurrency=1)])
     alice, again = keys.caller(b"Bearer alice"), keys.caller(b"Bearer alice")
     with alice.enter():
-        with again.enter(), pytest.raises(RateLimited, match="alice: 2 calls are open") as error:
+        with (
+            again.enter(),
+            pytest.raises(
+                RateLimited, match=r"alice: 2 calls are open; it may have 2 at once"
+            ) as error,
+        ):
             alice.enter()
         assert error.value.retry_s > 0
         with keys.caller(b"Bearer bob").enter(), alice.enter():
             pass
+
+
+def test_requests_at_once_are_bounded_whatever_calls_they_come_in() -> None:
+    keys = Keys(fixed=[key("alice", concurrency=3), key("bob")])
+    caller = keys.caller(b"Bearer alice")
+    caller.take(2)
+    with pytest.raises(RateLimited, match="alice: 2 requests run, and the call asks for 2; it may"):
+        keys.caller(b"Bearer alice").take(2)
+    caller.take(1)
+    keys.caller(b"Bearer bob").take(10**6)
+    caller.give_back(3)
+    with pytest.raises(TooManyRequests, match=r"asks for 4 requests .* may have 3 at once"):
+        caller.take(4)
+    caller.take(3)  # neither refused one counts
+
+
+def test_a_call_that_no_rate_counts_is_open_all_the_same() -> None:
+    caller = Keys(fixed=[key("alice", rate=1, concurrency=1)], clock=Clock()).caller(
+        b"Bearer alice"
+    )
+    with caller.enter(rated=False), pytest.raises(RateLimited, match="1 calls are open"):
+        caller.enter()
+    caller.enter().close()
 
 
 def test_calls_a_minute_are_bounded_and_it_says_when_the_next_may_come() -> None:
@@ -140,7 +168,7 @@ def test_counts_outlive_a_change(tmp_path: Path) -> None:
     with keys.caller(b"Bearer alice").enter():
         write(path, key("alice", concurrency=1))
         clock.now += 1.0
-        with pytest.raises(RateLimited, match="1 calls are open"):
+        with pytest.raises(RateLimited, match="1 calls are open; it may have 1"):
             keys.caller(b"Bearer alice").enter()
     keys.caller(b"Bearer alice").enter().close()
 

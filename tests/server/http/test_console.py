@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.kinds import CacheKind, Direction
 from jaxserve.sched.pool_map import BlockUse, pool_map
 from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.server.http.console import PAGE
+from jaxserve.server.http import console
+from jaxserve.server.http.console import PAGE, Events
 from jaxserve.server.http.live_feed import STEPS, Limits, LiveFeed, decision
+from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine, step_stats
 from tests.server.http.conftest import Plain
@@ -47,6 +50,30 @@ def test_the_page_needs_nothing_from_elsewhere(plain: Plain) -> None:
     assert not re.findall(r"(?:src|href)=\"(?!data:)", text)
     assert "http://" not in text and "https://" not in text
     assert plain.call("GET", "/console/info")[1]["model"] == INFO.model
+
+
+def test_a_snapshot_is_put_together_once_for_all_who_look(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Feed:
+        count = 0
+
+        def snapshot(self) -> dict[str, Any]:
+            self.count += 1
+            return {"count": self.count}
+
+    async def three() -> list[bytes]:
+        requests = EngineRequests(engine)
+        events = Events(requests, cast(LiveFeed, feed))
+        found = [await anext(events.stream()) for _ in range(2)]
+        requests.stop_admission()
+        return [*found, await anext(events.stream())]
+
+    monkeypatch.setattr(console, "PAUSE_S", 1000.0)
+    feed = Feed()
+    first, second, closed = asyncio.run(three())
+    assert first == second == b'data: {"count":1,"closed":null}\n\n'
+    assert b'"closed":"the server is shutting down"' in closed and feed.count == 2
 
 
 def test_the_page_shows_what_the_events_have(plain: Plain) -> None:
