@@ -50,6 +50,7 @@ class GenerationService:
             tier=convert.TIERS[message.tier],
             slo_class=message.slo_class,
             serve_late=message.serve_late,
+            caller=call.record.caller,
         )
         call.record.asks((request,))
         stream = self._requests.open(request, record=call.record)
@@ -63,7 +64,7 @@ class GenerationService:
         # write() returns once the transport has taken the message, so a client that does not read
         # stops us here, and its news pile up merged in the stream.
         while (delta := await stream.next()) is not None:
-            await call.write(convert.response(stream.request_id, delta))
+            await call.write(convert.response(call.record.request_id, delta))
             if delta.last is not None:
                 cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
         if cancelled and self._requests.draining:

@@ -38,6 +38,15 @@ class Caller:
         self.name = name if key is None else key.name
         self._key, self._usage = key, usage
 
+    def scoped(self, name: str) -> str:
+        """An id of the caller's choice, as one that nobody else can choose: names of keys have no
+        slash. Where no keys are needed, ids are everybody's."""
+        return f"{self.name}/{name}" if self.name else name
+
+    def own(self, scoped: str) -> str:
+        """The id of which `scoped` made that."""
+        return scoped.removeprefix(f"{self.name}/") if self.name else scoped
+
     def enter(self, *, rated: bool = True) -> contextlib.ExitStack:
         """One more call of theirs is open, until its end. rated: it counts against the rate, too.
         Raises RateLimited where there are too many."""

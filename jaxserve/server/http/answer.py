@@ -10,6 +10,7 @@ from jaxserve.engine.output import Output, Timings
 from jaxserve.sched.request import Request
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.verdict import Verdict
+from jaxserve.server.http.generating import Generating
 from jaxserve.server.http.options import SERVED_AS
 
 
@@ -33,14 +34,14 @@ class UsageCount:
         }
 
 
-def head(kind: str, prefix: str, model: str, wanted: Sequence[Request]) -> dict[str, Any]:
+def head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str, Any]:
     """The fields that every object and chunk of a call begins with."""
     return {
-        "id": f"{prefix}-{wanted[0].id}",
+        "id": f"{prefix}-{generating.record.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "service_tier": SERVED_AS[wanted[0].tier],
+        "service_tier": SERVED_AS[generating.wanted[0].tier],
     }
 
 

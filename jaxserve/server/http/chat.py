@@ -10,6 +10,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.http import options
 from jaxserve.server.http.answer import UsageCount, ending, head
 from jaxserve.server.http.errors import record_of
@@ -22,7 +23,7 @@ from jaxserve.server.http.sse import EventStream
 
 async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
-    wanted = await _wanted(front, body)
+    wanted = await _wanted(front, body, record_of(http).caller)
     generating = Generating(front.requests, wanted, record_of(http))
     answer = _Answer(front, body, generating)
     if body.stream:
@@ -33,11 +34,11 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
         generating.end()
 
 
-async def _wanted(front: Front, body: ChatRequest) -> list[Request]:
+async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Request]:
     options.check_stream_options(body)
     text = _text(front, body)
     prompt = await front.requests.encode(text, special=not front.template.own)
-    return await front.build(body, [prompt], _sampling(front, body, len(prompt)))
+    return await front.build(body, [prompt], _sampling(front, body, len(prompt)), caller)
 
 
 def chat_sampling(front: Front, body: ChatRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -101,12 +102,12 @@ class _Answer:
         if self._with_logprobs:
             for choice, entries in zip(choices, pieces, strict=True):
                 choice["logprobs"] = chat_logprobs(self._engine, entries)
-        first = head("chat.completion", "chatcmpl", self._model, self._generating.wanted)
+        first = head("chat.completion", "chatcmpl", self._model, self._generating)
         return {**first, "choices": choices, "usage": self._usage.as_dict()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The role of each continuation first, then one for each piece of news."""
-        first = head("chat.completion.chunk", "chatcmpl", self._model, self._generating.wanted)
+        first = head("chat.completion.chunk", "chatcmpl", self._model, self._generating)
         for number in range(self._n):
             yield self._chunk(first, number, {"role": "assistant", "content": ""})
         async for number, delta in self._generating.deltas():

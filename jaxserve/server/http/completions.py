@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.http import options
 from jaxserve.server.http.answer import UsageCount, ending, head
 from jaxserve.server.http.errors import record_of
@@ -28,7 +29,7 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     prompts = _prompts(body)
-    wanted = await _wanted(front, body, prompts)
+    wanted = await _wanted(front, body, prompts, record_of(http).caller)
     generating = Generating(front.requests, wanted, record_of(http))
     try:
         answer = _Answer(front, body, prompts, generating)
@@ -57,11 +58,11 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 async def _wanted(
-    front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]]
+    front: Front, body: CompletionRequest, prompts: Sequence[str | list[int]], caller: Caller
 ) -> list[Request]:
     options.check_stream_options(body)
     try:
-        wanted = await front.build(body, prompts, options.completion_sampling(body))
+        wanted = await front.build(body, prompts, options.completion_sampling(body), caller)
     except InvalidRequest as error:
         if error.field_name != "prompt_logprobs":
             raise
@@ -89,7 +90,7 @@ class _Answer:
         self._generating = generating
         wanted = generating.wanted
         self._n = wanted[0].sampling.n
-        self._head = head("text_completion", "cmpl", front.model, wanted)
+        self._head = head("text_completion", "cmpl", front.model, generating)
         self._usage = UsageCount(wanted)
         self._stream = body.stream_options
         self._echo = [""] * len(prompts)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.sched.request import Request
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.http import grammars, options
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import Generation
@@ -36,9 +37,10 @@ class Front:
         body: Generation,
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
+        caller: Caller,
     ) -> list[Request]:
-        """One request a prompt. Raises InvalidRequest, EngineStopped and ApiError, before any is
-        submitted."""
+        """One request a prompt, of that caller. Raises InvalidRequest, EngineStopped and ApiError,
+        before any is submitted."""
         self.check_model(body.model)
         self.requests.check_open()
         (slo, slo_class), tier = options.targets(body), options.tier(body)
@@ -54,6 +56,7 @@ class Front:
                     tier=tier,
                     slo_class=slo_class,
                     serve_late=bool(body.serve_late),
+                    caller=caller,
                 )
                 self.requests.check(request)
                 wanted.append(request)

@@ -98,7 +98,7 @@ class CallRecord:
     def asks(self, requests: Sequence[Request]) -> None:
         """What it is about to ask of the engine. Raises RateLimited and TooManyRequests where its
         caller may not have as much."""
-        self.requests, self.request_id = requests, requests[0].id
+        self.requests, self.request_id = requests, self.caller.own(requests[0].id)
         count = sum(request.sampling.n for request in requests)
         self.caller.take(count)
         self._taken = count

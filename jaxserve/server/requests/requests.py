@@ -22,6 +22,7 @@ from jaxserve.sched.request import (
     too_many_tokens,
     validate,
 )
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import CallRecord
 from jaxserve.server.requests.late import LateRefusal
@@ -138,13 +139,15 @@ class EngineRequests:
         tier: Tier | None = None,
         slo_class: str = "",
         serve_late: bool = False,
+        caller: Caller | None = None,
     ) -> Request:
         """A request of text or token ids. Safe to call from any thread.
 
         sampling: fields of SamplingParams, its defaults for the absent ones; who asks for no length
         gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
-        slo_class: what it has of targets and tier where the request has none; empty is none. Raises
-        InvalidRequest.
+        slo_class: what it has of targets and tier where the request has none; empty is none.
+        caller: whose it is; its id in the engine is `caller.scoped`, so that nobody learns what ids
+        others have. Raises InvalidRequest.
         """
         level = named(self.slo_classes, slo_class).with_own(slo or SLO(), tier)
         if len(request_id) > MAX_REQUEST_ID:
@@ -161,8 +164,9 @@ class EngineRequests:
             room = self.room(len(tokens))
             fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
+        name = request_id or uuid.uuid4().hex
         return Request(
-            id=request_id or uuid.uuid4().hex,
+            id=name if caller is None else caller.scoped(name),
             prompt=tokens,
             sampling=params,
             slo=level.slo,

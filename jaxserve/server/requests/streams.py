@@ -222,7 +222,8 @@ class OutputRouter:
         """The stream of a new request of n continuations, which `record` hears, too. Raises
         DuplicateRequest while one of that id is open."""
         if request_id in self._streams:
-            raise DuplicateRequest(f"request_id: {request_id!r} is already running")
+            given = request_id if record is None else record.caller.own(request_id)
+            raise DuplicateRequest(f"request_id: {given!r} is already running")
         stream = self._streams[request_id] = Stream(
             request_id,
             n,

@@ -247,6 +247,33 @@ def test_requests_count_until_the_engine_is_done_with_them(
             pass
 
 
+def test_an_id_is_each_key_s_own(server: Server, engine: FakeEngine) -> None:
+    given, body = {"request_id": "mine", "max_tokens": 2}, {**BODY, "request_id": "mine"}
+    address = server.http_address
+    with (
+        Client(server.address, api_key="alice") as alice,
+        Client(server.address, api_key="two") as two,
+    ):
+        hers = alice.generate("a", **given)
+        engine.wait(lambda: len(engine.live) == 1)
+        theirs = two.generate("a", **given)
+        engine.wait(lambda: len(engine.live) == 2)
+        with pytest.raises(ServerError, match=r"^request_id: 'mine' is already running") as error:
+            alice.complete("a", **given)
+        assert error.value.code == "ALREADY_EXISTS"
+        status, text, _ = asked(address, "POST", "/v1/completions", "alice", body)
+        assert status == 409 and "'mine' is already running" in text.decode()
+        theirs.cancel()
+        engine.wait(lambda: len(engine.live) == 1)  # theirs, not hers
+        engine.run()
+        assert {message.request_id for message in hers} == {"mine"}
+    status, text, _ = asked(address, "POST", "/v1/completions", "two", body)
+    assert (status, json.loads(text)["id"]) == (200, "cmpl-mine")
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "request_id": "mine"}
+    status, text, _ = asked(address, "POST", "/v1/chat/completions", "two", chat)
+    assert (status, json.loads(text)["id"]) == (200, "chatcmpl-mine")
+
+
 def test_a_console_that_is_open_is_a_call(server: Server) -> None:
     assert server.http_address is not None
     connection = http.client.HTTPConnection(server.http_address, timeout=PATIENCE)
