@@ -15,6 +15,7 @@ from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Sink
+from jaxserve.server.requests.open_files import raise_limit
 from jaxserve.server.requests.options import JSON, server_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.runner import Server
@@ -38,6 +39,7 @@ def run_server(
     config: as in configs/base.py, checked. on_ready is called once calls are taken. A second signal
     cuts the grace period short. Must run in the main thread.
     """
+    raise_limit()
     server = Server(
         engine,
         host=config.server.host,

@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 _METHODS = ("GET", "POST", "DELETE")
-_TOLD = ("Retry-After", "WWW-Authenticate")  # beside the body
+_TOLD = ("Retry-After", "WWW-Authenticate", "x-request-id")  # beside the body
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

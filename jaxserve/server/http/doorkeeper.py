@@ -14,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.access.keys import Caller, Keys, RateLimited, Unauthenticated
+from jaxserve.server.http.connections import Place
 from jaxserve.server.http.errors import RECORD, ApiError, no_key, rate_limited, too_many_calls
 from jaxserve.server.http.files import MAX_FILE_BYTES
-from jaxserve.server.http.protocol import LOST
+from jaxserve.server.http.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.endings import (
     CallRecord,
@@ -36,7 +37,8 @@ _LABELS = {
     for path in (*_COUNTED, "/v1/models", _FILES, "/v1/batches", "/tokenize", "/detokenize")
 }
 _OTHER = "http other"
-_OPEN = ("/health", "/ready", "/")  # to all: the console's page has nothing of what it shows
+_HEALTH = ("/health", "/ready")
+_OPEN = (*_HEALTH, "/")  # to all: the console's page has nothing of what it shows
 _EVENTS = "/console/events"
 _QUIET = ("/metrics", "/console/info", _EVENTS)  # asked every few seconds: no rate counts them
 METHODS = (*_LABELS.values(), _OTHER)
@@ -80,6 +82,8 @@ class Doorkeeper:
 
         async def kept(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in _OPEN:
+                if scope["path"] in _HEALTH:
+                    _place(scope).known()
                 await app(scope, receive, send)
             elif scope["path"] in _QUIET:
                 await self._quietly(app, scope, receive, send)
@@ -124,11 +128,13 @@ class Doorkeeper:
         """Whose call it is. Raises Unauthenticated, which goes to the log."""
         found = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
-            return self._keys.caller(found[0] if len(found) == 1 else None)
+            caller = self._keys.caller(found[0] if len(found) == 1 else None)
         except Unauthenticated as error:
             text = "refused a call from %s: %s"
             (log or self._log).warning("key", text, _peer(scope), error)
             raise
+        _place(scope).known()
+        return caller
 
     def admission_of(self, scope: Scope) -> Admission | None:
         """Who counts the call; None: nobody."""
@@ -145,7 +151,9 @@ class Doorkeeper:
     def begin(self, scope: Scope) -> CallRecord:
         """One more call."""
         carrier = trace_context(scope["headers"])
-        return self._endings.begin(Door.HTTP, _label(scope["path"]), _peer(scope), carrier)
+        record = self._endings.begin(Door.HTTP, _label(scope["path"]), _peer(scope), carrier)
+        record.x_request_id = scope.get("state", {}).get(REQUEST_ID, "")
+        return record
 
     def ended(self, record: CallRecord) -> None:
         """Counts it."""
@@ -204,20 +212,17 @@ class _Visit:
 
     async def _admitted(self, receive: Receive) -> None:
         admission = self._keeper.admission_of(self._scope)
-        leave = None
-        if admission is not None:
-            try:
-                admission.enter()
-            except Overloaded as error:
-                self._keeper.warning("overload", "refused a call: %s", error)
-                return await self._refuse(too_many_calls(str(error)), receive)
-            leave = admission.leave
-        try:
+        with contextlib.ExitStack() as places:
+            if admission is not None:
+                try:
+                    admission.enter()
+                    places.callback(admission.leave)
+                    places.enter_context(_place(self._scope).calling())
+                except Overloaded as error:
+                    self._keeper.warning("overload", "refused a call: %s", error)
+                    return await self._refuse(too_many_calls(str(error)), receive)
             limit = self._keeper.body_limit(self._scope)
             await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
-        finally:
-            if leave is not None:
-                leave()
 
     async def _refuse(self, error: ApiError, receive: Receive) -> None:
         error.note(self._record)
@@ -260,6 +265,12 @@ def limited(receive: Receive, scope: Scope, limit: int) -> Receive:
         return message
 
     return within
+
+
+def _place(scope: Scope) -> Place:
+    """Its connection's; one of its own where others keep the connections."""
+    place = scope.get("state", {}).get(PLACE)
+    return Place() if place is None else place
 
 
 def _label(path: str) -> str:

@@ -53,8 +53,8 @@ class CallRecord:
     """One call. All but `began` is filled in as it goes on, on the event loop's thread.
 
     method: the API's name of it. caller: whose it is. batch, line: which one, of a batch's line.
-    requests: what it asks of the engine, once that is known. output_tokens: that the engine has
-    said. last: the last words on its continuations. texts: all
+    x_request_id: that HTTP's answer has. requests: what it asks of the engine, once that is known.
+    output_tokens: that the engine has said. last: the last words on its continuations. texts: all
     that was said by request and continuation, where that is kept. carrier: headers of W3C Trace
     Context that came with it; trace_id: of its trace. reason: what its client is told
     of an ending that is not OK, which may quote the client. began, submitted, ended: seconds, of
@@ -68,6 +68,7 @@ class CallRecord:
     door: Door = Door.GRPC
     batch: str = ""
     line: int | None = None
+    x_request_id: str = ""
     requests: Sequence[Request] = ()
     output_tokens: int = 0
     last: list[Output] = field(default_factory=list)

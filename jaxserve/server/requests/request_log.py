@@ -57,6 +57,7 @@ def fields(record: CallRecord) -> Fields:
         door=record.door,
         method=record.method,
         request_id=record.request_id,
+        x_request_id=record.x_request_id,
         peer=record.peer,
         key=record.caller.name,
         batch=record.batch,

@@ -31,8 +31,13 @@ CLASSES = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}
 class Plain:
     """JSON calls, as they come."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, server: Server | None = None) -> None:
+        self.address, self._server = address, server
+
+    def open(self) -> int:
+        """Connections that the server has."""
+        assert self._server is not None and self._server._http is not None
+        return len(self._server._http._server._connections)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=PATIENCE)
@@ -68,7 +73,7 @@ def server(engine: FakeEngine) -> Iterator[Server]:
 @pytest.fixture
 def plain(server: Server) -> Plain:
     assert server.http_address is not None
-    return Plain(server.http_address)
+    return Plain(server.http_address, server)
 
 
 @pytest.fixture
