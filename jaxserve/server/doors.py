@@ -58,8 +58,9 @@ class Doors:
         self.batches = None if batches is None else Batches(self.requests, batches, endings)
         self.body_bytes = longest_message(engine, batches=batches is not None)
         writes = WriteLimit(options.write_timeout_s)
+        prompt_bytes = longest_message(engine, batches=False)
         self.keeper = Doorkeeper(
-            keys, self.admission, endings, body_bytes=self.body_bytes, writes=writes
+            keys, self.admission, endings, body_bytes=prompt_bytes, writes=writes
         )
         self.calls = Calls(endings, writes, keys)
         self.generation = GenerationService(self.requests)

@@ -15,6 +15,7 @@ from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.batch_routes import add_batch_routes
+from jaxserve.server.http.bodies import body_route
 from jaxserve.server.http.chat import chat
 from jaxserve.server.http.completions import complete
 from jaxserve.server.http.console import add_console
@@ -53,6 +54,7 @@ def build_app(
         redoc_url=None,
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
+    app.router.route_class = body_route(front.requests.beside)
     add_handlers(app)
     app.add_exception_handler(ClientGone, _nobody)
     _add_generation(app, front)
@@ -126,11 +128,14 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Their text, without special tokens."""
         front.check_model(body.model)
-        last = front.requests.info().vocab_size - 1
-        for token in body.tokens:
-            if token > last:
-                raise InvalidRequest("tokens", f"token id {token} is outside 0..{last}")
-        return {"prompt": front.engine.decode(body.tokens)}
+        info, given = front.requests.info(), len(body.tokens)
+        if given > info.max_model_len:
+            limits = f"at most {info.max_model_len} are allowed"
+            raise InvalidRequest("tokens", f"has {given} entries; {limits}")
+        last, highest = info.vocab_size - 1, max(body.tokens, default=0)
+        if highest > last:
+            raise InvalidRequest("tokens", f"token id {highest} is outside 0..{last}")
+        return {"prompt": await front.requests.beside(front.engine.decode, body.tokens)}
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

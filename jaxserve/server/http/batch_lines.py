@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.lines import Completion, Line, Result
 from jaxserve.server.http import options
+from jaxserve.server.http.bodies import parse, validated
 from jaxserve.server.http.chat import chat_sampling
-from jaxserve.server.http.errors import ApiError, validation_message
+from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.logprobs import CompletionLogprobs, chat_logprobs
 from jaxserve.server.http.schema import Body, ChatRequest, CompletionRequest, Generation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
-Parsed = TypeVar("Parsed", bound=BaseModel)
 MAX_CUSTOM_ID = 128
 _STATUS = {"INVALID_ARGUMENT": 400}
 
@@ -37,18 +35,19 @@ def read_line(front: Front, endpoint: str, text: str) -> tuple[Line, InvalidRequ
     """A line for the journal, and what is wrong with it, which becomes its result."""
     name = ""
     try:
-        given = _parsed(BatchRequestLine, text)
+        given = parse(text.encode(), BatchRequestLine)
         name = given.custom_id[:MAX_CUSTOM_ID]
         if len(given.custom_id) > MAX_CUSTOM_ID:
             raise InvalidRequest("custom_id", f"at most {MAX_CUSTOM_ID} characters are allowed")
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
-        body = _parsed(_BODIES[endpoint], given.body)
+        body = validated(given.body, _BODIES[endpoint])
         return Line(*_asked(front, body), name), None
     except InvalidRequest as error:
         return Line(text, {}, name), error
     except ApiError as error:
-        return Line(text, {}, name), InvalidRequest(error.param or "line", str(error))
+        where = error.param or "line"
+        return Line(text, {}, name), InvalidRequest(where, str(error).removeprefix(f"{where}: "))
 
 
 def written_line(
@@ -68,16 +67,6 @@ def written_line(
         "response": {"status_code": status, "request_id": f"{batch}-{number}", "body": body},
         "error": None,
     }
-
-
-def _parsed(kind: type[Parsed], given: Any) -> Parsed:
-    try:
-        if isinstance(given, str):
-            return kind.model_validate_json(given)
-        return kind.model_validate(given)
-    except ValidationError as error:
-        where, message = validation_message(error.errors())
-        raise InvalidRequest(where or "line", message) from None
 
 
 def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:

@@ -6,9 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, StrictStr
+from typing import Any, Literal
 
 from jaxserve.server.batches.batches import Batches, Progress
 from jaxserve.server.batches.lines import Result
@@ -17,7 +15,7 @@ from jaxserve.server.http.batch_lines import dumped, read_line, written_line
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.files import FileStore, new_id
 from jaxserve.server.http.front import Front
-from jaxserve.server.http.schema import Body
+from jaxserve.server.http.schema import Body, Metadata, Text
 
 LINES_A_CALL = 1000  # to the journal
 _STATUS = {
@@ -32,10 +30,10 @@ OUTPUT, ERRORS = "output", "errors"
 class BatchRequest(Body):
     """POST /v1/batches. completion_window is taken for what it says: best-effort."""
 
-    input_file_id: StrictStr
+    input_file_id: Text
     endpoint: Literal["/v1/completions", "/v1/chat/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, StrictStr], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
 
 
 class BatchDoor:

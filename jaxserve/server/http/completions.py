@@ -49,12 +49,10 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
-        return [[token for token in given if isinstance(token, int)]]
-    prompts = [each for each in given if not isinstance(each, int)]
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        limits = f"1 to {MAX_PROMPTS} prompts are taken in a call"
-        raise InvalidRequest("prompt", f"has {len(prompts)} prompts; {limits}")
-    return prompts
+        return [given]
+    if not given:
+        raise InvalidRequest("prompt", f"has no prompts; 1 to {MAX_PROMPTS} prompts are taken")
+    return list(given)
 
 
 async def _wanted(

@@ -32,10 +32,8 @@ from jaxserve.server.requests.writing import WriteLimit
 
 _FILES = "/v1/files"
 _COUNTED = ("/v1/completions", "/v1/chat/completions")
-_LABELS = {
-    path: f"http {path}"
-    for path in (*_COUNTED, "/v1/models", _FILES, "/v1/batches", "/tokenize", "/detokenize")
-}
+_WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
+_LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"
 _HEALTH = ("/health", "/ready")
 _OPEN = (*_HEALTH, "/")  # to all: the console's page has nothing of what it shows
@@ -44,6 +42,10 @@ _QUIET = ("/metrics", "/console/info", _EVENTS)  # asked every few seconds: no r
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _CONSOLES = 64
+MAX_BODY_BYTES = 17 << 20
+"""Of a call with prompts, however long they may be: to parse more of one string takes more than
+50 ms, and nothing else runs meanwhile."""
+_SMALL_BYTES = 64 << 10  # of a call without a prompt
 _FORM_BYTES = 1 << 20  # what a form has besides its file
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
@@ -55,7 +57,7 @@ class Doorkeeper:
 
     keys: of those who may call. admission: of calls that generate, whichever door they come
     through. body_bytes: the longest
-    body but for uploads. writes: what a client may take to read a piece.
+    body of a call with prompts. writes: what a client may take to read a piece.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Doorkeeper:
         self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
         self._endings = endings
-        self._body_bytes = body_bytes
+        self._body_bytes = min(body_bytes, MAX_BODY_BYTES)
         self.writes = writes
         self._log = RateLimitedLog(quiet=endings.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
@@ -146,7 +148,7 @@ class Doorkeeper:
         """Bytes of its body."""
         if scope["path"] == _FILES:
             return MAX_FILE_BYTES + _FORM_BYTES
-        return self._body_bytes
+        return self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
 
     def begin(self, scope: Scope) -> CallRecord:
         """One more call."""

@@ -190,35 +190,52 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    where, message = validation_message(found)
-    code = _CODES.get(_most_telling(found)["type"], "invalid_value")
+    found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # of "body", or "query"
+    where, message, code = validation_message(found)
     return answered(request, ApiError(400, message, param=where, code=code))
 
 
-_TYPE = re.compile(r"str|int|float|[A-Z]\w*|[a-z-]+\[.*\]|constrained-\w+")
-_CODES = {"extra_forbidden": "unknown_field", "json_invalid": "not_json"}
+# What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
+_TYPE = re.compile(r"str|bool|SloFields|(list|dict|function-[a-z]+)\[.*\]|constrained-\w+")
+_UNKNOWN = "extra_forbidden"
+_SHOWN = 80  # characters of a name that somebody made up
+# In place of its words, which are its classes' and not the API's.
+_WORDS = {
+    _UNKNOWN: "this server has no such field",
+    "missing": "is required",
+    "string_type": "must be a string",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "has {actual_length} entries; at least {min_length} is needed",
+    "too_long": "has {actual_length} entries; at most {max_length} are allowed",
+    "string_too_long": "has more than {max_length} characters",
+}
 
 
-def validation_message(found: Sequence[Any]) -> tuple[str | None, str]:
-    """The field that pydantic finds wrong, None for the whole body, and one line."""
-    first = _most_telling(found)
-    where = _place(first["loc"])
-    if first["type"] == "json_invalid":
-        return None, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
-    if where is None:
-        return None, "the body: must be an object, sent as Content-Type: application/json"
-    if first["type"] == "extra_forbidden":
-        return where, f"{where}: this server has no such field"
-    return where, f"{where}: {str(first['msg']).removeprefix('Value error, ')}"
-
-
-def _place(location: Sequence[Any]) -> str | None:
-    """The way into the body; pydantic's has the alternatives of a union in it, too: types."""
-    names = (part for part in map(str, location) if part != "body")
-    return ".".join(name for name in names if not _TYPE.fullmatch(name)) or None
-
-
-def _most_telling(errors: Any) -> Any:
-    """Of a union all alternatives are in error; the last has the longest way into the value."""
-    return max(errors, key=lambda each: (each["type"] == "json_invalid", len(each["loc"])))
+def validation_message(found: Sequence[Any]) -> tuple[str | None, str, str]:
+    """Of what pydantic finds wrong: the field, None for the whole body; one line; and the error's
+    code."""
+    # Of a union all alternatives are in error: the one with the longest way into the value, and
+    # rather the list than the string.
+    first = max(found, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
+    unknown = first["type"] == _UNKNOWN
+    code = "unknown_field" if unknown else "invalid_value"
+    *way, last = map(str, first["loc"] or ("",))
+    names = [name for name in way if not _TYPE.fullmatch(name)]
+    if unknown or not _TYPE.fullmatch(last):
+        names.append(last)
+    where = ".".join(name[:_SHOWN] for name in names if name)
+    if not where:
+        return None, "the body: must be an object, sent as Content-Type: application/json", code
+    words = _WORDS.get(first["type"], "")
+    said = words.format(**first.get("ctx", {})) if words else first["msg"]
+    return where, f"{where}: {said.removeprefix('Value error, ')}", code

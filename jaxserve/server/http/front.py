@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Front:
         wanted = []
         with grammars.named(body):
             for place, prompt in enumerate(prompts):
+                await asyncio.sleep(0)  # others come in between: each may take milliseconds
                 request = await self.requests.make(
                     prompt,
                     sampling=sampling,

@@ -8,17 +8,126 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+from jaxserve.sched.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
 MAX_PROMPTS = 128
 """Prompts of one call."""
+MAX_MESSAGES = 10_000
+"""Turns of a chat."""
+MAX_TEXT_PARTS = 1000
+"""Pieces of a turn."""
+MAX_TEXT = 1 << 16
+"""Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
+MAX_METADATA = 16
+_LAST_TOKEN_ID = (1 << 31) - 1
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Int32 = Annotated[int, Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
+Int64 = Annotated[int, Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=_LAST_TOKEN_ID)]
+Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
+
+
+def _few(limit: int) -> BeforeValidator:
+    """For objects: of a list pydantic itself stops at the first entry that is wrong."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > limit:
+            raise ValueError(f"has {len(given)} entries; at most {limit} are allowed")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _not_served(what: str) -> BeforeValidator:
+    """For fields of which only one value is."""
+
+    def check(given: Any) -> Any:
+        if given not in ([], "none"):
+            raise ValueError(f"{what} are not served yet")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _prompts(given: Any) -> str | list[str] | list[int] | list[list[int]]:
+    """As `Prompt` has it. A union of the four would try each prompt as all of them."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise ValueError("must be a string, or a list of strings, of token ids or of lists of them")
+    if not given or type(given[0]) not in (str, list):
+        return _token_ids(given)
+    if len(given) > MAX_PROMPTS:
+        raise ValueError(
+            f"has {len(given)} prompts; 1 to {MAX_PROMPTS} prompts are taken in a call"
+        )
+    for place, each in enumerate(given):
+        if type(each) is not type(given[0]):
+            _wrong(place, f"must be as the first prompt, a {_NAMES[type(given[0])]}")
+        if isinstance(each, list):
+            try:
+                _token_ids(each)
+            except ValidationError as error:
+                (first,) = error.errors(include_url=False)
+                _wrong(place, *first["loc"], str(first["ctx"]["error"]))
+    return given
+
+
+_NAMES: dict[type, str] = {str: "string", list: "list of token ids"}
+
+
+def _token_ids(given: Any) -> list[int]:
+    """Raises ValidationError, which names the first that is none."""
+    if not isinstance(given, list):
+        raise ValueError("must be a list of token ids")
+    # Booleans are integers to Python. Of a million ids each of these takes some 20 ms.
+    if not set(map(type, given)) <= {int} or (
+        given and not 0 <= min(given) <= max(given) <= _LAST_TOKEN_ID
+    ):
+        for place, each in enumerate(given):
+            if type(each) is not int or not 0 <= each <= _LAST_TOKEN_ID:
+                _wrong(place, f"must be a token id, a whole number from 0 to {_LAST_TOKEN_ID}")
+    return given
+
+
+def _wrong(*where_and_what: int | str) -> None:
+    """Raises ValidationError for something within a value. where_and_what: the way to it, and what
+    is said of it."""
+    *where, what = where_and_what
+    line: Any = {
+        "type": "value_error",
+        "loc": tuple(where),
+        "input": None,
+        "ctx": {"error": ValueError(what)},
+    }
+    raise ValidationError.from_exception_data("body", [line])
+
+
+Prompt = Annotated[
+    Any,
+    PlainValidator(
+        _prompts, json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]]
+    ),
+]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[TokenId])]
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields. A field that is null counts as absent, whatever it
-    is."""
+    """A JSON object without unknown fields, of which the first is named. A field that is null
+    counts as absent, whatever it is."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -27,7 +136,13 @@ class Body(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        found = {name: value for name, value in given.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in found if name not in known), None)
+        if unknown is not None:
+            line: Any = {"type": "extra_forbidden", "loc": (unknown,), "input": None}
+            raise ValidationError.from_exception_data("body", [line])
+        return found
 
 
 class StreamOptions(Body):
@@ -48,14 +163,17 @@ class SloFields(Body):
     jct_ms: Number | None = None
 
 
+Metadata = Annotated[dict[Text, Text], _few(MAX_METADATA)]
+
+
 class Unused(Body):
     """Fields that clients send and that would change no answer here: names of callers, notes, and
     options in the one value that is what this server does anyway."""
 
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
-    metadata: dict[str, StrictStr] | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None  # nothing is kept to be asked for later
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -63,14 +181,17 @@ class Unused(Body):
     use_beam_search: Literal[False] | None = None
 
 
-JsonSchemaText = dict[str, Any] | StrictBool | StrictStr
+JsonSchemaText = dict[str, Any] | StrictBool | Text
+
+
+Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class NamedSchema(Body):
     """A JSON Schema as OpenAI has it. strict: accepted, for text is always valid."""
 
-    name: StrictStr
-    description: StrictStr | None = None
+    name: Text
+    description: Text | None = None
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
     strict: StrictBool | None = None
 
@@ -86,43 +207,50 @@ class StructuredOutputs(Body):
     """The same as vLLM has it; exactly one of them."""
 
     json_schema: Annotated[JsonSchemaText | None, Field(alias="json")] = None
-    regex: StrictStr | None = None
-    choice: list[StrictStr] | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
     json_object: Literal[True] | None = None
+
+
+StopStrings = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 
 
 class Generation(Unused):
     """What completions and chats have in common."""
 
-    model: StrictStr | None = None
+    model: Text | None = None
     temperature: Number | None = 1.0
     top_p: Number | None = 1.0
-    n: StrictInt | None = 1
-    stop: StrictStr | list[StrictStr] | None = None
-    seed: StrictInt | None = None
+    n: Int32 | None = 1
+    stop: (
+        Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
+    ) = None
+    seed: Int64 | None = None
     presence_penalty: Number | None = 0.0
     frequency_penalty: Number | None = 0.0
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[Text, Number], _few(MAX_LOGIT_BIAS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     # As vLLM has them; its -1 for top_k is 0 here.
-    top_k: StrictInt | None = None
+    top_k: Int32 | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
-    min_tokens: StrictInt | None = None
+    min_tokens: Int32 | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
     # What the text has to be: OpenAI's field, and vLLM's.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchemaText | None = None
-    guided_regex: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
     # Our own.
-    request_id: StrictStr | None = None
-    slo: SloFields | StrictStr | None = None  # targets, or the name of a class
-    slo_class: StrictStr | None = None
+    request_id: Text | None = None
+    slo: SloFields | Text | None = None  # targets, or the name of a class
+    slo_class: Text | None = None
     tier: Literal["realtime", "best_effort"] | None = None
     serve_late: StrictBool | None = None
 
@@ -130,11 +258,11 @@ class Generation(Unused):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: StrictStr | list[StrictStr] | list[TokenId] | list[list[TokenId]]
-    max_tokens: StrictInt | None = 16
-    logprobs: StrictInt | None = None
+    prompt: Prompt
+    max_tokens: Int32 | None = 16
+    logprobs: Int32 | None = None
     echo: StrictBool | None = False
-    best_of: StrictInt | None = None
+    best_of: Int32 | None = None
     suffix: Literal[""] | None = None  # nothing comes after what is generated
 
 
@@ -149,8 +277,8 @@ class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | list[TextPart]
-    name: StrictStr | None = None
+    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -161,17 +289,20 @@ class Message(Body):
         return {"role": self.role, "content": text, **named}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
+    messages: Messages
+    max_tokens: Int32 | None = None
+    max_completion_tokens: Int32 | None = None
     logprobs: StrictBool | None = False
-    top_logprobs: StrictInt | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    top_logprobs: Int32 | None = None
+    tools: Annotated[list[Any], Field(max_length=0), _not_served("tools")] | None = None
+    tool_choice: Annotated[Literal["none"], _not_served("tools")] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8, fail_fast=True)] | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
@@ -180,9 +311,9 @@ class ChatRequest(Generation):
 class TokenizeRequest(Body):
     """POST /tokenize: a text, or a chat."""
 
-    model: StrictStr | None = None
+    model: Text | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool = True
 
@@ -190,8 +321,8 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
-    model: StrictStr | None = None
-    tokens: list[TokenId]
+    model: Text | None = None
+    tokens: TokenIds
 
 
 class ErrorDetail(BaseModel):

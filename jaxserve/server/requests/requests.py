@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.stats import EngineInfo
@@ -30,6 +30,7 @@ from jaxserve.server.requests.logprob_arrays import size as logprobs_size
 from jaxserve.server.requests.slo_classes import ServiceLevel, named
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream, StreamFailed
 
+T = TypeVar("T")
 MAX_REQUEST_ID = 128  # characters
 SHUTTING_DOWN = "the server is shutting down"
 # Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
@@ -63,6 +64,7 @@ class EngineRequests:
         )
         self._encoders = ThreadPoolExecutor(_ENCODERS, "jaxserve-encode")
         self._grammars = ThreadPoolExecutor(1, "jaxserve-grammar")  # which nobody's text waits for
+        self._others = ThreadPoolExecutor(_ENCODERS, "jaxserve-beside")
         self.draining = False
         self.failure: str | None = None
         self.stalled: str | None = None
@@ -98,13 +100,18 @@ class EngineRequests:
     def close(self) -> None:
         """Nothing is made any more, and of what was, nothing is heard."""
         self._router.fail_all(SHUTTING_DOWN)
-        for pool in (self._encoders, self._grammars):
+        for pool in (self._encoders, self._grammars, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def cancel_all(self) -> None:
         """Cancels every running request; its stream ends once the engine has said its last word."""
         for request_id in self._router.unfinished():
             self._engine.cancel(request_id)
+
+    async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What the work returns, on one of few threads beside the event loop: for what takes
+        milliseconds, bodies and answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._others, work, *arguments)
 
     async def make(self, prompt: str | Sequence[int], **options: Any) -> Request:
         """`build`, of long texts beside the event loop, after a look at its grammar there."""
@@ -153,6 +160,8 @@ class EngineRequests:
         if len(request_id) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")
+        if not request_id.isprintable():  # it is written to logs, and encoded
+            raise InvalidRequest("request_id", "has characters that cannot be printed")
         params = SamplingParams(**sampling)
         info = self._engine.info()
         limit = min(info.max_model_len, info.pool_tokens)

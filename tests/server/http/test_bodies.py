@@ -1,0 +1,253 @@
+"""What a body may hold, and what it costs the server to find that it may not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.server.http import bodies
+from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, parse
+from jaxserve.server.http.doorkeeper import MAX_BODY_BYTES
+from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.schema import (
+    MAX_MESSAGES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+)
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import Plain
+
+SURROGATE = "\ud800"
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+def refused(raw: bytes, kind: Any = ChatRequest) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(raw, kind)
+    assert error.value.status == 400
+    return error.value
+
+
+WITH_SURROGATES = [
+    (COMPLETION, {"prompt": SURROGATE}, "prompt"),
+    (COMPLETION, {"prompt": ["a", "a" * 50_000 + SURROGATE]}, "prompt.1"),
+    (COMPLETION, {"request_id": SURROGATE}, "request_id"),
+    (COMPLETION, {"stop": ["a", SURROGATE]}, "stop.1"),
+    (COMPLETION, {"guided_regex": SURROGATE}, "guided_regex"),
+    (COMPLETION, {"guided_choice": [SURROGATE]}, "guided_choice.0"),
+    (COMPLETION, {"guided_json": {"const": SURROGATE}}, "guided_json.const"),
+    (COMPLETION, {"metadata": {SURROGATE: "a"}}, "metadata"),
+    (COMPLETION, {"logit_bias": {SURROGATE: 1}}, "logit_bias"),
+    (COMPLETION, {"user": SURROGATE}, "user"),
+    (COMPLETION, {"model": SURROGATE}, "model"),
+    (COMPLETION, {"slo": SURROGATE}, "slo"),
+    (COMPLETION, {"slo_class": SURROGATE}, "slo_class"),
+    (COMPLETION, {SURROGATE: 1}, None),
+    (CHAT, {"messages": [{"role": "user", "content": SURROGATE}]}, "messages.0.content"),
+    (CHAT, {"chat_template_kwargs": {"a": [SURROGATE]}}, "chat_template_kwargs.a.0"),
+    ("/tokenize", {"prompt": SURROGATE}, "prompt"),
+]
+
+
+def test_half_a_surrogate_pair_is_refused_and_its_field_named(
+    plain: Plain, engine: FakeEngine
+) -> None:
+    right = {CHAT: {"messages": [{"role": "user", "content": "a"}]}, COMPLETION: {"prompt": "a"}}
+    for path, fields, param in WITH_SURROGATES:
+        status, answer, _ = plain.call("POST", path, {**right.get(path, {}), **fields})
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert "U+D800, half a surrogate pair" in answer["error"]["message"]
+    assert not engine.requests
+
+
+def test_whole_pairs_and_all_other_text_are_served(plain: Plain, running: FakeEngine) -> None:
+    for text in ("\U00010000", "\x00\x1f\x7f", "e\u0301\u202e\u05d0", "\ufeff\uffff"):
+        for body in (json.dumps(text).encode(), json.dumps(text, ensure_ascii=False).encode()):
+            raw = b'{"max_tokens":1,"echo":true,"prompt":' + body + b"}"
+            status, answer, _ = plain.call("POST", COMPLETION, raw)
+            assert (status, answer["choices"][0]["text"]) == (200, text + " w0")
+
+
+@pytest.mark.parametrize("raw", [b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\xff"'])
+def test_what_is_no_utf8_is_refused(raw: bytes) -> None:
+    assert "no UTF-8" in str(refused(b'{"prompt":' + raw + b"}", CompletionRequest))
+
+
+def test_a_request_id_is_printable(plain: Plain, engine: FakeEngine) -> None:
+    for name in ("a\nb", "a\x00", "\u202egnp.exe", "\x7f"):
+        status, answer, _ = plain.call("POST", COMPLETION, {"prompt": "a", "request_id": name})
+        assert (status, answer["error"]["param"]) == (400, "request_id")
+    assert not engine.requests
+
+
+BY_FIELD = {
+    "stop_token_ids": b"[%s]",
+    "prompt": b"[%s]",
+    "logit_bias": b'{"5":%s}',
+    "slo": b'{"ttft_ms":%s}',
+    "metadata": b'{"a":%s}',
+}
+NUMBERS = (
+    *("n", "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "best_of", "temperature"),
+    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *BY_FIELD,
+)
+NO_NUMBERS = (b"1" + b"0" * 400, b"-1" + b"0" * 400, b"1e400", b"NaN", b"-Infinity", b"true")
+
+
+def test_a_number_that_is_none_of_the_engines_is_refused(plain: Plain, engine: FakeEngine) -> None:
+    for field in NUMBERS:
+        for number in NO_NUMBERS:
+            value = BY_FIELD.get(field, b"%s") % number
+            raw = b'{"prompt":"a","%s":%s}' % (field.encode(), value)
+            status, answer, _ = plain.call("POST", COMPLETION, raw)
+            assert status == 400
+            assert answer["error"]["param"].startswith(field)
+    assert not engine.requests
+
+
+# Large ones. 8 MB of anything; the door takes no such chats, these are what `parse` is left with.
+
+MANY = 8 << 20
+CHATS = (MESSAGE + b",") * MAX_MESSAGES
+PARTS = f"more than {MAX_PARTS:,}"
+
+
+def unknown(count: int) -> bytes:
+    return b"{" + b",".join(b'"a%d":1' % i for i in range(count)) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b'{"messages":[' + b"1," * (MANY // 2) + b"1]}", f"more than {MAX_ITEMS:,} entries"),
+        (b'{"messages":[' + b"1," * 1000_000 + b"1]}", "messages.0: must be an object"),
+        (b'{"messages":[' + CHATS * 20 + MESSAGE + b"]}", PARTS),
+        (
+            b'{"messages":[' + CHATS + MESSAGE + b"]}",
+            f"messages: has {MAX_MESSAGES + 1} entries; at most {MAX_MESSAGES} are allowed",
+        ),
+        (unknown(500_000), PARTS),
+        (unknown(100_000), "a0: this server has no"),
+        (b'{"a":' + b"[" * MANY, PARTS),
+        (b'{"a":' + b"[" * 129 + b"]" * 129 + b"}", f"more than {MAX_DEPTH} deep"),
+        (b'{"a":' + b'{"a":' * 900 + b"1" + b"}" * 901, f"more than {MAX_DEPTH} deep"),
+        (b'{"n":' + b"1" * MANY + b"}", "more digits than are read"),
+        (b'{"temperature":1.' + b"1" * MANY + b"}", "messages: is required"),
+        (b'{"messages":[' + b"{}," * (MANY // 3) + b"{}]}", PARTS),
+        (b'{"logit_bias":' + unknown(60_000) + b"}", "at most 300"),
+        (b'{"stop":[' + b'"",' * 100_000 + b'""]}', "at most 16"),
+        (b'{"user":"' + b"a" * MANY + b'"}', "user: has more than 65536 characters"),
+        (b'"' + b"a" * MANY + b'"', "must be an object"),
+        (b"\\" * MANY, "not JSON"),
+    ],
+    ids=range(17),
+)
+def test_a_large_body_is_refused_at_its_first_error(raw: bytes, says: str) -> None:
+    assert says in str(refused(raw))
+
+
+def test_a_large_body_that_is_right_is_taken() -> None:
+    ids = list(range(100, 100_100))
+    for prompt in (ids, [ids, ids], "a,b[]{}" * 1_000_000, ["a"] * 128):
+        raw = json.dumps({"prompt": prompt}).encode()
+        assert parse(raw, CompletionRequest).prompt == prompt
+    chat = b'{"messages":[' + (MESSAGE + b",") * (MAX_MESSAGES - 1) + MESSAGE + b"]}"
+    assert len(parse(chat, ChatRequest).messages) == MAX_MESSAGES
+    assert parse(b'{"tokens":[1,2]}', DetokenizeRequest).tokens == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([1, -1], "prompt.1: must be a token id"),
+        ([1, "a"], "prompt.1: must be a token id"),
+        ([1.5], "prompt.0: must be a token id"),
+        ([[1], [2, None]], "prompt.1.1: must be a token id"),
+        ([[1], 2], "prompt.1: must be as the first prompt, a list of token ids"),
+        (["a", [2]], "prompt.1: must be as the first prompt, a string"),
+        ([{}], "prompt.0: must be a token id"),
+        (5, "prompt: must be a string, or a list"),
+        ({}, "prompt: must be a string, or a list"),
+    ],
+)
+def test_what_is_no_prompt_is_said_where_it_is(prompt: Any, says: str) -> None:
+    assert str(refused(json.dumps({"prompt": prompt}).encode(), CompletionRequest)).startswith(says)
+
+
+def json_values() -> st.SearchStrategy[Any]:
+    text = st.text(alphabet='a\\"[]{},:\n\u00e9', max_size=6)
+    return st.recursive(
+        st.none() | st.integers() | text,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+        max_leaves=20,
+    )
+
+
+@given(value=json_values(), piece=st.integers(1, 40), ascii_only=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_what_is_counted_is_what_is_there(value: Any, piece: int, ascii_only: bool) -> None:
+    """Against a walk over the value, whatever its texts hold and wherever pieces end."""
+
+    def walk(value: Any) -> tuple[int, int, int]:
+        """Parts, entries but one of each, depth."""
+        if isinstance(value, dict):
+            inner = [walk(each) for each in value.values()]
+            names = len(value)
+        elif isinstance(value, list):
+            inner, names = [walk(each) for each in value], 0
+        else:
+            return int(isinstance(value, str)), 0, 0
+        parts, items, depths = zip(*inner, strict=True) if inner else ((), (), ())
+        return (
+            1 + names + sum(parts),
+            max(0, len(value) - 1) + sum(items),
+            1 + max(depths, default=0),
+        )
+
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+    counted = bodies.outside_strings(raw, piece)
+    assert counted == walk(value)
+
+
+def test_only_so_many_bytes_are_taken_of_what_holds_no_file(plain: Plain) -> None:
+    for path, limit in ((COMPLETION, 1 << 21), (CHAT, 1 << 21), ("/v1/batches", 1 << 17)):
+        assert limit < MAX_BODY_BYTES
+        connection: http.client.HTTPConnection = plain.connect()
+        connection.putrequest("POST", path)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(limit))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+def test_others_are_answered_while_a_body_is_parsed(
+    plain: Plain, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on, loads = threading.Event(), threading.Event(), json.loads
+
+    def slowly(text: str) -> Any:
+        if len(text) > bodies.INLINE_BYTES:
+            asked.set()
+            assert go_on.wait(20)
+        return loads(text)
+
+    monkeypatch.setattr(bodies.json, "loads", slowly)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 20_000}).encode()
+    connection = plain.connect()
+    connection.request("POST", COMPLETION, body, {"Content-Type": "application/json"})
+    assert asked.wait(20)
+    assert plain.call("GET", "/health")[0] == 200
+    assert plain.call("POST", COMPLETION, {"prompt": "a", "max_tokens": 1})[0] == 200
+    go_on.set()
+    assert connection.getresponse().status == 200
+    connection.close()
