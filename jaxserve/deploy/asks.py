@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
+from jaxserve.engine.errors import QueueFull
 from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server import convert
@@ -44,7 +45,7 @@ class Asks:
         )  # type: ignore[assignment]
         if kind is None:
             return NOTHING
-        if len(body) > _INLINE_CHARS:
+        if len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own):
             return await asyncio.to_thread(self._of_body, kind, body)
         return self._of_body(kind, body)
 
@@ -59,7 +60,7 @@ class Asks:
             call = kind.model_validate_json(body)
             slo, slo_class = options.targets(call)
             return self._ask(self._tokens(call), slo, options.tier(call), slo_class)
-        except (ValidationError, InvalidRequest):  # the replica will say what is wrong
+        except (ValidationError, InvalidRequest, QueueFull):  # the replica will say what is wrong
             return NOTHING
 
     def _of_message(self, message: pb.GenerateRequest) -> Ask:
@@ -82,7 +83,9 @@ class Asks:
         if isinstance(call, ChatRequest):
             messages = [message.plain() for message in call.messages]
             generation = call.add_generation_prompt
-            text = self._template.render(messages, add_generation_prompt=generation)
+            text = self._template.render(
+                messages, add_generation_prompt=generation, kwargs=call.chat_template_kwargs
+            )
             return self._length(text)
         assert isinstance(call, CompletionRequest)
         given = call.prompt

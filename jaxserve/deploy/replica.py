@@ -58,7 +58,7 @@ class EngineReplica:
         self._name = name()
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config)
-        template = load_chat_template(config.model.path)
+        self._template = template = load_chat_template(config.model.path)
         self._grace_s = config.server.grace_s
         with contextlib.ExitStack() as stack:
             traces = stack.enter_context(open_traces(config, lambda: self._engine.info().model))
@@ -168,6 +168,7 @@ class EngineReplica:
             await asyncio.to_thread(self._engine.drain, self._grace_s)
         await asyncio.to_thread(self._serving.close)
         self._doors.requests.close()
+        self._template.close()
         self._closing.close()
 
     # What becomes of the engine.

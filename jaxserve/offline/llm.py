@@ -91,14 +91,17 @@ class LLM:
         self,
         messages: Chat | Sequence[Chat],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """`generate` for a chat, or several: messages of a `role` and a `content`, made a prompt by
-        the checkpoint's template."""
+        the checkpoint's template. chat_template_kwargs: what else it is to read, such as
+        enable_thinking."""
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
             chats = [messages]  # type: ignore[list-item]
-        texts = [self._template.render(chat) for chat in chats]
+        texts = [self._template.render(chat, kwargs=chat_template_kwargs) for chat in chats]
         own = self._template.own  # it writes the special tokens itself
         prompts = [self.engine.encode(text, special=not own) for text in texts]
         found = self.generate(prompts, sampling, **options)
@@ -132,6 +135,7 @@ class LLM:
 
     def close(self) -> None:
         """Cancels what runs and stops the engine. Idempotent."""
+        self._template.close()
         self.engine.stop()
         self._loop.close()
 

@@ -14,7 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from jaxserve.server.requests.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 
@@ -30,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def llm(engine: Engine) -> LLM:
-    return LLM.over(engine, ChatTemplate(PLAIN, {}, own=False))
+    return LLM.over(engine, ChatTemplate())
 
 
 def test_tokens_are_the_engines_however_many_prompts(llm: LLM, engine: Engine) -> None:

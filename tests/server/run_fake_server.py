@@ -1,7 +1,7 @@
 """A server process over the fake engine, which does what it is told on stdin: step, fail, lose.
 
 argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
-once it takes calls.
+once it takes calls, and that for HTTP where there is one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import threading
 from jaxserve.configs import base
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
+from jaxserve.server.http.door import http_settings
 from jaxserve.server.logs import log_to_stderr
 from jaxserve.server.process import run_server
+from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
 
 
@@ -39,8 +41,12 @@ def main() -> int:
 
     threading.Thread(target=obey, daemon=True).start()
     log_to_stderr(config.telemetry.log_format)
-    access = access_settings(config)
-    return run_server(engine, config, lambda ready: print(ready.address, flush=True), access=access)
+    http, access = http_settings(config), access_settings(config)
+
+    def on_ready(ready: Server) -> None:
+        print(ready.address, *filter(None, [ready.http_address]), sep="\n", flush=True)
+
+    return run_server(engine, config, on_ready, http=http, access=access)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,11 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
             generation = body.add_generation_prompt
-            text = front.template.render(messages, add_generation_prompt=generation)
+            text = await asyncio.wrap_future(
+                front.template.submit(
+                    messages, add_generation_prompt=generation, kwargs=body.chat_template_kwargs
+                )
+            )
             special = not front.template.own
         tokens = await front.requests.encode(text, special=special)
         info = front.requests.info()

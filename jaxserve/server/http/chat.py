@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -36,7 +38,8 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
 
 async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Request]:
     options.check_stream_options(body)
-    text = _text(front, body)
+    front.requests.check_open()
+    text = await asyncio.wrap_future(_text(front, body))
     prompt = await front.requests.encode(text, special=not front.template.own)
     return await front.build(body, [prompt], _sampling(front, body, len(prompt)), caller)
 
@@ -44,16 +47,16 @@ async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Reque
 def chat_sampling(front: Front, body: ChatRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
     InvalidRequest."""
-    text = _text(front, body)
+    text = _text(front, body).result()
     prompt = tuple(front.engine.encode(text, special=not front.template.own))
     return prompt, _sampling(front, body, len(prompt))
 
 
-def _text(front: Front, body: ChatRequest) -> str:
-    return front.template.render(
+def _text(front: Front, body: ChatRequest) -> Future[str]:
+    return front.template.submit(
         [message.plain() for message in body.messages],
-        **(body.chat_template_kwargs or {}),
         add_generation_prompt=body.add_generation_prompt,
+        kwargs=body.chat_template_kwargs,
     )
 
 

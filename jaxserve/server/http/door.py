@@ -89,4 +89,5 @@ class HttpDoor:
 
     async def stop(self, patience: float) -> None:
         """Takes no more calls; those that run get `patience` seconds for their last words."""
+        self._settings.template.close()  # the engine serves no more chats
         await self._server.stop(patience)

@@ -315,6 +315,7 @@ class TokenizeRequest(Body):
     prompt: StrictStr | None = None
     messages: Messages | None = None
     add_special_tokens: StrictBool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True
 
 

@@ -1,114 +1,183 @@
-"""Chats to prompts: the checkpoint's own template, rendered in a sandbox, or a plain default.
+"""Chats to prompts: by the checkpoint's own template, or as plain lines.
 
 As Hugging Face has it: a Jinja template in tokenizer_config.json, or beside it in a file of its
-own, which gets `messages`, the special tokens and `add_generation_prompt`.
+own, which gets `messages`, the special tokens and `add_generation_prompt`. It is a program of
+whoever made the checkpoint, so it runs in a process of its own (`template_process.py`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from jaxserve.checkpoint_files import read_json, read_text
 from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.template_limits import MAX_SOURCE
+from jaxserve.server.requests.template_process import TemplateFailed, TemplateProcess
 
-# For models that were trained on no chats: the turns, and whose it is.
-PLAIN = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_FIELD = "chat_template_kwargs"
+_OF_THE_CALL = ("messages", "add_generation_prompt")
+_UNSERVED = ("tools",)
+_SHORT_MESSAGES, _SHORT_CHARACTERS = 100, 1 << 15
+_MAX_VALUES, _MAX_DEPTH = 10_000, 8
+
+Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """Renders chats. own: whether it is the checkpoint's, which writes its special tokens itself.
+    """Renders chats. Thread-safe.
 
-    special: what templates know as bos_token, eos_token and so on.
+    source: of the checkpoint's template; None: each turn is a line with its role, for models that
+    were trained on no chats. special: what templates know as bos_token, eos_token and so on. Raises
+    TemplateFailed where the source cannot be compiled.
+
+    Attributes:
+        own: whether it is the checkpoint's, which writes its special tokens itself.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], *, own: bool) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template: Template = environment.from_string(source)
-        self._special = dict(special)
-        self.own = own
+    def __init__(self, source: str | None = None, special: Mapping[str, str] | None = None) -> None:
+        self.own = source is not None
+        self._fixed = {**(special or {}), "tools": None, "documents": None}
+        self._reads: frozenset[str] = frozenset()
+        # Long chats do not hold up short ones.
+        self._processes = [] if source is None else [TemplateProcess(source) for _ in range(2)]
+        self.close = weakref.finalize(self, _close, self._processes)
+        if self._processes:
+            self._reads = self._processes[0].compile() - {
+                *(special or ()),
+                *_OF_THE_CALL,
+                *_UNSERVED,
+            }
 
-    def render(
+    def submit(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        **further: Any,
-    ) -> str:
-        """The prompt's text. Raises InvalidRequest for a chat that the template does not take."""
-        try:
-            return self._template.render(
-                **{**self._special, **further},
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise InvalidRequest("messages", f"the model's chat template: {error}") from None
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Future[str]:
+        """The prompt's text to come. kwargs: what else the template is to read, JSON.
+
+        Raises, here or in the future:
+            InvalidRequest: the template does not take the chat, or read such kwargs.
+            QueueFull: other chats take too long.
+            EngineStopped: it is closed.
+        """
+        self._check(kwargs or {})
+        if not self.own:
+            plain: Future[str] = Future()
+            lines = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
+            plain.set_result(lines + "assistant:" * add_generation_prompt)
+            return plain
+        short = _is_short(messages) and not any(
+            isinstance(value, str | list | dict) for value in (kwargs or {}).values()
+        )
+        return self._processes[not short].render(
+            {
+                **self._fixed,
+                **(kwargs or {}),
+                "messages": list(messages),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The same, waited for."""
+        return self.submit(messages, **options).result()
+
+    def _check(self, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if name in _OF_THE_CALL:
+                raise InvalidRequest(f"{_FIELD}.{name}", "is a field of the call itself")
+            if name not in self._reads:
+                read = ", ".join(sorted(self._reads)) or "none at all"
+                problem = f"{name[:64]!r} is not read by the model's chat template (read: {read})"
+                raise InvalidRequest(_FIELD, problem)
+            wrong = _problem(value)
+            if wrong is not None:
+                raise InvalidRequest(f"{_FIELD}.{name}", wrong)
+
+
+def _close(processes: Sequence[TemplateProcess]) -> None:
+    for process in processes:
+        process.close()
+
+
+def _is_short(messages: Sequence[Message]) -> bool:
+    characters = sum(len(each.get("content") or "") for each in messages[:_SHORT_MESSAGES])
+    return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS
+
+
+def _problem(value: Any) -> str | None:
+    """Why it is no JSON that a template is given; None where it is."""
+    level, values = [value], 0
+    for _ in range(_MAX_DEPTH):
+        values += len(level)
+        if values > _MAX_VALUES:
+            return f"holds more than {_MAX_VALUES:,} values"
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, list):
+                inner += each
+            elif isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, float) and not math.isfinite(each):
+                return "holds a number that is not finite"
+            elif isinstance(each, int) and each.bit_length() > 63:
+                return "holds an integer of more than 64 bits"
+        level = inner
+        if not level:
+            return None
+    return f"is nested more than {_MAX_DEPTH} deep"
 
 
 def load_chat_template(path: str) -> ChatTemplate:
-    """Of a checkpoint's directory; the plain one where there is none. path: "" for random weights.
+    """Of a checkpoint's directory; the plain one where it has none. path: "" for random weights.
     Raises ConfigError for a file or a template that cannot be read."""
+    if not path:
+        return ChatTemplate()
     folder = Path(path).expanduser()
-    config = _read_config(folder / _CONFIG) if path else {}
+    config = _read(folder / _CONFIG, read_json)
+    config = config if isinstance(config, dict) else {}
     special = {
         name: text
         for name, value in config.items()
         if name.endswith("_token")
         and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
     }
-    source, where = _source(folder, config) if path else (None, "")
+    source, where = _read(folder / _FILE, read_text, MAX_SOURCE), folder / _FILE
+    if source is None:
+        source, where = _of_config(config), folder / _CONFIG
+    if source is not None and len(source) > MAX_SOURCE:
+        size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
+        raise ConfigError(f"model.path: the chat template in {where}: {size}")
     try:
-        return ChatTemplate(PLAIN if source is None else source, special, own=source is not None)
-    except TemplateError as error:
+        return ChatTemplate(source, special)
+    except TemplateFailed as error:
         raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
 
 
-def _source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    file = folder / _FILE
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8"), str(file)
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"model.path: cannot read {file}: {error}") from None
+def _of_config(config: Mapping[str, Any]) -> str | None:
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    return (found if isinstance(found, str) else None), str(folder / _CONFIG)
+        named = [each for each in found if isinstance(each, dict)]
+        found = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    return found if isinstance(found, str) else None
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+def _read(file: Path, read: Callable[..., Any], *limits: int) -> Any:
+    """None where there is no such file."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return read(file, *limits)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}") from None
-    return config if isinstance(config, dict) else {}
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Unlike Jinja's own, it does not write <, > and & as for HTML."""
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, **options)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)

@@ -14,14 +14,14 @@ import pytest
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.http.door import HttpSettings
 from jaxserve.server.http.live_feed import Limits
-from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 
 SETTINGS = HttpSettings(
     port=0,
-    template=ChatTemplate(PLAIN, {}, own=False),
+    template=ChatTemplate(),
     limits=Limits(max_rows=16, max_batch_tokens=512),
 )
 

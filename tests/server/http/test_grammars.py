@@ -15,7 +15,7 @@ from jaxserve import LLM, Grammar, SamplingParams
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.engine import Engine
 from jaxserve.server.batches.lines import Line
-from jaxserve.server.requests.chat_template import PLAIN, ChatTemplate
+from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.runner import Server
 from tests.engine.harness import engine as small_engine
 from tests.server.fake_engine import FakeEngine
@@ -138,7 +138,7 @@ def test_over_grpc(doors: Server) -> None:
 
 
 def test_without_a_server(real: Engine) -> None:
-    llm = LLM.over(real, ChatTemplate(PLAIN, {}, own=False))
+    llm = LLM.over(real, ChatTemplate())
     sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA), temperature=1.0, n=2)
     (found,) = llm.generate(["Once upon a time"], sampling, progress=False)
     for output in found.outputs:
