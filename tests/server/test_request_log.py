@@ -274,5 +274,6 @@ def test_the_page_lists_the_fields() -> None:
         "m", "p", "r", Caller(name="k"), batch="b", line=0, reason="x", trace_id="t"
     )
     record.ending, record.requests = Ending.SLOW_READER, (request,)
+    record.x_request_id = "x"
     record.last = [Output("r", 0, (), "", (), stop, Usage(1, 2, 3), timings, verdict=verdict)]
     assert listed == {*fields(record), "prompt", "text"} - {"message"}

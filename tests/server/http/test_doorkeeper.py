@@ -209,7 +209,8 @@ def test_every_call_is_a_line_without_its_prompt(
     plain.call("GET", "/ready")
     lines = [r.getMessage() for r in caplog.records if r.name == "jaxserve.calls"]
     assert len(lines) == 3, lines
-    assert 'door=http method="http /v1/completions" request_id=mine peer=127.0.0.1:' in lines[0]
+    assert 'door=http method="http /v1/completions" request_id=mine x_request_id=req_' in lines[0]
+    assert " peer=127.0.0.1:" in lines[0]
     assert "ending=ok" in lines[0] and "prompt_tokens=6 output_tokens=3" in lines[0]
     assert "ending=invalid" in lines[1]
     assert "ending=malformed" in lines[2]
