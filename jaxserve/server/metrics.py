@@ -1,9 +1,11 @@
 """Prometheus metrics of one engine.
 
 Names and meanings follow vLLM's where there is one of theirs (`jaxserve:` for their `vllm:`), so
-that a dashboard carries over; `finished_reason` has their values too ("abort" for a cancelled
-request). What the engine's thread observes costs it about a microsecond: plain counters, read by
-the scraper without a lock, which may see a histogram's sum one observation ahead of its count.
+that a dashboard carries over, but for their histogram `iteration_tokens_total`: here a name that
+ends in `_total` is a counter's, as OpenMetrics has it. `finished_reason` has their values too
+("abort" for a cancelled request). What the engine's thread observes costs it about a microsecond:
+plain counters, read by the scraper without a lock, which may see a histogram's sum one observation
+ahead of its count.
 """
 
 from __future__ import annotations
@@ -283,7 +285,7 @@ class EngineMetrics(Collector, Observer):
             ("device_time_seconds", "A batch, on the device.", self._device_time),
             ("predicted_time_seconds", "The same, as predicted.", self._predicted_time),
             ("host_time_seconds", "Host work of a batch, hidden or not.", self._host_time),
-            ("iteration_tokens_total", "Tokens of a batch, without padding.", self._step_tokens),
+            ("iteration_tokens", "Tokens of a batch, without padding.", self._step_tokens),
             ("request_prompt_tokens", "Prompt length of a finished one.", self._prompt_lengths),
             ("request_generation_tokens", "Its output length.", self._output_lengths),
         )

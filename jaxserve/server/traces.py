@@ -27,6 +27,13 @@ _FLUSH_S = 5.0
 _OWN_FAULT = (Ending.ENGINE_FAILED, Ending.FAILED)
 _NOT_OURS = ("message", "method", "trace_id", "prompt_tokens", "output_tokens", "finish_reason")
 _MAX_EVENTS = 100
+_PROVIDER = "jaxserve"
+_OPERATIONS = {  # by method: what it is called in the conventions
+    "Generate": "text_completion",
+    "http /v1/completions": "text_completion",
+    "http /v1/chat/completions": "chat",
+    "batch line": "text_completion",
+}
 
 
 class Traces:
@@ -73,6 +80,10 @@ class Traces:
             for name, value in fields(record).items()
             if name not in _NOT_OURS
         }
+        operation = _OPERATIONS.get(record.method)
+        if operation is not None:
+            found["gen_ai.operation.name"] = operation
+            found["gen_ai.provider.name"] = _PROVIDER
         if record.ending is not Ending.OK:
             found["error.type"] = str(record.ending)
         if record.requests:

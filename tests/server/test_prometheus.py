@@ -169,12 +169,19 @@ def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine
     assert value(samples, "device_time_seconds_sum") == 0.008
     assert value(samples, "predicted_time_seconds_sum") == 0.009
     assert value(samples, "step_time_error") == 0.125
-    assert value(samples, "iteration_tokens_total_sum") == 1
+    assert value(samples, "iteration_tokens_sum") == 1
     assert value(samples, "padding_tokens_total") == 1
     assert value(samples, "prompt_tokens_total") == 0
     after = scrape(metrics)
     assert value(after, "num_requests_running") == 0
     assert value(after, "request_success_total", finished_reason="abort") == 1
+
+
+def test_counters_and_only_they_end_in_total(engine: FakeEngine) -> None:
+    text = MetricsRegistry(engine, Endings(())).page().decode()
+    types = [line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(types) > 30
+    assert [name for name, kind in types if (kind == "counter") != name.endswith("_total")] == []
 
 
 def test_a_histogram_counts_values_up_to_each_bound() -> None:

@@ -19,6 +19,8 @@ from jaxserve.client import Client, ServerError
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason, Output, Timings, Usage
+from jaxserve.server import traces
+from jaxserve.server.http.doorkeeper import METHODS as HTTP_METHODS
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.endings import CallRecord, Door
@@ -27,6 +29,7 @@ from jaxserve.server.requests.trace_context import trace_context
 from jaxserve.server.runner import Server
 from jaxserve.server.trace_options import open_traces
 from jaxserve.server.traces import Traces
+from jaxserve.server.transport import METHODS
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -80,6 +83,8 @@ def test_a_call_is_a_span_and_its_phases_are_beneath_it(
     assert call.context is not None
     found = attributes(call)
     expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.model": "fake",
         "gen_ai.usage.input_tokens": 6,
         "gen_ai.usage.output_tokens": 3,
@@ -99,6 +104,12 @@ def test_a_call_is_a_span_and_its_phases_are_beneath_it(
     assert spans["queue"].end_time == spans["prefill"].start_time
     assert spans["prefill"].end_time == spans["decode"].start_time
     assert f"trace_id={call.context.trace_id:032x}" in caplog.text
+
+
+def test_the_operations_are_of_methods_that_there_are() -> None:
+    assert {*METHODS, *HTTP_METHODS, "batch line"} >= traces._OPERATIONS.keys()
+    chats = [method for method in traces._OPERATIONS if "chat" in method]
+    assert [traces._OPERATIONS[method] for method in chats] == ["chat"]
 
 
 def test_http_goes_on_with_its_clients_trace(traced: Traced) -> None:
