@@ -36,8 +36,8 @@ _DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for a config that cannot be served or an engine that
-    has failed, 2 for a wrong flag."""
+    """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for an engine or a group of hosts that has failed, 2
+    for a flag or a config that cannot be served."""
     log_to_stderr()
     form, seat = TEXT, None
     try:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.build import build_engine
 
-            engine = build_engine(config, progress=form == TEXT, seat=seat)
+            engine = build_engine(config, seat=seat)
             engine.start()
 
             def on_ready(server: launch.Server) -> None:
@@ -74,14 +74,12 @@ def main(argv: Sequence[str]) -> int:
         if code and seat is not None:
             end_process(code)  # the other hosts have ended: JAX would wait for them
         return code
-    except launch.UsageError as error:
+    except (launch.UsageError, ConfigError, GroupError) as error:
         complain(f"serve.py: {error}", form)
-        return 2
-    except (ConfigError, GroupError) as error:
-        complain(f"serve.py: {error}", form)
+        code = 1 if isinstance(error, GroupError) else 2
         if seat is not None:
-            end_process(1)  # JAX would wait for the other hosts
-        return 1
+            end_process(code)  # JAX would wait for the other hosts
+        return code
     except Exception:
         if seat is None:
             raise

@@ -80,7 +80,8 @@ def _scheduler() -> dict[str, Any]:
     """Who is served next."""
     return {
         # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
-        # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own.
+        # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own, or
+        # path/to/file.py where that has no other.
         "policy": "sarathi",
         # The policy's own parameters, as python -m jaxserve.policies shows them:
         # --config.scheduler.params.watermark=0.05. They may follow its name, too,

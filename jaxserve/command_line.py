@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from jaxserve import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the description as it is written, takes no flag by half its name, and says in two lines
-    what is wrong with a command line."""
+    """Shows the description as it is written, takes no flag by half its name, takes dashes for the
+    underscores in one, and says in two lines what is wrong with a command line."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -19,7 +21,77 @@ class Parser(argparse.ArgumentParser):
         version = f"jaxserve {__version__}"
         self.add_argument("--version", action="version", version=version, help="and no more")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but says of an unknown flag which one may be meant."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            unknown = next((one for one in rest if one.startswith("--")), "")
+            hint = did_you_mean(unknown.partition("=")[0], self.flags())
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse; --num-rows is --num_rows."""
+        given = None if args is None else with_underscores(args, self._option_string_actions)
+        return super().parse_known_args(given, namespace)
+
+    def flags(self) -> list[str]:
+        """Its own, and those of its commands."""
+        found = {name for name in self._option_string_actions if name.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found.update(parser.flags())
+        return sorted(found)
+
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2."""
         name = self.prog.removeprefix("python -m ")
         self.exit(2, f"{name}: {message}\n{self.prog} --help says what there is\n")
+
+
+def exit_code(error: Exception) -> int:
+    """What a command ends with whose work this error has ended.
+
+    Returns:
+        2 where another command line is needed, for a value that cannot be or a file that is not
+        there; 1 where what was asked has failed.
+    """
+    wrong = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    return 2 if isinstance(error, wrong) else 1
+
+
+def with_underscores(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """The command line with each flag as it is known that has dashes where that has underscores.
+
+    Args:
+        args: the arguments; those behind a lone `--` are left alone.
+        known: the flags there are, `--` included.
+
+    Returns:
+        As many arguments as there were.
+    """
+    found = list(args)
+    for place, argument in enumerate(found):
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        ours = "--" + name[2:].replace("-", "_")
+        if name.startswith("--") and name not in known and ours in known:
+            found[place] = f"{ours}{equals}{value}"
+    return found
+
+
+def did_you_mean(flag: str, known: Collection[str]) -> str:
+    """What to add to the line about an unknown flag: the nearest known one; "" where none is.
+
+    Args:
+        flag: as it was given, `--` included.
+        known: the flags there are, likewise.
+    """
+    near = difflib.get_close_matches(flag.replace("-", "_"), _spelled(known), n=1, cutoff=0.7)
+    return f"; did you mean {_spelled(known)[near[0]]}?" if near else ""
+
+
+def _spelled(known: Collection[str]) -> dict[str, str]:
+    return {flag.replace("-", "_"): flag for flag in known}

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxserve.command_line import Parser
 from jaxserve.models.sharding import TENSOR
+from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
 from jaxserve.weights.config import DTYPES
 from jaxserve.weights.orbax_io import save_orbax
@@ -58,7 +59,7 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
         dtype=chosen,
         mesh=mesh,
         load_format="safetensors",
-        progress=progress,
+        progress=Show.of(progress),
     )
     target.mkdir(parents=True, exist_ok=True)
     save_orbax(target, params)

@@ -8,8 +8,8 @@
 --num_requests takes the first. Needs OR-Tools: pip install 'jaxserve[optimal]'. The search starts
 from a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound.
 
-Exit codes: 0 with an answer, 1 without one (unknown, or what cannot be posed), 2 for a wrong
-command line. `infeasible` is an answer.
+Exit codes: 0 with an answer, 1 without one (unknown), 2 for a command line that poses no problem.
+`infeasible` is an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _picture(args, problem, found, start)
     except (OptimalError, UnknownSystem, WorkloadError, ValueError, OSError) as error:
         print(f"jaxserve.optimal: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
     print(_text(problem, found), file=sys.stderr if args.json else sys.stdout)

@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.configs import base
 from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = flags.FlagValues()
     show = sys.stderr.isatty()
     try:
-        launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values)
+        launch.parse_flags(["jaxserve.profile", *rest], str(DEFAULT_CONFIG), values, parser.flags())
         _check_out(args.out)
         engine = build(launch.read_config(values), progress=show)
         try:
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         system.save(args.out)
     except (launch.UsageError, ConfigError, FitError, OSError) as error:
         print(f"jaxserve.profile: {error}", file=sys.stderr)
-        return 2 if isinstance(error, launch.UsageError) else 1
+        return 1 if isinstance(error, FitError) else exit_code(error)
     print(report(system, len(samples)))
     print(f"wrote {args.out}")
     return 0

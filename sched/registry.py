@@ -2,7 +2,8 @@
 
 A policy is a class in a file of its own in `sched/policies/`, decorated with `register`; nothing
 else has to change for the engine, the simulator, the commands and the tests to know it. One that
-lives elsewhere is named `path/to/file.py:name`, and a notebook's cell may use `register` too.
+lives elsewhere is named `path/to/file.py:name`, or `path/to/file.py` where the file has no other,
+and a notebook's cell may use `register` too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,6 +52,7 @@ class Variant:
 _Make = TypeVar("_Make", bound=Callable[[], Policy])
 _Change = TypeVar("_Change", bound=Callable[[Policy], Policy])
 _OWN = "jaxserve.sched."
+_FILE = re.compile(r".+\.py(?=[:+]|$)")
 _REGISTRY: dict[str, PolicyEntry] = {}
 _VARIANTS: dict[str, Variant] = {}
 
@@ -101,7 +104,8 @@ def variants() -> dict[str, Variant]:
 @dataclass(frozen=True)
 class PolicyName:
     """What a policy's name says, such as `path/to/file.py:mine+ef:watermark=0.02`. path: of the
-    file, "" for none. suffixes: of variants. params: parameters as text."""
+    file, "" for none. base: "" for the only one that the file has. suffixes: of variants. params:
+    parameters as text."""
 
     path: str
     base: str
@@ -111,8 +115,12 @@ class PolicyName:
     @classmethod
     def parse(cls, name: str) -> PolicyName:
         """ValueError for parameters that are not `NAME=VALUE`, or come twice."""
-        path, colon, rest = name.rpartition(".py:")
-        whole, *texts = (rest if colon else name).split(":")
+        file = _FILE.match(name)
+        path = file[0] if file else ""
+        rest = name.removeprefix(path)
+        if path and "=" not in rest.partition(":")[2].partition(":")[0]:
+            rest = rest.removeprefix(":")  # else what follows is a parameter, and no name
+        whole, *texts = rest.split(":")
         base, *suffixes = whole.split("+")
         params: dict[str, str] = {}
         for text in texts:
@@ -124,7 +132,7 @@ class PolicyName:
             if key in params:
                 raise ValueError(f"policy {name!r}: {key} is given twice")
             params[key] = value
-        return cls(path + ".py" if colon else "", base, tuple(suffixes), params)
+        return cls(path, base, tuple(suffixes), params)
 
 
 def make_policy(name: str, **params: Any) -> Policy:
@@ -139,15 +147,17 @@ def make_policy(name: str, **params: Any) -> Policy:
     twice = sorted(said.params.keys() & params.keys())
     if twice:
         raise ValueError(f"policy {name!r}: {twice[0]} is given twice")
+    base = said.base
     if said.path:
-        _load(said.path)
-    policy = _made(_known("policy", said.base, policies()))
+        found = _load(said.path)
+        base = base or _only(found, said.path)
+    policy = _made(_known("policy", base, policies()))
     if not isinstance(policy, Policy):
         what = f"{type(policy).__name__} is not derived from jaxserve.sched.policy.Policy"
-        raise ValueError(f"policy {said.base!r}: {what}")
+        raise ValueError(f"policy {base!r}: {what}")
     for suffix in said.suffixes:
         policy = _known("policy variant", suffix, _VARIANTS).of(policy)
-    shown = "+".join([said.base, *said.suffixes])
+    shown = "+".join([base, *said.suffixes])
     return with_parameters(shown, policy, {**said.params, **params})
 
 
@@ -196,8 +206,9 @@ def _origin(make: Callable[..., Policy]) -> tuple[str | None, str | None]:
     return getattr(make, "__module__", None), getattr(make, "__qualname__", None)
 
 
-def _load(path: str) -> None:
-    """Runs a policy's file, so that it registers what it has."""
+def _load(path: str) -> list[str]:
+    """Runs a policy's file, so that it registers what it has; the names."""
+    before = dict(_REGISTRY)
     full = Path(path).expanduser().resolve()
     if not full.is_file():
         raise ValueError(f"there is no policy file {path}")
@@ -210,3 +221,13 @@ def _load(path: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"policy file {path}: {type(error).__name__}: {error}") from error
+    return [name for name, entry in _REGISTRY.items() if entry is not before.get(name)]
+
+
+def _only(names: list[str], path: str) -> str:
+    """The one policy of a file; ValueError where it has none, or several."""
+    if not names:
+        raise ValueError(f"policy file {path}: registers no policy")
+    if len(names) > 1:
+        raise ValueError(f"policy file {path}: has {', '.join(names)}; name one, {path}:{names[0]}")
+    return names[0]

@@ -13,7 +13,7 @@ from jaxserve import __version__, keys, optimal, policies
 from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.simulate import cli as simulate
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +43,44 @@ def test_what_is_wrong_is_said_in_two_lines(
     assert out == "" and wrong.startswith(f"jaxserve.{name}: ")
     assert flag.partition("=")[0] in wrong
     assert where == f"python -m jaxserve.{name} --help says what there is"
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "meant"),
+    [
+        (simulate.main, ["--workload=alpaca", "--slo-ttft=9"], "--slo_ttft_ms"),
+        (keys.main, ["new", "me", "--concurency=3"], "--concurrency"),
+        (bench.main, ["throughput", "--num-request=3"], "--num_requests"),
+        (bench.main, ["mixed", "--polices=sarathi"], "--policies"),
+    ],
+)
+def test_the_flag_that_is_meant_is_named(
+    main: Callable[[Sequence[str]], int],
+    argv: list[str],
+    meant: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        assert main(argv) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert f"; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_dashes_do_for_underscores() -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--num_rows", type=int)
+    parser.add_argument("prompt", nargs="?")
+    assert parser.parse_args(["--num-rows", "3"]).num_rows == 3
+    assert parser.parse_args(["--num-rows=3", "--", "--num-rows"]).prompt == "--num-rows"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("x"), 2), (FileNotFoundError("x"), 2), (RuntimeError("x"), 1), (OSError("x"), 1)],
+)
+def test_the_code_says_whether_another_command_line_is_needed(error: Exception, code: int) -> None:
+    assert exit_code(error) == code
 
 
 def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:

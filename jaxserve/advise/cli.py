@@ -19,7 +19,7 @@ goodput, differs by more than its 95% interval and by more than makes a differen
 1%. The intervals are of the difference seed by seed, or where there is one run over its requests.
 Of those that cannot be told from the best the plainest is taken, sarathi before all.
 
-Exit codes: 0, 1 for what cannot be simulated, 2 for a wrong command line.
+Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be simulated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from jaxserve.advise import text
 from jaxserve.advise.rounds import Advice, advise
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.sched.metrics import has_targets
 from jaxserve.sched.registry import deployable, make_policy
 from jaxserve.simulate import asked, flags, output, replay
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _advise(args)
     except REFUSED as error:
         print(f"jaxserve.advise: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
 

@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(command="abuse")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, rest = parser.parse_known_args(argv)
-    read_config(rest)
+    read_config(rest, parser.flags())
     args.flags = rest
     return args
 

@@ -91,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = _fidelity(args) if args.command == "fidelity" else measure(args, config)
     except (UsageError, launch.UsageError) as error:
         return _complain(error, 2)
-    except (ConfigError, WorkloadError, BenchError, ServerError, RecordingError) as error:
+    except (ConfigError, WorkloadError) as error:
+        return _complain(error, 2)
+    except (BenchError, ServerError, RecordingError) as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return 130
@@ -108,7 +110,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
     Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
     if argv and argv[0] in STANDALONE:
         return _standalone(argv[0]).parse(argv[1:]), None
-    args, rest = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
     for name in ("num_requests", "input_len", "output_len", "repeats"):
         value = getattr(args, name, None)
         if value is not None and value < 1:
@@ -124,11 +127,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
     if args.command == "fidelity":
         if args.rate is not None and not (math.isfinite(args.rate) and args.rate > 0):
             raise UsageError(f"--rate must be a positive number, got {args.rate}")
-        args.configs = [read_config(each) for each in _each_config(rest)]
+        args.configs = [read_config(each, parser.flags()) for each in _each_config(rest)]
         if any(config.engine.record for config in args.configs):
             raise UsageError("--config.engine.record: fidelity makes recordings of its own")
         return args, None
-    return args, read_config(rest)
+    return args, read_config(rest, parser.flags())
 
 
 def _standalone(name: str) -> Any:

@@ -14,11 +14,11 @@ from jaxserve.server import launch
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 
 
-def read_config(argv: Sequence[str]) -> ConfigDict:
-    """argv: --config, --model, --policy, --config.x.y= and so on, nothing else. launch.UsageError
-    or ConfigError in one line."""
+def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> ConfigDict:
+    """argv: --config, --model, --policy, --config.x.y= and so on, nothing else. own_flags: those
+    that the command has beside. launch.UsageError or ConfigError in one line."""
     values = flags.FlagValues()
-    launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values)
+    launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
     for name in ("port", "http_port", "metrics_port"):
         if values[name].value is not None:
             problem = f"--{name} is for serve.py; the bench opens no port"

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     counts = ("streams", "input_len", "output_len", "latencies", "repeats")
     check_numbers(args, (), [(name, 1) for name in counts] + [("seed", 0)])
-    args.config = read_config(rest)
+    args.config = read_config(rest, parser.flags())
     return args
 
 

@@ -113,7 +113,7 @@ def show(args: argparse.Namespace) -> int:
         ceilings, found = run(args.model, work, args.backend, args.matrix, tell, bar)
     except ValueError as error:  # a backend that does not take the shape
         print(f"jaxserve.bench: {error}", file=sys.stderr)
-        return 1
+        return 2
     if args.json:
         about = {"machine": machine(), "versions": versions(), "device": device_name()}
         result = {

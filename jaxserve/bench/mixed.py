@@ -98,7 +98,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         (("num_requests", 1), ("batch", 1), ("repeats", 1), ("seed", 0)),
     )
     args.policies = policy_names(args.policies)
-    args.config = read_config(rest)
+    args.config = read_config(rest, parser.flags())
     if args.config.engine.record:
         raise UsageError("--config.engine.record: mixed makes recordings of its own")
     return args

@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.policies = policy_names(args.policies)
     if len(set(args.policies)) < len(args.policies):
         raise UsageError("--policies: one is there twice")
-    args.config = read_config(rest)
+    args.config = read_config(rest, parser.flags())
     if args.config.engine.record:
         raise UsageError("--config.engine.record: slo makes recordings of its own")
     args.longest = args.config.engine.max_model_len or LONGEST

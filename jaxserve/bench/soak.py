@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name} must be a positive number, got {value:g}")
     args.flags = [*_FLAGS, *rest]
-    scheduler = read_config(args.flags).scheduler
+    scheduler = read_config(args.flags, parser.flags()).scheduler
     try:
         policy = make_policy(scheduler.policy, **scheduler.params)
     except ValueError as error:

@@ -19,6 +19,7 @@ from jaxserve.engine.model_options import load_shape
 from jaxserve.engine.step_model import StepModel
 from jaxserve.models import sharding
 from jaxserve.pallas_kernels import make_pool
+from jaxserve.progress import Show
 from jaxserve.weights import fuse_loaded, load_params
 
 _POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
@@ -83,7 +84,7 @@ def build_executor(
     config: ConfigDict,
     blueprint: Blueprint,
     *,
-    progress: bool,
+    progress: Show,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
     meet: Callable[[], None] = lambda: None,
 ) -> tuple[JaxExecutor, int]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax
 from ml_collections import ConfigDict
-from tqdm import tqdm
 
 from jaxserve import __version__
 from jaxserve.engine import compiled_cache
@@ -32,6 +31,7 @@ from jaxserve.engine.timing import Progress
 from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.seat import Seat
+from jaxserve.progress import Show, shown
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler
@@ -47,9 +47,10 @@ def build_engine(
 ) -> Engine:
     """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
 
-    config: see `configs/base.py`. progress: show a bar while compiling. seat: of the leader, where
-    several hosts serve the model together; `jaxserve.engine.following` is for the others. starter:
-    of those, None where they are started beside. Raises ConfigError with one clear line.
+    config: see `configs/base.py`. progress: show a bar meanwhile, or lines where stderr is no
+    terminal or the log is JSON. seat: of the leader, where several hosts serve the model together;
+    `jaxserve.engine.following` is for the others. starter: of those, None where they are started
+    beside. Raises ConfigError with one clear line.
     """
     with config_errors():
         check_path(config.engine.record, config.engine.record_mib)
@@ -89,15 +90,16 @@ def _build(
     blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
     if group is not None:
         group.tell(Message(BUILD, blueprint.plain()))
-    bar = _bar("compiling", progress)
+    show = Show.of(progress, lines=config.telemetry.log_format == "json")
+    bar = _bar("compiling", show)
     meet = _alone if group is None else group.meet
-    local, pool_bytes = build_executor(config, blueprint, progress=progress, bar=bar, meet=meet)
+    local, pool_bytes = build_executor(config, blueprint, progress=show, bar=bar, meet=meet)
     executor: Executor = local
     if group is not None:
         group.meet()
         group.hurry()
         executor = LeaderExecutor(local, group)
-    engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=progress)
+    engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=show)
     if group is not None:
         share_fate(engine, group)
     compiled_cache.note(config.engine.compilation_cache_dir)
@@ -115,7 +117,7 @@ def assemble(
     tokenizer: Tokenizer,
     *,
     pool_bytes: int,
-    progress: bool,
+    progress: Show,
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     """The engine over an executor that is warm, as `build_engine` makes it. pool_bytes: of all
@@ -177,8 +179,8 @@ def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior)
     )
 
 
-def _bar(name: str, progress: bool) -> Progress:
-    return lambda work: tqdm(work, desc=name, unit="step", disable=not progress)
+def _bar(name: str, show: Show) -> Progress:
+    return lambda work: shown(show, name, "step", work=work)
 
 
 def _info(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.hosts.errors import GroupError
 from jaxserve.weights import CheckpointError
 
 OUT_OF_MEMORY = (
@@ -18,10 +19,11 @@ OUT_OF_MEMORY = (
 
 @contextlib.contextmanager
 def config_errors() -> Iterator[None]:
-    """Makes a ConfigError of what a configuration, a checkpoint or too little memory raises."""
+    """Makes a ConfigError of what a configuration, a checkpoint or too little memory raises. A
+    GroupError stays one."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, GroupError):
         raise
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from error

@@ -16,18 +16,19 @@ from jaxserve.engine import compiled_cache
 from jaxserve.engine.blueprint import Blueprint, build_executor
 from jaxserve.engine.config_errors import config_errors, first_line
 from jaxserve.engine.device_memory import free_memory
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import Executor, Handle, Undrawn
 from jaxserve.engine.hosting import BUILD, FACTS, profile_of
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.leading import Calls
 from jaxserve.engine.sampling import SlotParams
 from jaxserve.hosts.ending import end_process
+from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.membership import join, meet
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.runtime import start_jax
 from jaxserve.hosts.seat import Seat
+from jaxserve.progress import Show
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as 
 
 def follow(config: ConfigDict, seat: Seat, on_ready: Callable[[], None]) -> None:
     """Serves with the others until the leader ends. config: as the leader's, see
-    configs/base.py. on_ready: called once this host serves. Raises ConfigError; where the leader is
-    lost, the process ends with exit code 1."""
+    configs/base.py. on_ready: called once this host serves. Raises ConfigError and GroupError;
+    where the leader is lost, the process ends with exit code 1."""
     with config_errors():
         link, address = join(seat, profile_of(config, seat))
         try:
@@ -63,12 +64,12 @@ def _build(config: ConfigDict, link: Link) -> Executor:
     link.send(Message(FACTS, facts))
     message = link.receive()
     if message.name != BUILD:  # a leader that has closed
-        raise ConfigError("the leader has ended before it was ready")
+        raise GroupError("the leader has ended before it was ready")
     config = config.copy_and_resolve_references()
     compiled_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
     together = functools.partial(meet, link)
-    executor, _ = build_executor(config, blueprint, progress=False, bar=iter, meet=together)
+    executor, _ = build_executor(config, blueprint, progress=Show.NOTHING, bar=iter, meet=together)
     together()
     link.hurry()
     return executor

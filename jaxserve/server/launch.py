@@ -18,11 +18,13 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxserve import __version__
+from jaxserve.command_line import with_underscores
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.batch_options import check_batches
+from jaxserve.server.flag_hints import hint
 from jaxserve.server.help_text import help_text
 from jaxserve.server.requests.addresses import bind
 from jaxserve.server.requests.options import check_options
@@ -75,13 +77,18 @@ def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.F
 
 
 def parse_flags(
-    argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS
+    argv: Sequence[str],
+    default: str,
+    values: flags.FlagValues = flags.FLAGS,
+    own_flags: Sequence[str] = (),
 ) -> list[str]:
     """Defines the flags, parses them, and returns what is left (the program's name).
 
-    default: the config file without --config. Raises UsageError.
+    default: the config file without --config. own_flags: those that the command has beside, which
+    may be meant by an unknown one. Raises UsageError.
     """
-    argv, own = _split_own(argv)
+    known = flag_names()
+    argv, own = _split_own(with_underscores(argv, {f"--{name}" for name in known}))
     for place, argument in enumerate(argv[1:], start=1):
         _check_field_flag(argument)
         name, equals, value = argument.lstrip("-").partition("=")
@@ -95,15 +102,19 @@ def parse_flags(
         config_flags.DEFINE_config_file(
             "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
         )
-        known = base.get_config()
+        fields = base.get_config()
         for name, (path, text) in _SHORTCUTS.items():
             section, field = path.split(".")
-            define = _DEFINE[type(known[section][field])]
+            define = _DEFINE[type(fields[section][field])]
             define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
         left = values(list(argv))
         _set_own(values["config"].value, own)
     except flags.IllegalFlagValueError as error:
         raise UsageError(_config_file_error(error) or _wrong_value(error)) from None
+    except flags.UnrecognizedFlagError as error:
+        unknown = error.flagname
+        known += [name.removeprefix("--") for name in own_flags]
+        raise UsageError(f"there is no flag --{unknown}{hint(unknown, known)}") from None
     except flags.Error as error:
         raise UsageError(str(error)) from None
     except Exception as error:  # get_config() runs other people's code
@@ -111,6 +122,12 @@ def parse_flags(
     if len(left) > 1:
         raise UsageError(f"unexpected argument {left[1]!r}; flags are written --name=value")
     return left
+
+
+def flag_names() -> list[str]:
+    """The flags of serve.py: shortcuts, and fields as config.SECTION.FIELD."""
+    fields = [f"config.{path}" for path, _ in _leaves(base.get_config())]
+    return ["config", *_SHORTCUTS, *fields]
 
 
 def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:

@@ -51,7 +51,8 @@ those of several policies and rates get numbers.
 --find=capacity searches, from --rate on (1), for the highest rate at which a share --attainment of
 the requests, mean over the seeds, attain their SLO, to 2.2%.
 
-Exit codes: 0, 1 for what cannot be simulated or found, 2 for a wrong command line.
+Exit codes: 0, 1 where a run fails or no capacity is found, 2 for a command line of which nothing
+can be simulated.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.command_line import exit_code
 from jaxserve.simulate import as_json, asked, flags, output, replay
 from jaxserve.simulate.report import capacity_report, report
 from jaxserve.simulate.runs import REFUSED
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _find(args) if args.find else _compare(args)
     except REFUSED as error:
         print(f"jaxserve.simulate: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
 

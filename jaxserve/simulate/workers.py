@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 from tqdm import tqdm
 
 from jaxserve.sched.simulation.fast import COMPILING
-from jaxserve.sched.simulation.simulator import SimulationError
 
 REFRESH_S = 0.2  # between two looks at how far the processes are
 BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
@@ -22,6 +21,10 @@ BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+
+
+class WorkerDied(OSError):
+    """One of the processes has ended by itself; its run may be too large for the machine."""
 
 
 class Task(Protocol[T_co]):
@@ -76,7 +79,7 @@ class Workers:
                 _show(bar, before + self._done.value)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
-            raise SimulationError("a process of --jobs died; is there memory enough?") from error
+            raise WorkerDied("a process of --jobs died; is there memory enough?") from error
 
     def _longer_bar(self, more: int) -> tqdm:
         if self._bar is None:

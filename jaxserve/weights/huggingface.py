@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
 from jaxserve.models.sharding import padded_shape, param_sharding
+from jaxserve.progress import Show, shown
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.tensors import TensorFiles
 
@@ -30,7 +30,7 @@ def load_safetensors(
     *,
     dtype: np.dtype,
     mesh: Mesh | None,
-    progress: bool = False,
+    progress: Show = Show.NOTHING,
 ) -> Params:
     """The parameters in a Hugging Face directory, as `dtype`, cut over `mesh`.
 
@@ -46,9 +46,7 @@ def load_safetensors(
             _check(files, spec, source)
         _check_layers(files, sources, config.num_layers)
         leaves = []
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="weights", disable=not progress
-        ) as bar:
+        with shown(progress, "weights", "B", total=total) as bar:
             for spec, source in zip(specs, sources, strict=True):
                 leaves.append(_load_leaf(files, spec, source, dtype, mesh))
                 bar.update(spec.size * dtype.itemsize)

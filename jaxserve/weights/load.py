@@ -17,6 +17,7 @@ from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import TENSOR, check_tensor, padded_shape, param_sharding
+from jaxserve.progress import Show
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax
@@ -34,7 +35,7 @@ def load_params(
     mesh: Mesh | None = None,
     load_format: str = "auto",
     seed: int = 0,
-    progress: bool = False,
+    progress: Show = Show.NOTHING,
 ) -> Params:
     """The family's parameter tree on the target devices, as a checkpoint has it.
 
@@ -44,7 +45,7 @@ def load_params(
         mesh: cut over its "tensor" axis; None: whole, on the first device.
         load_format: "auto" takes Orbax if the directory holds it, else safetensors.
         seed: of random parameters.
-        progress: show a progress bar.
+        progress: whether to show it, and how.
 
     Raises:
         CheckpointError: a missing path, file, tensor, a wrong shape, an unknown format, a value

@@ -105,7 +105,7 @@ def test_a_wrong_flag_is_explained(
 
 
 def test_an_unknown_backend_is_one_line(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["kernels", "--model=tiny", "--backend=cuda", *TOY]) == 1
+    assert cli.main(["kernels", "--model=tiny", "--backend=cuda", *TOY]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "backend: must be auto or one of" in error
 

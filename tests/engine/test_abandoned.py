@@ -24,6 +24,7 @@ from jaxserve.engine.sampling import SampleResult
 from jaxserve.hosts import group as group_module
 from jaxserve.hosts.group import WELCOME, Group
 from jaxserve.hosts.link import Link
+from jaxserve.progress import Show
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Request, SamplingParams
 from tests.hosts.peers import TIMEOUT, Losses, channels
@@ -68,7 +69,7 @@ class Running:
         tokenizer = load_tokenizer(None)
         executor = self.stuck if group is None else LeaderExecutor(self.stuck, group)
         self.engine: Engine = assemble(
-            config, chosen, executor, tokenizer, pool_bytes=0, progress=False
+            config, chosen, executor, tokenizer, pool_bytes=0, progress=Show.NOTHING
         )
         if group is not None:
             share_fate(self.engine, group)
@@ -134,7 +135,7 @@ def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path
     other = {**MODEL, "max_position_embeddings": 64, "ffn_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"model\.path: d_ff is 128 here, the leader's is 64"):
-        build_executor(config, crossed, progress=False, bar=iter)
+        build_executor(config, crossed, progress=Show.NOTHING, bar=iter)
 
 
 def test_only_a_server_serves_over_hosts(tmp_path: Path) -> None:

@@ -181,6 +181,9 @@ def test_the_parts_of_a_name() -> None:
         "dir/x.py", "mine", ("ef",), {"a": "1", "b": "c=d"}
     )
     assert PolicyName.parse("vllm") == PolicyName("", "vllm", (), {})
+    assert PolicyName.parse("dir/x.py") == PolicyName("dir/x.py", "", (), {})
+    assert PolicyName.parse("x.py+ef:a=1") == PolicyName("x.py", "", ("ef",), {"a": "1"})
+    assert PolicyName.parse("x.py:a=1") == PolicyName("x.py", "", (), {"a": "1"})
 
 
 @pytest.mark.parametrize(

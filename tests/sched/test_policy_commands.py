@@ -94,7 +94,7 @@ def test_the_situations_are_what_they_say() -> None:
 
 
 def test_a_workload_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--workload=nowhere.csv"]) == 1
+    assert cli.main(["simulate", "--workload=nowhere.csv"]) == 2
     assert "nowhere.csv" in capsys.readouterr().err
 
 

@@ -108,6 +108,23 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, name: str, message: str
         make_policy(f"{tmp_path}/other.py:mine")
 
 
+def test_a_file_with_one_policy_needs_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(EXAMPLES["aged"])
+    for name in (str(path), f"{path}+ef:watermark=0.5"):  # run again, too
+        policy = make_policy(name)
+        assert type(policy).__name__ == "UnifiedPolicy"
+    assert policy.watermark == 0.5
+    with pytest.raises(ValueError, match="policy 'aged' has no parameter 'watermrk'"):
+        make_policy(f"{path}:watermrk=1")
+    path.write_text("\n".join(EXAMPLES.values()))
+    with pytest.raises(ValueError, match=r"has aged, one_by_one; name one, .*mine\.py:aged$"):
+        make_policy(str(path))
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"mine\.py: registers no policy"):
+        make_policy(str(path))
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [

@@ -90,7 +90,7 @@ def test_a_warm_start_that_does_not_keep_to_the_limits_is_named(
 def test_what_cannot_be_done_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert optimal.main(arguments) == 1
+    assert optimal.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -113,10 +113,10 @@ def azure_trace(count: int) -> str:
 def test_the_experiment_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     arguments = ["--quick", "--jobs=1", f"--out={tmp_path}", f"--azure={trace}"]
-    assert infermax.main(arguments) == 1
+    assert infermax.main(arguments) == 2
     assert capsys.readouterr().err.endswith(f"--azure: there is no {trace}\n")
     trace.write_text(azure_trace(20))
-    assert infermax.main(arguments) == 1  # too short
+    assert infermax.main(arguments) == 2  # too short
     trace.write_text(azure_trace(infermax.QUICK_AZURE))
     assert infermax.main(arguments) == 0
     page = (tmp_path / "infermax.md").read_text()

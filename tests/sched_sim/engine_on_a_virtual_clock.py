@@ -23,6 +23,7 @@ from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.progress import Show
 from jaxserve.sched.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Preempt
@@ -177,7 +178,7 @@ class Served(Observer):
             self._device,
             load_tokenizer(None),
             pool_bytes=0,
-            progress=False,
+            progress=Show.NOTHING,
             clock=self._clock,
         )
         self._gone: list[int] = []

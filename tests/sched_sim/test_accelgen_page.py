@@ -44,7 +44,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (again / "accelgen.md").read_text() == page
     assert (again / "figures" / "accelgen.json").read_text() == numbers.read_text()
     numbers.write_text("[1]")
-    assert accelgen.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 1
+    assert accelgen.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

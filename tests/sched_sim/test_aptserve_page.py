@@ -48,7 +48,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 0
     assert (again / "aptserve.md").read_text() == page
     numbers.write_text("[1]")
-    assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 1
+    assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,9 @@ def test_the_command_counts_refusals(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "refused" in found.err
     rows = json.loads(table.read_text())
     assert [row["first_token"] is None for row in rows] == [False] * 5 + [True] * 5
-    assert command.main(["--policy=vllm", "--workload=fixed:64x8x10", "--max_queue=3"]) == 1
+    assert command.main(["--policy=vllm", "--workload=fixed:64x8x10", "--max_queue=3"]) == 2
     assert "max_queue needs a limit of max_rows" in capsys.readouterr().err
-    assert command.main([*argv, "--max_queue=-3"]) == 1
+    assert command.main([*argv, "--max_queue=-3"]) == 2
 
 
 def test_times_without_tokens_are_nan() -> None:

@@ -44,7 +44,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (again / "bros.md").read_text() == page
     assert (again / "figures" / "bros.json").read_text() == numbers.read_text()
     numbers.write_text("[1]")
-    assert bros.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 1
+    assert bros.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
 @pytest.mark.skipif(not NUMBERS.exists(), reason="python -m jaxserve.experiments.bros makes it")

@@ -14,7 +14,7 @@ from jaxserve.simulate.cli import main
 
 
 def test_a_billion_requests_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--workload=fixed:8x8x999999999"]) == 1
+    assert main(["--workload=fixed:8x8x999999999"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
         "jaxserve.simulate: fixed:8x8x999999999: 999,999,999 requests with 7,999,999,992 tokens to "

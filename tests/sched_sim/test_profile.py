@@ -126,7 +126,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profile, "build", lambda *args, **kwargs: pytest.fail("it began"))
-    assert profile.main([f"--out={tmp_path / 'none' / 'a.json'}"]) == 1
+    assert profile.main([f"--out={tmp_path / 'none' / 'a.json'}"]) == 2
     assert capsys.readouterr().err == (
         f"jaxserve.profile: --out: there is no folder {tmp_path / 'none'}\n"
     )

@@ -104,7 +104,7 @@ def test_flags_may_say_otherwise(served: Path, capsys: pytest.CaptureFixture[str
 def test_the_recording_is_not_written_over(
     end: str, served: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([f"--replay={served}", f"--summary={served}{end}"]) == 1
+    assert main([f"--replay={served}", f"--summary={served}{end}"]) == 2
     assert f"--summary: {served}{end} is what --replay reads" in capsys.readouterr().err
 
 
@@ -131,11 +131,11 @@ def test_what_the_recording_says_already_is_refused(
 def test_what_is_no_recording_is_one_line(
     tmp_path: Path, served: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([f"--replay={tmp_path / 'none'}"]) == 1
+    assert main([f"--replay={tmp_path / 'none'}"]) == 2
     assert capsys.readouterr().err.endswith("none: No such file or directory\n")
     few = tmp_path / "few"
     few.write_text("".join(served.read_text().splitlines(keepends=True)[:6]))
-    assert main([f"--replay={few}"]) == 1
+    assert main([f"--replay={few}"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "at least 10 steps are needed, there are" in lines[0]
     with pytest.raises(SystemExit):

@@ -54,10 +54,10 @@ def test_it_goes_on_where_it_was(made: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert page.main([f"--azure={tmp_path}", f"--out={tmp_path}"]) == 1
+    assert page.main([f"--azure={tmp_path}", f"--out={tmp_path}"]) == 2
     assert capsys.readouterr().err.endswith(f"there is no {tmp_path / KINDS[0].file}\n")
     for name in ("requests", "few"):
-        assert page.main([f"--{name}=0", f"--out={tmp_path}"]) == 1
+        assert page.main([f"--{name}=0", f"--out={tmp_path}"]) == 2
         assert f"--{name} must be at least 1, got 0" in capsys.readouterr().err
 
 

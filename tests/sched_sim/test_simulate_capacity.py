@@ -102,6 +102,6 @@ def test_where_there_is_none(
 
 
 def test_where_nobody_has_a_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(FIND) == 1
+    assert main(FIND) == 2
     error = capsys.readouterr().err
     assert "--find=capacity needs a target: --slo_ttft_ms" in error and error.count("\n") == 1

@@ -177,7 +177,7 @@ def test_mistakes_get_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main([*SMALL, *argv]) == 1
+    assert main([*SMALL, *argv]) == 2
     error = capsys.readouterr().err
     assert problem in error
     assert error.count("\n") == 1
@@ -189,8 +189,8 @@ def test_what_is_read_is_not_written_over(
     path = tmp_path / "trace.csv"
     path.write_text(content := "prompt_tokens,output_tokens\n3,4\n")
     argv = [f"--workload={path}", "--seeds=1", "--jobs=1"]
-    assert main([*argv, f"--chrome_trace={tmp_path / '..' / tmp_path.name / 'trace.csv'}"]) == 1
-    assert main([*argv, f"--summary={path}"]) == 1
+    assert main([*argv, f"--chrome_trace={tmp_path / '..' / tmp_path.name / 'trace.csv'}"]) == 2
+    assert main([*argv, f"--summary={path}"]) == 2
     assert f"--summary: {path} is what --workload reads" in capsys.readouterr().err
     assert path.read_text() == content
 
@@ -243,13 +243,13 @@ def test_outputs_are_tried_before_anything_runs(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Run, "outcome", nothing_runs)
-    assert main([*SMALL, "--jobs=1", f"--{name}={tmp_path}/no/x.csv"]) == 1
+    assert main([*SMALL, "--jobs=1", f"--{name}={tmp_path}/no/x.csv"]) == 2
     assert f"--{name}: there is no folder" in capsys.readouterr().err
     numbered = tmp_path / "x-1.csv"
     numbered.mkdir()
     argv = ["--policy=vllm,sarathi", f"--{name}={tmp_path}/x.csv"]
     if name != "summary":  # it is one file, whatever is run
-        assert main([*SMALL, *argv]) == 1
+        assert main([*SMALL, *argv]) == 2
         assert f"--{name}: {numbered} is a folder" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from jaxserve import __version__
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.presets import preset_names
-from jaxserve.server import console, launch
+from jaxserve.server import console, flag_hints, launch
 from jaxserve.server.access.options import Access
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.help_text import field_comments
@@ -67,6 +67,19 @@ def test_fields_and_shortcuts_override_the_file() -> None:
     assert not config.engine.overlap
     assert config.scheduler.policy == "vllm"
     assert (config.server.port, config.server.metrics_port) == (0, -1)
+
+
+def test_dashes_do_for_underscores() -> None:
+    names = ("--config.server.slo_classes.my-own=jct=60s", "--noconfig.server.reflection")
+    config = parse("--http-port", "0", "--metrics-port=-1", "--config.engine.record-mib=3", *names)
+    assert (config.server.http_port, config.server.metrics_port) == (0, -1)
+    assert config.engine.record_mib == 3 and config.server.slo_classes["my-own"] == "jct=60s"
+    assert not config.server.reflection
+
+
+def test_what_other_servers_call_a_flag_is_one_of_ours() -> None:
+    known = launch.flag_names()
+    assert [ours for ours in flag_hints._RIVALS.values() if ours not in known] == []
 
 
 def test_the_policys_parameters_are_the_policys_own(tmp_path: Path) -> None:
@@ -135,7 +148,14 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--config.server.slo_classes=3", "a class is set as --config.server.slo_classes.NAME"),
         ("--config.server.slo_classes.a", "a class is set as --config.server.slo_classes.NAME"),
         ("--config.server.slo_classes.a.b=1", "set as --config.server.slo_classes.NAME=VALUE"),
-        ("--confg=x", "'confg'. Did you mean: config"),
+        ("--confg=x", r"there is no flag --confg; did you mean --config\?$"),
+        ("--tensor-parallel-size=2", r"did you mean --config\.mesh\.tensor\?$"),
+        ("--gpu_memory_utilization=0.5", r"did you mean --config\.cache\.memory_fraction\?$"),
+        ("--max-model-len=5", r"did you mean --config\.engine\.max_model_len\?$"),
+        ("--dtype=half", r"did you mean --config\.model\.dtype\?$"),
+        ("--seed=5", r"did you mean --config\.model\.seed or --config\.scheduler\.seed\?$"),
+        ("--no-request-lg", r"did you mean --request_log\?$"),
+        ("--zzqq", "there is no flag --zzqq; --help says what there is$"),
         ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu.py"),
         ("--port=abc", "--port=abc: must be a whole number$"),
         ("tiny", "unexpected argument 'tiny'"),
@@ -271,7 +291,7 @@ def test_the_clients_line_is_as_short_as_it_can_be(
 
 
 @pytest.mark.parametrize(
-    ("argument", "code"), [("--config.scheduler.polcy=x", 2), ("--port=99999", 1)]
+    ("argument", "code"), [("--config.scheduler.polcy=x", 2), ("--port=99999", 2)]
 )
 def test_serve_py_answers_with_one_line_and_without_jax(argument: str, code: int) -> None:
     done = run_without_jax(argument)

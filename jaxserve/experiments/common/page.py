@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.experiments.common.claims import Section
 from jaxserve.writable import check_folder
 
@@ -62,9 +62,8 @@ def write_page(
     make: Callable[[Namespace, Path], Page],
 ) -> int:
     """Runs the command; argv without the program's name. make: runs what is wanted and draws the
-    figures into the folder it is given. Gives the exit status: 0 if the page is written, 1 after a
-    line on stderr where input or a file is at fault, 130 if interrupted. SystemExit for a wrong
-    flag."""
+    figures into the folder it is given. Gives the exit status: 0 if the page is written, 2 or,
+    where it fails, 1 after a line on stderr, 130 if interrupted. SystemExit for a wrong flag."""
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
@@ -75,7 +74,7 @@ def write_page(
         path.write_text(page.text(name, quick=args.quick), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"jaxserve.experiments.{name}: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
     print(f"wrote {path}, its numbers and {sum(len(s.figures) for s in page.sections)} figures")

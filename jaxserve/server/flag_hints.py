@@ -1,0 +1,66 @@
+"""Which flag is meant by one that serve.py does not have: other servers have names of their own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+# Flags of vLLM's and SGLang's servers whose names do not say which of ours they are. One that is
+# called as a field is, --max-model-len say, is found by that.
+_RIVALS = {
+    "tensor_parallel_size": "config.mesh.tensor",
+    "tp_size": "config.mesh.tensor",
+    "tp": "config.mesh.tensor",
+    "nnodes": "config.mesh.hosts",
+    "node_rank": "config.mesh.host_index",
+    "dist_init_addr": "config.mesh.coordinator",
+    "master_addr": "config.mesh.coordinator",
+    "model_path": "model",
+    "served_model_name": "config.model.name",
+    "context_length": "config.engine.max_model_len",
+    "gpu_memory_utilization": "config.cache.memory_fraction",
+    "mem_fraction_static": "config.cache.memory_fraction",
+    "kv_cache_memory_bytes": "config.cache.memory_gib",
+    "num_gpu_blocks_override": "config.cache.num_blocks",
+    "page_size": "config.cache.block_size",
+    "swap_space": "config.cache.host_gib",
+    "max_num_seqs": "config.scheduler.max_rows",
+    "max_running_requests": "config.scheduler.max_rows",
+    "max_num_batched_tokens": "config.scheduler.max_batch_tokens",
+    "chunked_prefill_size": "config.scheduler.max_prefill_tokens",
+    "max_prefill_tokens": "config.scheduler.max_prefill_tokens",
+    "max_queued_requests": "config.scheduler.max_queue",
+    "scheduling_policy": "policy",
+    "schedule_policy": "policy",
+    "api_key": "config.server.api_keys",
+    "ssl_certfile": "config.server.tls_cert",
+    "ssl_keyfile": "config.server.tls_key",
+    "ssl_ca_certs": "config.server.tls_client_ca",
+    "allowed_origins": "config.server.cors_origins",
+    "enable_log_requests": "request_log",
+    "log_requests": "request_log",
+    "otlp_traces_endpoint": "otlp_endpoint",
+}
+
+
+def hint(flag: str, known: Collection[str]) -> str:
+    """The flags that may be meant, as the end of a line.
+
+    Args:
+        flag: its name, without the dashes before it.
+        known: the names there are, `config.SECTION.FIELD` among them.
+
+    Returns:
+        `; did you mean --NAME?`, with two names where two fields are called so; where none comes
+        near, where they are listed.
+    """
+    name = flag.replace("-", "_")
+    ours = _RIVALS.get(name)
+    found = [ours] if ours else [one for one in known if one.rpartition(".")[2] == name]
+    found = found or difflib.get_close_matches(name, known, n=1)
+    if not found:
+        last = {one.rpartition(".")[2]: one for one in known}
+        found = [last[one] for one in difflib.get_close_matches(name, last, n=1)]
+    if not found:
+        return "; --help says what there is"
+    return f"; did you mean {' or '.join('--' + one for one in found)}?"

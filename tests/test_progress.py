@@ -1,0 +1,79 @@
+"""How far work is: what is said of it, and where."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+import pytest
+
+from jaxserve import progress
+from jaxserve.progress import Show, shown
+
+PATIENCE = 20.0
+
+
+class Seen(logging.Handler):
+    """Says when a line has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.came.set()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    handler = Seen()
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(progress.log, "handlers", [handler])
+    monkeypatch.setattr(progress.log, "level", logging.INFO)
+    return handler
+
+
+def test_long_work_has_a_line_every_so_often(
+    seen: Seen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for piece in shown(Show.LINES, "compiling", "step", work=iter(range(3))):
+        if piece == 1:
+            seen.came.clear()
+            assert seen.came.wait(PATIENCE), "nothing is said while one piece takes long"
+    assert seen.lines[-1].startswith("compiling: ") and " of 3 steps after 0 s" in seen.lines[-1]
+    assert "compiling: 1 of 3 steps after 0 s" in seen.lines
+    assert capsys.readouterr().err == "", "a bar is drawn"
+    assert not any(thread.name == "jaxserve-progress" for thread in threading.enumerate())
+
+
+def test_bytes_are_told_in_mib(seen: Seen) -> None:
+    with shown(Show.LINES, "weights", "B", total=5 << 20) as bar:
+        bar.update(2 << 20)
+        seen.came.clear()
+        assert seen.came.wait(PATIENCE)
+    assert "weights: 2 of 5 MiB after 0 s" in seen.lines
+
+
+def test_work_that_fails_leaves_no_thread(seen: Seen) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in shown(Show.LINES, "compiling", "step", work=[1]):
+            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), shown(Show.LINES, "weights", "B", total=1):
+        raise ZeroDivisionError
+    assert not any(thread.name == "jaxserve-progress" for thread in threading.enumerate())
+
+
+def test_a_bar_is_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Show.of(True) is Show.LINES
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert (Show.of(True), Show.of(True, lines=True)) == (Show.BAR, Show.LINES)
+    assert Show.of(False, lines=True) is Show.NOTHING
+    assert list(shown(Show.NOTHING, "compiling", "step", work=[1, 2])) == [1, 2]
+    assert capsys.readouterr().err == ""
+    assert list(shown(Show.BAR, "compiling", "step", work=[1, 2])) == [1, 2]
+    assert "compiling: 100%" in capsys.readouterr().err
