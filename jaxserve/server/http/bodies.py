@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 
 from jaxserve.server.http.errors import ApiError, validation_message
 
-MAX_PARTS = 1 << 17
+MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
-MAX_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 19
 """Entries of all its lists and objects together: token ids."""
 MAX_DEPTH = 128
 """Lists and objects within each other. A schema nests by two or three for each level of its own."""
