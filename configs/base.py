@@ -178,8 +178,13 @@ def _server() -> dict[str, Any]:
         # PEM file of the CAs whose certificates clients must have (mTLS); empty: they need none.
         "tls_client_ca": "",
         # Origins of pages that may call from a browser, such as https://example.org, separated by
-        # commas; * is any. Empty: none but the console.
+        # commas; * is any. Empty: none but the console, and without keys those of localhost, which
+        # may call and not read.
         "cors_origins": "",
+        # Names by which the server is called over HTTP where it has no API keys: gpu1.example,
+        # *.example, separated by commas; * is any. localhost, addresses, host and the machine's own
+        # name are always some. Pages of other sites could call under any other name.
+        "allowed_hosts": "",
         # Seconds that running requests get after SIGTERM.
         "grace_s": 30.0,
         **_overload(),

@@ -68,7 +68,7 @@ class EngineReplica:
         self._stopped = False
         self._tally = Tally(self._engine)
         endings = make_endings(self._engine, options, traces)
-        self._doors = Doors(self._engine, options, endings, access.keys, slo_classes(config))
+        self._doors = Doors(self._engine, options, endings, access, slo_classes(config))
         self._metrics = MetricsRegistry(self._engine, endings)
         front = Front(self._engine, self._doors.requests, template)
         app = build_app(front, metrics=self._metrics.page)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import Batches, BatchSettings
 from jaxserve.server.calls import Calls
 from jaxserve.server.http.doorkeeper import METHODS as HTTP_METHODS
@@ -47,7 +47,7 @@ class Doors:
         engine: ServedEngine,
         options: ServerOptions,
         endings: Endings,
-        keys: Keys,
+        access: Access,
         slo_classes: Mapping[str, ServiceLevel] | None = None,
         batches: BatchSettings | None = None,
     ) -> None:
@@ -60,9 +60,9 @@ class Doors:
         writes = WriteLimit(options.write_timeout_s)
         prompt_bytes = longest_message(engine, batches=False)
         self.keeper = Doorkeeper(
-            keys, self.admission, endings, body_bytes=prompt_bytes, writes=writes
+            access, self.admission, endings, body_bytes=prompt_bytes, writes=writes
         )
-        self.calls = Calls(endings, writes, keys)
+        self.calls = Calls(endings, writes, access.keys)
         self.generation = GenerationService(self.requests)
 
     def generation_handler(self) -> grpc.GenericRpcHandler:

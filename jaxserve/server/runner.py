@@ -214,7 +214,7 @@ class Server:
             self._engine,
             options,
             self._endings,
-            self.access.keys,
+            self.access,
             self._slo_classes,
             self._batch_settings,
         )

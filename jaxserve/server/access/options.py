@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.browsers import Browsers, own_names
 from jaxserve.server.access.key_lines import parse_lines
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.tls import Tls
@@ -21,11 +22,18 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s,*?#@]+")
 @dataclass(frozen=True)
 class Access:
     """keys: who may call. tls: None is in the clear. cors_origins: whose pages may call from a
-    browser; "*" is any. The defaults let everybody in."""
+    browser; "*" is any. hosts: names of the server, for browsers. The defaults let everybody in,
+    but for browsers by other names than localhost."""
 
     keys: Keys = field(default_factory=Keys)
     tls: Tls | None = None
     cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def browsers(self) -> Browsers | None:
+        """Which of them may call; None: all, since they need a key."""
+        return None if self.keys.needed else Browsers(self.hosts, self.cors_origins)
 
     @property
     def scheme(self) -> str:
@@ -43,7 +51,8 @@ def access_settings(config: Any) -> Access:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     keys = Keys(Path(server.api_keys).expanduser() if server.api_keys else None, fixed)
-    return Access(keys, _tls(server), _origins(server.cors_origins))
+    hosts = own_names(server.host, server.allowed_hosts)
+    return Access(keys, _tls(server), _origins(server.cors_origins), hosts)
 
 
 def _tls(server: Any) -> Tls | None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 
 from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
@@ -52,11 +53,13 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # to whatever Host the call names
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.router.route_class = body_route(front.requests.beside)
     add_handlers(app)
-    app.add_exception_handler(ClientGone, _nobody)
+    for gone in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(gone, _nobody)
     _add_generation(app, front)
     _add_models(app, front)
     _add_tokens(app, front)
@@ -155,6 +158,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
         """Whether requests are taken."""
         front.requests.check_open()
         return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of the server."""
+        return {"version": __version__}
 
 
 async def _nobody(request: Request, error: Exception) -> JSONResponse:

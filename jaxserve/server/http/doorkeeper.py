@@ -13,9 +13,18 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.access.keys import Caller, Keys, RateLimited, Unauthenticated
+from jaxserve.server.access.browsers import NotAllowed
+from jaxserve.server.access.keys import Caller, RateLimited, Unauthenticated
+from jaxserve.server.access.options import Access
 from jaxserve.server.http.connections import Place
-from jaxserve.server.http.errors import RECORD, ApiError, no_key, rate_limited, too_many_calls
+from jaxserve.server.http.errors import (
+    RECORD,
+    ApiError,
+    no_key,
+    not_allowed,
+    rate_limited,
+    too_many_calls,
+)
 from jaxserve.server.http.files import MAX_FILE_BYTES
 from jaxserve.server.http.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import Admission, Overloaded
@@ -55,21 +64,21 @@ _BODY_BYTES_PER_S = 64 << 10
 class Doorkeeper:
     """Admits, measures and counts the calls of one application.
 
-    keys: of those who may call. admission: of calls that generate, whichever door they come
+    access: who may call. admission: of calls that generate, whichever door they come
     through. body_bytes: the longest
     body of a call with prompts. writes: what a client may take to read a piece.
     """
 
     def __init__(
         self,
-        keys: Keys,
+        access: Access,
         admission: Admission,
         endings: Endings,
         *,
         body_bytes: int,
         writes: WriteLimit,
     ) -> None:
-        self._keys = keys
+        self._keys, self._browsers = access.keys, access.browsers
         self._admission = admission
         self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
@@ -113,6 +122,8 @@ class Doorkeeper:
                     places.enter_context(caller.enter(rated=False))
                     self._consoles.enter()
                     places.callback(self._consoles.leave)
+            except NotAllowed as error:
+                await not_allowed(error).response()(scope, receive, sent)
             except Unauthenticated as error:
                 await no_key(error).response()(scope, receive, sent)
             except RateLimited as error:
@@ -127,7 +138,14 @@ class Doorkeeper:
                         raise
 
     def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
-        """Whose call it is. Raises Unauthenticated, which goes to the log."""
+        """Whose call it is. Raises NotAllowed and Unauthenticated, which go to the log."""
+        if self._browsers is not None:
+            try:
+                self._browsers.check(_all(scope, b"host"), _all(scope, b"origin"))
+            except NotAllowed as error:
+                text = "refused a call from %s: %s"
+                (log or self._log).warning("browser", text, _peer(scope), error)
+                raise
         found = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
             caller = self._keys.caller(found[0] if len(found) == 1 else None)
@@ -206,6 +224,8 @@ class _Visit:
             self._record.caller = caller
             with caller.enter():
                 await self._admitted(receive)
+        except NotAllowed as error:
+            await self._refuse(not_allowed(error), receive)
         except Unauthenticated as error:
             await self._refuse(no_key(error), receive)
         except RateLimited as error:
@@ -267,6 +287,11 @@ def limited(receive: Receive, scope: Scope, limit: int) -> Receive:
         return message
 
     return within
+
+
+def _all(scope: Scope, name: bytes) -> list[str]:
+    """What the call says under that name."""
+    return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
 
 
 def _place(scope: Scope) -> Place:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.browsers import NotAllowed
 from jaxserve.server.access.keys import RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
@@ -67,11 +68,18 @@ class ApiError(Exception):
 
 
 _INVALID = "invalid_request_error"
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
 _ENDINGS = {
     "queue_full": Ending.QUEUE_FULL,
     "too_many_calls": Ending.TOO_MANY_CALLS,
     "expected_late": Ending.EXPECTED_LATE,
+    "host_not_allowed": Ending.REFUSED,
+    "origin_not_allowed": Ending.REFUSED,
     "invalid_api_key": Ending.UNAUTHENTICATED,
     "rate_limit_exceeded": Ending.RATE_LIMITED,
     "duplicate": Ending.DUPLICATE,
@@ -99,6 +107,11 @@ def no_key(error: Unauthenticated) -> ApiError:
     why = ', error="invalid_token"' if error.given else ""
     headers = {"WWW-Authenticate": f'Bearer realm="jaxserve"{why}'}
     return ApiError(401, str(error), code="invalid_api_key", headers=headers)
+
+
+def not_allowed(error: NotAllowed) -> ApiError:
+    """It may be a page of somebody else's that calls."""
+    return ApiError(403, str(error), code=error.code)
 
 
 def rate_limited(error: RateLimited) -> ApiError:

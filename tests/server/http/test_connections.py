@@ -29,8 +29,8 @@ from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.http.test_endings import begin
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-UNREAD = b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+UNREAD = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 PLACES = 8
 
 
@@ -186,7 +186,7 @@ def test_a_key_is_worth_a_place(
         with contextlib.ExitStack() as stack:
             mine, other = (stack.enter_context(plain.socket()) for _ in range(2))
             for connection, name, status in ((mine, b"alice", 200), (other, b"bob", 401)):
-                head = b"GET %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n\r\n"
+                head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n\r\n"
                 connection.sendall(head % (path, name))
                 assert answer(connection).startswith(b"HTTP/1.1 %d " % status)
             silent = [stack.enter_context(plain.socket()) for _ in range(PLACES)]
@@ -280,7 +280,9 @@ def test_a_request_that_may_end_in_two_places_is_refused(
 ) -> None:
     """And so is whatever follows on the connection."""
     with shared.socket() as connection:
-        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n0\r\n\r\n".encode()
+        request = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}\r\n0\r\n\r\n".encode()
+        )
         with contextlib.suppress(ConnectionError):
             connection.sendall(request + HEALTH)
         told = answers(connection)
@@ -290,7 +292,7 @@ def test_a_request_that_may_end_in_two_places_is_refused(
 
 def test_http_1_0_has_no_chunks(shared: Plain) -> None:
     with shared.socket() as connection:
-        request = f"POST /health HTTP/1.0\r\nHost: x\r\n{CHUNKED}\r\n0\r\n\r\n".encode()
+        request = f"POST /health HTTP/1.0\r\nHost: localhost\r\n{CHUNKED}\r\n0\r\n\r\n".encode()
         connection.sendall(request + HEALTH)
         told = answers(connection)
     assert told.startswith(b"HTTP/1.1 400 ") and told.count(b"HTTP/1.1 ") == 1
@@ -306,7 +308,7 @@ def test_a_head_of_nearly_16_kib_is_taken(shared: Plain) -> None:
 def test_a_body_in_tiny_chunks_is_refused(shared: Plain) -> None:
     """Each costs as much as a large one."""
     with shared.socket() as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{CHUNKED}"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{CHUNKED}"
         head += "Content-Type: application/json\r\n\r\n"
         with contextlib.suppress(ConnectionError):
             connection.sendall(head.encode() + b"1\r\n \r\n" * 50_000)
@@ -319,7 +321,7 @@ def test_a_body_that_breaks_its_framing_under_an_answer(
 ) -> None:
     """There is no second answer, and no traceback."""
     with shared.socket() as connection:
-        head = f"GET /console/events HTTP/1.1\r\nHost: x\r\n{CHUNKED}\r\n"
+        head = f"GET /console/events HTTP/1.1\r\nHost: localhost\r\n{CHUNKED}\r\n"
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"no chunk\r\n")
@@ -348,7 +350,7 @@ def test_every_answer_has_an_id(shared: Plain, given: list[bytes], echoed: bool)
     with shared.socket() as connection:
         lines = b"".join(b"X-Request-Id: %s\r\n" % each for each in given)
         for path, status in ((b"/health", 200), (b"/nothing", 404), (b"/health", 200)):
-            head = b"GET %s HTTP/1.1\r\nHost: x\r\n%s\r\n" % (path, lines)
+            head = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, lines)
             connection.sendall(head)
             told = answer(connection)
             assert told.startswith(b"HTTP/1.1 %d " % status)

@@ -37,8 +37,8 @@ def preflight(server: Server, origin: str) -> tuple[int, dict[str, str]]:
 
 def test_nobody_s_may_call_unless_asked_for(engine: FakeEngine) -> None:
     with Server(engine, grace_s=0.0, http=SETTINGS) as server:
-        assert preflight(server, MINE) == (405, {})
-        assert told(server, "GET", MINE) == (200, {})
+        assert preflight(server, MINE) == (403, {})
+        assert told(server, "GET", MINE) == (403, {})
 
 
 def test_pages_of_a_named_origin_may(engine: FakeEngine) -> None:

@@ -52,6 +52,7 @@ PATHS = [
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/health"),
     ("GET", "/ready"),
+    ("GET", "/version"),
 ]
 CASES = [
     (method, path, mode)

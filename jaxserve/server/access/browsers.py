@@ -1,0 +1,101 @@
+"""Whose web pages may call a server that asks for no key. Where it does, somebody else's page has
+none to show."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.engine.errors import ConfigError
+
+_LOCAL = "localhost"
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_AUTHORITY = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
+_ORIGIN = re.compile(r"https?://([^/?#@]*)")
+
+
+class NotAllowed(RuntimeError):
+    """A browser may have been made to call. code: for programs."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Browsers:
+    """hosts: names of the server, beside localhost and all addresses; "*.example" is all below
+    it, "*" any. origins: of pages that may call, beside the server's own and those of localhost;
+    "*" is any."""
+
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def check(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
+        """Looks at a call's headers Host and Origin; what is no browser need not have them. Raises
+        NotAllowed.
+
+        A page whose name is made to lead here (DNS rebinding) has its browser send that name as
+        the Host, and no address, of which there are no others' pages.
+        """
+        for host in hosts:
+            if not self._is_ours(_name(host)):
+                problem = f"Host: {host!r:.80} is no name of this server's, which has no API keys"
+                raise NotAllowed(f"{problem}; server.allowed_hosts lists them", "host_not_allowed")
+        for origin in origins:
+            if not self._may_call(origin, hosts):
+                problem = f"Origin: pages of {origin!r:.80} may not call"
+                raise NotAllowed(
+                    f"{problem}; server.cors_origins lists who may", "origin_not_allowed"
+                )
+
+    def _is_ours(self, name: str | None) -> bool:
+        if name is None:
+            return False
+        if "*" in self.hosts or _is_local(name) or _address(name) is not None:
+            return True
+        below = (f"*{name[dot:]}" for dot, letter in enumerate(name) if letter == ".")
+        return any(each in self.hosts for each in (name, *below))
+
+    def _may_call(self, origin: str, hosts: Sequence[str]) -> bool:
+        if "*" in self.origins or origin in self.origins:
+            return True
+        found = _ORIGIN.fullmatch(origin)
+        if found is None:  # "null", for one: of a page in a sandbox
+            return False
+        name = _name(found[1])
+        return found[1].lower() in map(str.lower, hosts) or (name is not None and _is_local(name))
+
+
+def own_names(host: str, text: str) -> tuple[str, ...]:
+    """The server's, from the config's server.host and server.allowed_hosts: names, with commas
+    between them. Raises ConfigError."""
+    listed = [each.strip() for each in text.split(",") if each.strip()]
+    for each in listed:
+        if not _HOST.fullmatch(each):
+            like = "must be a name such as gpu1.example or *.example, without a port, or *"
+            raise ConfigError(f"server.allowed_hosts: {like}; got {each!r}")
+    return tuple(each.lower() for each in (host, socket.gethostname(), *listed))
+
+
+def _name(authority: str) -> str | None:
+    """The host of "host:port", of IPv6 without its brackets; None for what is neither."""
+    found = _AUTHORITY.fullmatch(authority.strip())
+    return None if found is None else found[1].strip("[]").lower().removesuffix(".")
+
+
+def _is_local(name: str) -> bool:
+    if name == _LOCAL or name.endswith(f".{_LOCAL}"):
+        return True
+    address = _address(name)
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

@@ -1,0 +1,180 @@
+"""Pages that have their visitor's browser call a server without keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve import __version__
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.browsers import Browsers, NotAllowed
+from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.options import Access, access_settings
+from jaxserve.server.runner import Server
+from tests.server.access.test_keys import key
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
+
+ACCESS = Access(hosts=("gpu1", "*.lan"), cors_origins=("https://app.example",))
+ALLOWED = [
+    ("localhost:8000", None),
+    ("LOCALHOST", None),
+    ("localhost.", None),
+    ("api.localhost:1", None),
+    ("127.0.0.1", None),
+    ("127.0.0.2:8000", None),
+    ("192.168.0.7:8000", None),
+    ("[::1]:8000", None),
+    ("[2001:db8::1]", None),
+    ("gpu1:8000", None),
+    ("GPU1", None),
+    ("gpu2.rack.lan", None),
+    ("localhost:8000", "http://localhost:8000"),
+    ("localhost:8000", "http://LocalHost:3000"),
+    ("localhost:8000", "http://127.0.0.1:8000"),
+    ("localhost:8000", "http://[::1]:5173"),
+    ("gpu1:8000", "http://gpu1:8000"),
+    ("192.168.0.7:8000", "http://192.168.0.7:8000"),
+    ("localhost:8000", "https://app.example"),
+]
+REFUSED = [
+    ("evil.example:8000", None),
+    ("evil.example:8000", "http://evil.example:8000"),
+    ("localhost.evil.example", None),
+    ("127.0.0.1.evil.example", None),
+    ("evil-localhost", None),
+    ("lan", None),
+    ("evillan", None),
+    ("", None),
+    ("localhost:8000:9000", None),
+    ("[::1", None),
+    ("localhost/evil.example", None),
+    ("evil.example@localhost", None),
+    ("localhost:8000", "http://evil.example"),
+    ("localhost:8000", "http://6.6.6.6"),
+    ("localhost:8000", "http://localhost.evil.example"),
+    ("localhost:8000", "http://gpu2.rack.lan"),
+    ("localhost:8000", "https://app.example.evil.example"),
+    ("localhost:8000", "http://app.example"),
+    ("localhost:8000", "null"),
+    ("localhost:8000", ""),
+    ("localhost:8000", "file://"),
+    ("localhost:8000", "http://localhost:8000@evil.example"),
+]
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Plain]:
+    with Server(FakeEngine(), grace_s=0.0, http=SETTINGS, access=ACCESS) as server:
+        assert server.http_address is not None
+        yield Plain(server.http_address)
+
+
+def told(plain: Plain, path: str, host: str, origin: str | None = None, method: str = "GET") -> str:
+    """The status, and the code of its error if there is one."""
+    connection = plain.connect()
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", host)
+    if origin is not None:
+        connection.putheader("Origin", origin)
+    connection.putheader("Content-Length", "0")
+    connection.endheaders()
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    error = json.loads(text).get("error", {}) if text.startswith(b"{") else {}
+    return f"{response.status} {error.get('code') or ''}".strip()
+
+
+@pytest.mark.parametrize(("host", "origin"), ALLOWED)
+def test_its_own_pages_and_names_may_call(door: Plain, host: str, origin: str | None) -> None:
+    assert told(door, "/v1/models", host, origin) == "200"
+
+
+@pytest.mark.parametrize(("host", "origin"), REFUSED)
+def test_others_may_not(door: Plain, host: str, origin: str | None) -> None:
+    code = "host_not_allowed" if origin is None or "8000" not in host else "origin_not_allowed"
+    if "evil.example:8000" in host:
+        code = "host_not_allowed"
+    assert told(door, "/v1/models", host, origin) == f"403 {code}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/files", "/tokenize", "/console/info", "/console/events", "/metrics"],
+)
+def test_whatever_they_ask_for(door: Plain, path: str) -> None:
+    method = "POST" if path[1] in "vt" else "GET"
+    assert told(door, path, "evil.example", None, method) == "403 host_not_allowed"
+    assert told(door, path, "localhost", "http://evil.example", method) == "403 origin_not_allowed"
+    assert told(door, "/health", "evil.example") == "200"  # of balancers, by any name
+
+
+def test_a_file_of_another_site_s_form_is_not_taken(door: Plain) -> None:
+    """Browsers send forms, and text, wherever a page says, and ask nobody."""
+    connection = door.connect()
+    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=b", "Origin": "http://evil.example"}
+    connection.request("POST", "/v1/files", form, kind)
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    connection.close()
+    assert response.status == 403 and error["type"] == "permission_error"
+    assert "'http://evil.example'" in error["message"]
+    assert "server.cors_origins" in error["message"]
+
+
+def test_its_version_is_told(door: Plain) -> None:
+    assert door.call("GET", "/version")[1] == {"version": __version__}
+
+
+def test_where_keys_are_needed_names_are_not(engine: FakeEngine) -> None:
+    """A Service's, a gateway's: nobody's page has a key."""
+    access = Access(Keys(fixed=[key("alice")]))
+    with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
+        assert server.http_address is not None
+        plain = Plain(server.http_address)
+        origin = "http://evil.example"
+        assert told(plain, "/v1/models", "evil.example", origin) == "401 invalid_api_key"
+
+
+def test_a_path_with_a_slash_more_is_another_one(door: Plain) -> None:
+    """To be led to the one without, to whatever Host was named, is no help."""
+    assert told(door, "/console/info/", "localhost") == "404"
+
+
+@given(st.text(), st.text())
+def test_whatever_is_said_there_is_an_answer(host: str, origin: str) -> None:
+    try:
+        Browsers().check([host], [origin])
+    except NotAllowed as error:
+        assert str(error).isprintable() and len(str(error)) < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("*", ("*",)),
+        ("GPU1, *.example.org", ("gpu1", "*.example.org")),
+        ("gpu1:8000", None),
+        ("http://gpu1", None),
+        ("a.*", None),
+        ("a b", None),
+    ],
+)
+def test_names_are_names(text: str, names: tuple[str, ...] | None) -> None:
+    config = base.get_config()
+    config.server.update(allowed_hosts=text, host="Box.example")
+    if names is not None:
+        assert access_settings(config).hosts[2:] == names
+        assert access_settings(config).hosts[0] == "box.example"
+        return
+    with pytest.raises(ConfigError, match=r"^server\.allowed_hosts: must be a name ") as error:
+        access_settings(config)
+    assert "\n" not in str(error.value)
