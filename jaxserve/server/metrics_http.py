@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections import OrderedDict
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -18,12 +19,14 @@ from jaxserve.server.access.options import Access
 
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 10.0  # without a byte
+_MOST_S = 30.0  # that a connection is there
+_AGAIN_S = 1.0  # after there was no file for one
 
 
 class MetricsHttp:
     """Serves a registry, to those whom `access` lets in, from a thread of its own, and from one
-    more for each of at most MAX_CONNECTIONS connections; one more closes the oldest. Raises OSError
-    if the port is taken."""
+    more for each of at most MAX_CONNECTIONS connections, for _MOST_S each; one more closes the
+    oldest. Raises OSError if the port is taken."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, access: Access) -> None:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -72,13 +75,17 @@ class _Server(ThreadingWSGIServer):
     request_queue_size = 128  # with the default of 5 bursts are tried again for seconds
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, tuple[Any, float]] = OrderedDict()  # and since when
         self._lock = threading.Lock()
         super().__init__(*arguments, **named)
 
     def get_request(self) -> Any:
         """A connection; its own thread shakes hands, so that nobody waits for it."""
-        request, address = super().get_request()
+        try:
+            request, address = super().get_request()
+        except OSError:
+            time.sleep(_AGAIN_S)  # it waits there still, and would be tried again at once
+            raise
         if self.context is not None:
             request = self.context.wrap_socket(
                 request, server_side=True, do_handshake_on_connect=False
@@ -88,14 +95,24 @@ class _Server(ThreadingWSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, once there is room for it."""
         with self._lock:
-            self._open[id(request)] = request
-            oldest = None
-            if len(self._open) > MAX_CONNECTIONS:
-                _, oldest = self._open.popitem(last=False)
-        if oldest is not None:
-            with contextlib.suppress(OSError):  # its thread finds it closed, and ends
-                oldest.shutdown(socket.SHUT_RDWR)
+            self._open[id(request)] = (request, time.monotonic())
+        self._drop(MAX_CONNECTIONS)
         super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Twice a second: closes those that take too long."""
+        with self._lock:
+            begun = time.monotonic() - _MOST_S
+            left = sum(since > begun for _, since in self._open.values())
+        self._drop(left)
+
+    def _drop(self, left: int) -> None:
+        """The oldest, until so many are left."""
+        with self._lock:
+            over = [self._open.popitem(last=False)[1] for _ in range(len(self._open) - left)]
+        for request, _ in over:
+            with contextlib.suppress(OSError):  # its thread finds it closed, and ends
+                request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         """At the end of its thread."""

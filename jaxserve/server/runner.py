@@ -23,9 +23,11 @@ from jaxserve.server.doors import Doors, make_endings
 from jaxserve.server.exposure import exposure
 from jaxserve.server.http.door import HttpDoor, HttpSettings
 from jaxserve.server.metrics import MetricsRegistry, MetricsServer
+from jaxserve.server.requests.addresses import addresses_of
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Sink
+from jaxserve.server.requests.open_files import connections_of_a_door
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -227,6 +229,7 @@ class Server:
             BatchesService(self._batches),
             self._health,
             message_bytes=doors.body_bytes,
+            max_connections=connections_of_a_door() // len(addresses_of(self._host, self._port)),
             keys=self.access.keys,
             reflects=options.reflection,
         )

@@ -31,6 +31,9 @@ _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there 
 _BATCH_CALLS = 64
 _TEXT_BYTES = 63 * _MIB  # where no length of text is too long for sure
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
+_HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
+_IDLE_S = 300
+_AGE_S, _GRACE_S = 3600, 24 * 3600  # the longest that the calls of a connection may go on then
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server shares the port silently
     # A client that vanished without closing its connection is noticed within 30 s.
@@ -38,6 +41,12 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # One that has no calls is closed, and one that is old gets no more of them: clients connect
+    # again, and lose nothing. What runs then has its time.
+    ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
+    ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
+    ("grpc.max_connection_age_ms", 1000 * _AGE_S),
+    ("grpc.max_connection_age_grace_ms", 1000 * _GRACE_S),
     # Calls that have come and that nobody has looked at yet. gRPC itself cancels what is beyond,
     # by 1,000 of them at random; each is refused properly in a tenth of a millisecond.
     ("grpc.server.max_pending_requests", 50_000),
@@ -54,12 +63,18 @@ def make_server(
     health_servicer: health.aio.HealthServicer,
     *,
     message_bytes: int,
+    max_connections: int,
     keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
     """With all services, listening nowhere yet. generation: that service. message_bytes: the
-    longest request. reflects: offers server reflection, to those who have one of the keys."""
-    options = (*_OPTIONS, ("grpc.max_receive_message_length", message_bytes))
+    longest request. max_connections: to each address; gRPC closes what is beyond, whoever it is.
+    reflects: offers server reflection, to those who have one of the keys."""
+    options = (
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    )
     asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
     server = grpc.aio.server(options=options, interceptors=asking)
     few = Admission(_BATCH_CALLS, "this server takes of batches")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
+from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from jaxserve.client import Client, ServerError, make_request
-from jaxserve.server import runner
+from jaxserve.server import runner, transport
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
@@ -258,3 +261,56 @@ def test_a_call_without_a_request_is_an_invalid_argument(channel: grpc.Channel) 
     error = ended(channel.stream_stream(GENERATE)(iter(()), timeout=PATIENCE))
     assert error.code() is Code.INVALID_ARGUMENT
     assert "there is none" in error.details()
+
+
+# Silent connections.
+
+
+@pytest.fixture
+def hurried(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Four connections, and little time for each."""
+    times = {"grpc.server_handshake_timeout_ms": 300, "grpc.max_connection_idle_ms": 300}
+    options = dict(transport._OPTIONS)
+    assert options["grpc.max_connection_age_ms"] < options["grpc.max_connection_age_grace_ms"]
+    assert times.keys() <= options.keys()
+    monkeypatch.setattr(transport, "_OPTIONS", tuple({**options, **times}.items()))
+    monkeypatch.setattr(runner, "connections_of_a_door", lambda: 4)
+    with Server(engine, host="127.0.0.1", grace_s=0.0) as server:
+        yield server
+
+
+def test_silent_connections_are_few_and_short(hurried: Server, engine: FakeEngine) -> None:
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(Client(hurried.address))
+        assert client.info(timeout=PATIENCE).model == "fake"
+        host, port = hurried.address.split(":")
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), PATIENCE))
+            for _ in range(20)
+        ]
+        assert client.info(timeout=PATIENCE).model == "fake"
+        for connection in silent:
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1 << 10):  # its settings, and then nothing
+                    pass
+    with Client(hurried.address) as client:
+        assert client.info(timeout=PATIENCE).model == "fake"
+
+
+def test_an_idle_connection_is_closed_and_made_again(hurried: Server, engine: FakeEngine) -> None:
+    states, idle = list[grpc.ChannelConnectivity](), threading.Event()
+
+    def seen(state: grpc.ChannelConnectivity) -> None:
+        states.append(state)
+        if grpc.ChannelConnectivity.READY in states and state is grpc.ChannelConnectivity.IDLE:
+            idle.set()
+
+    engine.run()
+    with grpc.insecure_channel(hurried.address) as channel:
+        channel.subscribe(seen)
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        for _ in range(2):
+            assert list(stub.Generate(make_request("hi", max_tokens=2), timeout=PATIENCE))
+            assert idle.wait(PATIENCE), states
+            idle.clear()
+            states.clear()

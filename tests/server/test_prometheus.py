@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import ConfigError
+from jaxserve.server import metrics_http
 from jaxserve.server.access.options import Access
 from jaxserve.server.metrics import Histogram, MetricsRegistry, MetricsServer
 from jaxserve.server.metrics_http import MAX_CONNECTIONS
@@ -130,6 +134,40 @@ def test_idle_connections_make_room_for_scrapes(metrics: Server) -> None:
         deadline = time.monotonic() + PATIENCE
         while threading.active_count() > before + MAX_CONNECTIONS:
             assert time.monotonic() < deadline, "threads of closed connections stay"
+
+
+def test_a_scrape_that_drips_is_ended(metrics: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "_MOST_S", 0.1)
+    assert metrics.metrics_address is not None
+    host, _, port = metrics.metrics_address.rpartition(":")
+    deadline = time.monotonic() + PATIENCE
+    address = (host, int(port))
+    with (
+        socket.create_connection(address, timeout=0.01) as dripping,
+        contextlib.suppress(ConnectionError),
+    ):
+        while True:
+            dripping.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                assert dripping.recv(1) == b""
+                break
+            assert time.monotonic() < deadline, "the connection stays"
+    assert value(scrape(metrics), "num_blocks") == 1024
+
+
+def test_without_files_it_rests(metrics: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests, accept = list[float](), ThreadingWSGIServer.get_request
+
+    def get_request(server: ThreadingWSGIServer) -> object:
+        if len(rests) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    clock = SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    monkeypatch.setattr(metrics_http, "time", clock)
+    monkeypatch.setattr(ThreadingWSGIServer, "get_request", get_request)
+    assert value(scrape(metrics), "num_blocks") == 1024
+    assert rests == [1.0] * 3
 
 
 def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine) -> None:
