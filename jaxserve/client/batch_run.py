@@ -24,6 +24,7 @@ PATIENCE_S = 600.0
 MAX_LINES = 50_000
 """Longer files go as several batches, one after the other."""
 _CALL_BYTES = 1 << 20
+_CALL_LINES = 10_000  # a server takes only so many fields in one message
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 # A server that comes down, a network that does, a proxy between: the call can be made again.
 _PASSING = ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
@@ -152,7 +153,7 @@ class BatchRun:
 
 def _one_call(lines: Iterator[pb.BatchLine]) -> Iterator[pb.BatchLine]:
     size = 0
-    for line in lines:
+    for line in islice(lines, _CALL_LINES):
         size += line.ByteSize()
         if size > _CALL_BYTES and size > line.ByteSize():
             return

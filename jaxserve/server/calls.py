@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -31,12 +32,23 @@ from jaxserve.server.requests.streams import SlowReader
 from jaxserve.server.requests.trace_context import trace_context
 from jaxserve.server.requests.writing import WriteLimit
 from jaxserve.server.statuses import status_of
+from jaxserve.server.wire import check_fields
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 _READ_S = 30.0  # what a request may take from its first byte to its last
 _ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
 _NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
+_FEW_BYTES = 16 << 10  # that can have so few fields only that they need not be counted
 Method = Callable[[Any, "Call"], Awaitable[Message | None]]
+
+
+@dataclass(frozen=True)
+class _Rpc:
+    """One of a service: who answers, who counts its calls, how many bytes a request has at most."""
+
+    method: Method
+    admission: Admission | None
+    longest: int
 
 
 class Call:
@@ -91,18 +103,19 @@ class Calls:
         service: ServiceDescriptor,
         methods: Mapping[str, Method],
         admissions: Mapping[str, Admission],
+        longest: int,
     ) -> grpc.GenericRpcHandler:
         """Of a service. methods: by name; one that answers with a single message returns it.
-        admissions: of those whose calls are counted."""
+        admissions: of those whose calls are counted. longest: of its requests, in bytes."""
         handlers = {
-            each.name: self._rpc(each, methods[each.name], admissions.get(each.name))
+            each.name: self._handler(
+                each, _Rpc(methods[each.name], admissions.get(each.name), longest)
+            )
             for each in service.methods
         }
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
-    def _rpc(
-        self, descriptor: MethodDescriptor, method: Method, admission: Admission | None
-    ) -> grpc.RpcMethodHandler:
+    def _handler(self, descriptor: MethodDescriptor, rpc: _Rpc) -> grpc.RpcMethodHandler:
         request_type = message_factory.GetMessageClass(descriptor.input_type)
 
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
@@ -111,7 +124,7 @@ class Calls:
             call = Call(context, record, self._writes)
             try:
                 with await self._caller(context, call):
-                    await self._admitted(context, call, request_type, method, admission)
+                    await self._admitted(context, call, request_type, rpc)
             except asyncio.CancelledError:
                 call.ended_by_client()
                 raise
@@ -142,11 +155,11 @@ class Calls:
         context: grpc.aio.ServicerContext,
         call: Call,
         request_type: type[Message],
-        method: Method,
-        admission: Admission | None,
+        rpc: _Rpc,
     ) -> None:
+        admission = rpc.admission
         if admission is None:
-            return await self._answered(context, call, request_type, method)
+            return await self._answered(context, call, request_type, rpc)
         try:
             admission.enter()
         except Overloaded as error:
@@ -154,7 +167,7 @@ class Calls:
             await call.abort(_NO_PLACE, str(error), Ending.TOO_MANY_CALLS, retry_s())
         leave = admission.leave
         try:
-            await self._answered(context, call, request_type, method)
+            await self._answered(context, call, request_type, rpc)
         except SlowReader as error:
             admission.give_up()
             leave = admission.unstick
@@ -169,19 +182,18 @@ class Calls:
         context: grpc.aio.ServicerContext,
         call: Call,
         request_type: type[Message],
-        method: Method,
+        rpc: _Rpc,
     ) -> None:
         raw = await self._received(context, call)
+        if len(raw) > rpc.longest:
+            details = f"request: has {len(raw):,} bytes; at most {rpc.longest:,} bytes are taken"
+            await call.abort(_NO_PLACE, details, Ending.INVALID)
         try:
-            request = request_type.FromString(raw)
-        except DecodeError as error:
-            name = request_type.DESCRIPTOR.full_name
-            self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
-            details = f"request: is not a {name}: {error}"
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
-        del raw
-        try:
-            answer = await method(request, call)
+            if len(raw) > _FEW_BYTES:
+                await asyncio.to_thread(check_fields, raw, request_type.DESCRIPTOR)
+            request = await self._parsed(call, request_type, raw)
+            del raw
+            answer = await rpc.method(request, call)
         except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
             raise
         except Exception as error:
@@ -193,6 +205,15 @@ class Calls:
             await call.abort(grpc.StatusCode.INTERNAL, details, Ending.FAILED)
         if answer is not None:
             await call.write(answer)
+
+    async def _parsed(self, call: Call, request_type: type[Message], raw: bytes) -> Message:
+        try:
+            return request_type.FromString(raw)
+        except DecodeError as error:
+            name = request_type.DESCRIPTOR.full_name
+            self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
+            details = f"request: is not a {name}: {error}"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
 
     async def _received(self, context: grpc.aio.ServicerContext, call: Call) -> bytes:
         try:

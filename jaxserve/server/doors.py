@@ -58,9 +58,9 @@ class Doors:
         self.batches = None if batches is None else Batches(self.requests, batches, endings)
         self.body_bytes = longest_message(engine, batches=batches is not None)
         writes = WriteLimit(options.write_timeout_s)
-        prompt_bytes = longest_message(engine, batches=False)
+        self._prompt_bytes = longest_message(engine, batches=False)
         self.keeper = Doorkeeper(
-            access, self.admission, endings, body_bytes=prompt_bytes, writes=writes
+            access, self.admission, endings, body_bytes=self._prompt_bytes, writes=writes
         )
         self.calls = Calls(endings, writes, access.keys)
         self.generation = GenerationService(self.requests)
@@ -68,4 +68,6 @@ class Doors:
     def generation_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's of jaxserve.v1.Generation."""
         admissions = {"Generate": self.admission}
-        return self.calls.handler(GENERATION, self.generation.methods, admissions)
+        return self.calls.handler(
+            GENERATION, self.generation.methods, admissions, self._prompt_bytes
+        )

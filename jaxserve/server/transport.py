@@ -82,7 +82,7 @@ def make_server(
     server.add_generic_rpc_handlers(
         (
             generation,
-            calls.handler(BATCHES, batches.methods, of_batches),
+            calls.handler(BATCHES, batches.methods, of_batches, message_bytes),
         )
     )
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -30,7 +30,7 @@ class Front:
     def check_model(self, model: str | None) -> None:
         """Raises ApiError for a model that is not the one here."""
         if model not in (None, "", self.model):
-            problem = f"there is no model {model!r} here; this server has {self.model!r}"
+            problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found")
 
     async def build(

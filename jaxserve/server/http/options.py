@@ -27,6 +27,7 @@ _SERVICE_TIERS = {
     "priority": Tier.REALTIME,
     "flex": Tier.BEST_EFFORT,
 }
+_ID_DIGITS = 10
 SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
 """What a response calls the tier in `service_tier`."""
 
@@ -112,6 +113,6 @@ def check_stream_options(body: Generation) -> None:
 
 
 def _bias(key: str, bias: float) -> tuple[int, float]:
-    if not (key.isascii() and key.isdigit()):
-        raise InvalidRequest("logit_bias", f"{key!r} is not a token id")
+    if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS):
+        raise InvalidRequest("logit_bias", f"{key!r:.80} is not a token id")
     return int(key), bias
