@@ -90,8 +90,8 @@ def _list(path: Path) -> None:
     keys = _keys(path)
     width = max((len(key.name) for key in keys), default=0)
     for key in keys:
-        limits = (f"{name} {getattr(key, name) or 'any'}" for name in LIMITS)
-        print(f"{key.name:<{width}}  {key.digest[:8]}...  {', '.join(limits)}")
+        said = [f"{limit} {getattr(key, limit)}" for limit in LIMITS if getattr(key, limit)]
+        print(f"{key.name:<{width}}  {key.digest[:8]}...  {', '.join(said) or 'no limits'}")
 
 
 def _revoke(name: str, path: Path) -> None:
@@ -145,7 +145,9 @@ def _parser() -> Parser:
     new = commands.add_parser("new", help="a key for somebody")
     new.add_argument("name", help="whose it is, or what for; logs have it")
     new.add_argument("--rate", help="calls a minute at most (any number)")
-    new.add_argument("--concurrency", help="calls at once at most (any number)")
+    new.add_argument("--concurrency", help="calls, and requests, at once at most (any number)")
+    new.add_argument("--files_mib", help="MiB of its files, and of its batches, at most (a share)")
+    new.add_argument("--files", help="files, and batches, that it has at most (as the server says)")
     new.add_argument("--file", help="adds its line there; without, the line is printed")
     shown = commands.add_parser("list", help="whose keys there are")
     shown.add_argument("--file", required=True, help="the server's api_keys")

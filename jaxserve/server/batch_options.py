@@ -26,6 +26,12 @@ def check_batches(config: Any) -> None:
     for name in ("batch_keep_days", "batch_gib"):
         if not (math.isfinite(server[name]) and server[name] > 0):
             raise ConfigError(f"server.{name}: must be more than 0, got {server[name]}")
+    if not 0 < server.batch_key_share <= 1:
+        problem = f"must be more than 0 and at most 1, got {server.batch_key_share}"
+        raise ConfigError(f"server.batch_key_share: {problem}")
+    if server.batch_key_files < 1:
+        problem = f"must be at least 1, got {server.batch_key_files}"
+        raise ConfigError(f"server.batch_key_files: {problem}")
 
 
 def batch_directory(config: Any) -> Path | None:
@@ -57,6 +63,8 @@ def open_batches(config: Any) -> Iterator[BatchSettings | None]:
             journal=journal,
             in_flight=server.batch_in_flight or min(2 * scheduler.max_rows, half),
             keep_s=server.batch_keep_days * _DAY_S,
+            key_share=server.batch_key_share,
+            key_files=server.batch_key_files,
         )
     finally:
         journal.close()

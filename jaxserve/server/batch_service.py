@@ -59,7 +59,7 @@ class BatchesService:
                 request.first_line,
                 lines,
                 commit=request.commit,
-                owner=call.record.caller.name,
+                caller=call.record.caller,
             )
             return pb.SubmitBatchResponse(status=convert.status(progress))
 

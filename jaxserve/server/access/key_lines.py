@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-LIMITS = ("rate", "concurrency")
+LIMITS = ("rate", "concurrency", "files_mib", "files")
 MAX_LIMIT = 1_000_000
 _PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
 _KEY_BYTES = 32
@@ -24,12 +24,15 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 @dataclass(frozen=True)
 class ApiKey:
     """Whose it is and what it may. digest: of the key, SHA-256, hex. rate: calls a minute,
-    concurrency: calls at once; 0 is any number."""
+    concurrency: calls, and requests of them, at once; 0 is any number. files_mib: what its files,
+    and its batches, may take; files: how many of each it may have; 0 is as the server has it."""
 
     name: str
     digest: str
     rate: int = 0
     concurrency: int = 0
+    files_mib: int = 0
+    files: int = 0
 
     def line(self) -> str:
         """As `parse_line` reads it."""

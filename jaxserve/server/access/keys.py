@@ -28,15 +28,15 @@ class Unauthenticated(RuntimeError):
 
 
 class Caller:
-    """Who calls. name: of the key; "" where none is needed. Without a key of that name (it has
-    been revoked since, or the call is none) nothing is counted. All but `name` is for the event
-    loop's thread."""
+    """Who calls. key: theirs. name: of it; "" where none is needed. Without a key (none is needed,
+    or it is not a call but a line of a batch) nothing is counted. `enter`, `take` and `give_back`
+    are for the event loop's thread."""
 
     def __init__(
         self, key: ApiKey | None = None, usage: Usage | None = None, *, name: str = ""
     ) -> None:
         self.name = name if key is None else key.name
-        self._key, self._usage = key, usage
+        self.key, self._usage = key, usage
 
     def scoped(self, name: str) -> str:
         """An id of the caller's choice, as one that nobody else can choose: names of keys have no
@@ -51,16 +51,16 @@ class Caller:
         """One more call of theirs is open, until its end. rated: it counts against the rate, too.
         Raises RateLimited where there are too many."""
         place = contextlib.ExitStack()
-        if self._key is not None and self._usage is not None:
-            self._usage.enter(self._key, rated=rated)
+        if self.key is not None and self._usage is not None:
+            self._usage.enter(self.key, rated=rated)
             place.callback(self._usage.leave)
         return place
 
     def take(self, count: int) -> None:
         """So many requests of theirs go to the engine. Raises RateLimited where that is too many
         now, TooManyRequests where it always is."""
-        if self._key is not None and self._usage is not None:
-            self._usage.take(self._key, count)
+        if self.key is not None and self._usage is not None:
+            self._usage.take(self.key, count)
 
     def give_back(self, count: int) -> None:
         """So many have ended."""

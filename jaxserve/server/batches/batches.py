@@ -6,17 +6,24 @@ import asyncio
 import logging
 import sqlite3
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Line
-from jaxserve.server.batches.records import BatchConflict, BatchState, NewLine, Outcome, Status
+from jaxserve.server.batches.records import (
+    BatchConflict,
+    BatchState,
+    NewLine,
+    Outcome,
+    Quota,
+    Status,
+)
 from jaxserve.server.batches.runner import BatchRunner
 from jaxserve.server.requests.endings import Endings
 from jaxserve.server.requests.requests import EngineRequests
@@ -24,17 +31,20 @@ from jaxserve.server.requests.requests import EngineRequests
 PAGE_BYTES = 1 << 20
 """Of results that are read at once."""
 _CLEAN_S = 3600.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BatchSettings:
     """journal: open; whoever opened it closes it. in_flight: how many continuations of batches the
-    engine gets at once at most. keep_s: for how long a batch is kept that nothing happens to."""
+    engine gets at once at most. keep_s: for how long a batch is kept that nothing happens to.
+    key_share, key_files: what a key may have of the journal, and how many batches, that does not
+    say itself."""
 
     journal: Journal
     in_flight: int
     keep_s: float
+    key_share: float = 0.25
+    key_files: int = 10_000
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Batches:
 
     def __init__(self, requests: EngineRequests, settings: BatchSettings, endings: Endings) -> None:
         self._requests = requests
-        self._journal, self.keep_s = settings.journal, settings.keep_s
+        self._journal, self._settings, self.keep_s = settings.journal, settings, settings.keep_s
         self._disk = Disk()
         self._runner = BatchRunner(
             requests, settings.journal, self._disk, endings, settings.in_flight
@@ -79,6 +89,14 @@ class Batches:
     def max_bytes(self) -> int:
         """What it may take."""
         return self._journal.max_bytes
+
+    def quota(self, caller: Caller) -> Quota:
+        """What they may keep, of batches and of files each."""
+        settings, key = self._settings, caller.key
+        if key is None:
+            return Quota(self.max_bytes, settings.key_files)
+        share = int(settings.key_share * self.max_bytes)
+        return Quota(key.files_mib << 20 or share, key.files or settings.key_files)
 
     def start(self) -> None:
         """Begins to serve what waits, and to forget what is old."""
@@ -102,10 +120,12 @@ class Batches:
         lines: Sequence[tuple[Line, InvalidRequest | None]],
         *,
         commit: bool,
-        owner: str = "",
+        caller: Caller | None = None,
+        note: str = "",
     ) -> Progress:
         """`Journal.append`, after each line has been checked; one in error gets that as its result.
-        With each line goes what its door found wrong with it. batch_id: empty makes one up.
+        With each line goes what its door found wrong with it. batch_id: empty makes one up. caller:
+        whose it is, and counted as theirs.
 
         Raises EngineStopped where the server takes no requests any more.
         """
@@ -113,8 +133,12 @@ class Batches:
             raise EngineStopped(self._requests.closed)
         new = await asyncio.to_thread(self._checked, lines)
         name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
+        caller = caller or Caller()
+        owner, quota = caller.name, self.quota(caller)
         status = await self._disk.do(
-            lambda: self._journal.append(name, model, first, new, commit=commit, owner=owner)
+            lambda: self._journal.append(
+                name, model, first, new, commit=commit, owner=owner, note=note, quota=quota
+            )
         )
         self._runner.wake()
         return self._progress(status)
@@ -122,6 +146,11 @@ class Batches:
     async def status(self, batch_id: str, owner: str = "") -> Progress:
         """Where a batch is."""
         return self._progress(await self._disk.do(self._journal.status, batch_id, owner))
+
+    async def noted(self, owner: str, *, after: str | None, limit: int) -> list[Progress]:
+        """`Journal.noted`."""
+        found = await self._disk.do(lambda: self._journal.noted(owner, after=after, limit=limit))
+        return [self._progress(status) for status in found]
 
     async def results(
         self, batch_id: str, first: int, *, follow: bool, owner: str = ""
@@ -147,19 +176,14 @@ class Batches:
 
     async def cancel(self, batch_id: str, owner: str = "") -> Progress:
         """Lines that wait or run get no result."""
-        status = await self._disk.do(self._owned, self._journal.cancel, batch_id, owner)
+        status = await self._disk.do(self._journal.cancel, batch_id, owner)
         self._runner.drop(status.key)
         return self._progress(status)
 
     async def delete(self, batch_id: str, owner: str = "") -> None:
         """Forgets the batch with its results."""
-        await self._disk.do(self._owned, self._journal.delete, batch_id, owner)
+        await self._disk.do(self._journal.delete, batch_id, owner)
         self._runner.tell()
-
-    def _owned(self, action: Callable[[str], T], batch_id: str, owner: str) -> T:
-        """In one turn of the disk's: the batch cannot become another one in between."""
-        self._journal.status(batch_id, owner)
-        return action(batch_id)
 
     def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
         return [line.checked(self._requests, problem) for line, problem in lines]
@@ -169,7 +193,9 @@ class Batches:
     ) -> tuple[Status, list[Outcome]]:
         # In this order: a batch that was over before has all its results.
         status = self._journal.status(batch_id, owner)
-        page = self._journal.results(batch_id, first, max_bytes=PAGE_BYTES, gapless=gapless)
+        page = self._journal.results(
+            batch_id, first, max_bytes=PAGE_BYTES, gapless=gapless, owner=owner
+        )
         return status, page
 
     def _progress(self, status: Status) -> Progress:

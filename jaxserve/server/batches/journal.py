@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxserve.server.batches.directory import LockedDirectory
 from jaxserve.server.batches.records import (
@@ -26,6 +27,7 @@ from jaxserve.server.batches.records import (
     OtherLines,
     Outcome,
     Position,
+    Quota,
     Status,
     UnknownBatch,
     Work,
@@ -35,8 +37,7 @@ from jaxserve.server.batches.tables import open_tables
 MAX_LINES = 100_000
 """Of one batch."""
 _STATUS = (
-    "SELECT key, batch_id, model, state, num_lines, done, failed, changed, COALESCE(owner, '')"
-    " FROM batches LEFT JOIN owners ON owners.batch = key"
+    "SELECT key, batch_id, model, state, num_lines, done, failed, changed, owner, note FROM batches"
 )
 
 
@@ -46,6 +47,9 @@ class Journal:
 
     max_bytes: what all of it may take before no more lines are taken in; results of those that are
     there are kept beyond it. clock: seconds since the epoch.
+
+    owner, of methods: name of the API key that calls, whose ids are its own and for which others'
+    batches are not there; "" sees all, and of several with one id nobody's, or the first one's.
 
     Raises ConfigError for a directory that is in use, cannot be written or holds something else.
     """
@@ -78,30 +82,29 @@ class Journal:
         *,
         commit: bool,
         owner: str = "",
+        note: str = "",
+        quota: Quota | None = None,
     ) -> Status:
         """Adds lines number `first`, `first` + 1, ... of a batch, which is made if it is not there
         and first is 0. Lines that are there already must be the same, so what was not answered can
         be sent again. commit: the batch is whole; from now on it is served and takes no more.
-        owner: whose a new batch is, and an old one must be; "" may be anybody.
+        note: of a new batch. quota: of its owner, which results may exceed; None is none.
 
         Raises UnknownBatch, MissingLines, OtherLines, BatchConflict, JournalFull; then nothing has
         changed.
         """
         with self._transaction() as db:
-            row = db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
-            if row is None:
+            status = self._find(batch_id, owner)
+            if status is None:
                 if first > 0:
                     raise UnknownBatch(batch_id)
+                self._check_count(owner, quota)
                 db.execute(
-                    "INSERT INTO batches (batch_id, model, state, changed) VALUES (?, ?, ?, ?)",
-                    (batch_id, model, BatchState.OPEN, self._clock()),
+                    "INSERT INTO batches (owner, batch_id, model, state, bytes, changed, note)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (owner, batch_id, model, BatchState.OPEN, len(note), self._clock(), note),
                 )
-                if owner:
-                    own = "INSERT INTO owners SELECT key, ? FROM batches WHERE batch_id = ?"
-                    db.execute(own, (owner, batch_id))
-            status = self.status(batch_id)
-            if owner not in ("", status.owner):
-                raise BatchConflict(f"batch_id: batch {batch_id!r} is somebody else's")
+                status = self.status(batch_id, owner)
             if first > status.num_lines:
                 problem = f"lines go on at {status.num_lines}, not at {first}"
                 raise MissingLines(f"first_line: batch {batch_id!r} has {problem}")
@@ -112,31 +115,44 @@ class Journal:
                 problem = f"is for the model {status.model!r}, not {model!r}"
                 raise BatchConflict(f"batch_id: batch {batch_id!r} {problem}")
             if lines[known:]:
-                self._insert(status, lines[known:])
+                self._insert(status, lines[known:], quota)
             if commit and status.state is BatchState.OPEN:
-                self._commit(self.status(batch_id))
-            return self.status(batch_id)
+                self._commit(self.status(batch_id, owner))
+            return self.status(batch_id, owner)
 
     def status(self, batch_id: str, owner: str = "") -> Status:
-        """Raises UnknownBatch, for another owner's, too; "" may see all."""
+        """Raises UnknownBatch."""
+        found = self._find(batch_id, owner)
+        if found is None:
+            raise UnknownBatch(batch_id)
+        return found
+
+    def noted(self, owner: str, *, after: str | None, limit: int) -> list[Status]:
+        """Batches that have a note, the latest first, behind that of the id `after`; at most
+        `limit`. Raises UnknownBatch where that is not there."""
         with self._lock:
-            row = self._db.execute(f"{_STATUS} WHERE batch_id = ?", (batch_id,)).fetchone()
-        if row is None:
-            raise UnknownBatch(batch_id)
-        key, name, model, state, *counts = row
-        status = Status(key, name, model, BatchState(state), *counts)
-        if owner not in ("", status.owner):
-            raise UnknownBatch(batch_id)
-        return status
+            before = 2**62 if after is None else self.status(after, owner).key
+            rows = self._db.execute(
+                f"{_STATUS} WHERE (owner = :owner OR :owner = '') AND note != '' AND key < :before"
+                " ORDER BY key DESC LIMIT :limit",
+                {"owner": owner, "before": before, "limit": limit},
+            ).fetchall()
+        return [_status(row) for row in rows]
 
     def results(
-        self, batch_id: str, first: int, *, max_bytes: int, gapless: bool = False
+        self,
+        batch_id: str,
+        first: int,
+        *,
+        max_bytes: int,
+        gapless: bool = False,
+        owner: str = "",
     ) -> list[Outcome]:
         """Of lines from `first` on, in order: as many as take max_bytes, but at least one if there
         is one. gapless: only up to the first line that has none. Raises UnknownBatch."""
         found: list[Outcome] = []
         with self._lock:
-            key = self.status(batch_id).key
+            key = self.status(batch_id, owner).key
             rows = self._db.execute(
                 "SELECT line, result, failed FROM results WHERE batch = ? AND line >= ?"
                 " ORDER BY line",
@@ -157,8 +173,8 @@ class Journal:
         found: list[Work] = []
         with self._lock:
             batches = self._db.execute(
-                "SELECT key, place, batch_id, COALESCE(owner, '') FROM commits"
-                " JOIN batches ON commits.batch = key LEFT JOIN owners ON owners.batch = key"
+                "SELECT key, place, batch_id, owner FROM commits"
+                " JOIN batches ON commits.batch = key"
                 " WHERE state = ? AND model = ? AND place >= ? ORDER BY place",
                 (BatchState.COMMITTED, model, after.place),
             ).fetchall()
@@ -199,28 +215,30 @@ class Journal:
                 if cursor.rowcount:
                     count = "failed" if outcome.failed else "done"
                     db.execute(
-                        f"UPDATE batches SET {count} = {count} + 1 WHERE key = ?", (outcome.batch,)
+                        f"UPDATE batches SET {count} = {count} + 1, bytes = bytes + ?"
+                        " WHERE key = ?",
+                        (len(outcome.result), outcome.batch),
                     )
             for key in {outcome.batch for outcome in outcomes}:
                 self._end_if_whole(key)
 
-    def cancel(self, batch_id: str) -> Status:
+    def cancel(self, batch_id: str, owner: str = "") -> Status:
         """Lines without a result get none any more; nothing happens to a batch that is over. Raises
         UnknownBatch."""
         with self._transaction() as db:
-            status = self.status(batch_id)
+            status = self.status(batch_id, owner)
             if not status.over:
                 db.execute(
                     "UPDATE batches SET state = ?, changed = ? WHERE key = ?",
                     (BatchState.CANCELLED, self._clock(), status.key),
                 )
-            return self.status(batch_id)
+            return self.status(batch_id, owner)
 
-    def delete(self, batch_id: str) -> None:
+    def delete(self, batch_id: str, owner: str = "") -> None:
         """Forgets a batch with its results. Raises UnknownBatch, and BatchConflict for one that is
         being served."""
         with self._transaction() as db:
-            status = self.status(batch_id)
+            status = self.status(batch_id, owner)
             if status.state is BatchState.COMMITTED:
                 raise BatchConflict(
                     f"batch_id: batch {batch_id!r} is being served; cancel it first"
@@ -262,14 +280,42 @@ class Journal:
                 problem = f"line {number} of batch {status.batch_id!r} is there, and another one"
                 raise OtherLines(f"batch_id: {problem}")
 
-    def _insert(self, status: Status, lines: Sequence[NewLine]) -> None:
+    def _find(self, batch_id: str, owner: str) -> Status | None:
+        with self._lock:
+            row = self._db.execute(
+                f"{_STATUS} WHERE batch_id = :id AND (owner = :owner OR :owner = '')"
+                " ORDER BY owner LIMIT 1",
+                {"id": batch_id, "owner": owner},
+            ).fetchone()
+        return None if row is None else _status(row)
+
+    def _check_count(self, owner: str, quota: Quota | None) -> None:
+        many = "SELECT COUNT(*) FROM batches WHERE owner = ?"
+        if quota is None or self._db.execute(many, (owner,)).fetchone()[0] < quota.count:
+            return
+        problem = f"there are {quota.count} batches of {whose(owner)}, as many as it may have"
+        raise JournalFull(f"batch_id: {problem} (files); delete some")
+
+    def _check_quota(self, owner: str, more: int, quota: Quota | None) -> None:
+        used = "SELECT COALESCE(SUM(bytes), 0) FROM batches WHERE owner = ?"
+        if quota is None:
+            return
+        size = self._db.execute(used, (owner,)).fetchone()[0] + more
+        if size > quota.max_bytes:
+            problem = f"the batches of {whose(owner)} would take {size:,} bytes"
+            most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
+            raise JournalFull(f"lines: {problem}; {most}; delete some")
+
+    def _insert(self, status: Status, lines: Sequence[NewLine], quota: Quota | None) -> None:
         if status.state is not BatchState.OPEN:
             problem = f"batch {status.batch_id!r} is {status.state} and takes no more lines"
             raise BatchConflict(f"batch_id: {problem}")
         total = status.num_lines + len(lines)
         if total > MAX_LINES:
             raise JournalFull(f"lines: {total} in a batch; at most {MAX_LINES} are allowed")
-        size = self._size() + sum(len(line.request.encode()) for line in lines)
+        more = sum(len(line.request.encode()) + len(line.error or "") for line in lines)
+        self._check_quota(status.owner, more, quota)
+        size = self._size() + more
         if size > self.max_bytes:
             problem = f"all batches would take {size:,} bytes; at most {self.max_bytes:,} are"
             raise JournalFull(f"lines: {problem} allowed (server.batch_gib)")
@@ -281,8 +327,9 @@ class Journal:
         failed = [(status.key, n, True, line.error) for n, line in numbered if line.error]
         self._db.executemany("INSERT INTO results VALUES (?, ?, ?, ?)", failed)
         self._db.execute(
-            "UPDATE batches SET num_lines = ?, failed = failed + ?, changed = ? WHERE key = ?",
-            (total, len(failed), self._clock(), status.key),
+            "UPDATE batches SET num_lines = ?, failed = failed + ?, bytes = bytes + ?, changed = ?"
+            " WHERE key = ?",
+            (total, len(failed), more, self._clock(), status.key),
         )
 
     def _commit(self, status: Status) -> None:
@@ -313,3 +360,13 @@ class Journal:
     def _shrink(self) -> None:
         with self._lock:
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
+
+
+def whose(owner: str) -> str:
+    """For errors."""
+    return f"key {owner}" if owner else "all"
+
+
+def _status(row: tuple[Any, ...]) -> Status:
+    key, name, model, state, *others = row
+    return Status(key, name, model, BatchState(state), *others)

@@ -20,7 +20,7 @@ class Status:
     """A batch. key: its number in the journal, never used again. model: what its lines are for.
     done, failed: lines with a result, and with an error instead. changed: when it last changed
     state or got lines, in seconds since the epoch. owner: name of the API key that it came with; ""
-    where none was needed."""
+    where none was needed. note: its door's own, "" where there is none."""
 
     key: int
     batch_id: str
@@ -31,11 +31,20 @@ class Status:
     failed: int
     changed: float
     owner: str = ""
+    note: str = ""
 
     @property
     def over(self) -> bool:
         """No more results will come."""
         return self.state in (BatchState.ENDED, BatchState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one owner may keep. max_bytes: in all. count: how many."""
+
+    max_bytes: int
+    count: int
 
 
 @dataclass(frozen=True)

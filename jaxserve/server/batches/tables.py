@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
 from jaxserve.engine.errors import ConfigError
 
-_VERSION = 1  # of the tables
-_TABLES = """
+_VERSION = 2  # of the tables
+_BATCHES = """
 CREATE TABLE batches (
     key INTEGER PRIMARY KEY AUTOINCREMENT,
-    batch_id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    batch_id TEXT NOT NULL,
     model TEXT NOT NULL,
     state TEXT NOT NULL,
     num_lines INTEGER NOT NULL DEFAULT 0,
     done INTEGER NOT NULL DEFAULT 0,
     failed INTEGER NOT NULL DEFAULT 0,
-    changed REAL NOT NULL
+    bytes INTEGER NOT NULL,
+    changed REAL NOT NULL,
+    note TEXT NOT NULL,
+    UNIQUE (owner, batch_id)
 );
+"""
+_OTHERS = """
 CREATE TABLE commits (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
     batch INTEGER NOT NULL UNIQUE REFERENCES batches ON DELETE CASCADE
@@ -37,12 +44,19 @@ CREATE TABLE results (
     PRIMARY KEY (batch, line)
 );
 """
-# Beside version 1, whose servers leave it alone: batches that some key owns.
-_OWNERS = """
-CREATE TABLE IF NOT EXISTS owners (
-    batch INTEGER PRIMARY KEY REFERENCES batches ON DELETE CASCADE,
-    owner TEXT NOT NULL
-)
+# Version 1 had owners in a table of their own, if at all, and ids were everybody's. Foreign keys
+# are off meanwhile (https://sqlite.org/lang_altertable.html#otheralter).
+_FROM_1 = f"""
+CREATE TABLE IF NOT EXISTS owners (batch INTEGER PRIMARY KEY, owner TEXT NOT NULL);
+ALTER TABLE batches RENAME TO version_1;
+{_BATCHES}
+INSERT INTO batches
+    SELECT key, COALESCE(owner, ''), batch_id, model, state, num_lines, done, failed,
+    (SELECT COALESCE(SUM(LENGTH(request)), 0) FROM lines WHERE batch = key)
+    + (SELECT COALESCE(SUM(LENGTH(result)), 0) FROM results WHERE batch = key), changed, ''
+    FROM version_1 LEFT JOIN owners ON owners.batch = key;
+DROP TABLE version_1;
+DROP TABLE owners;
 """
 
 
@@ -52,26 +66,40 @@ def open_tables(path: Path) -> sqlite3.Connection:
     something else."""
     try:
         path.touch(0o600)  # SQLite gives its log the same mode
+        path.chmod(0o600)
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(f"server.batch_dir: {path}: {error}") from None
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
+        if version not in (0, 1, _VERSION):
             problem = f"{path} is of another version of jaxserve ({version}, not {_VERSION})"
             raise ConfigError(f"server.batch_dir: {problem}")
         if version == 0:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
+        if version != _VERSION:
+            made = _BATCHES + _OTHERS if version == 0 else _FROM_1
+            # Else what refers to the table would go with its old name.
+            db.execute("PRAGMA legacy_alter_table = ON")
+            db.executescript(f"BEGIN; {made} PRAGMA user_version = {_VERSION}; COMMIT;")
+            db.execute("PRAGMA legacy_alter_table = OFF")
         db.execute("PRAGMA foreign_keys = ON")
-        if version == 0:
-            db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
-        db.execute(_OWNERS)
-    except sqlite3.Error as error:
+        _take_notes(db, path.parent / "files")
+    except (sqlite3.Error, OSError) as error:
         db.close()
         raise ConfigError(f"server.batch_dir: {path}: {error}") from None
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _take_notes(db: sqlite3.Connection, directory: Path) -> None:
+    """Those of version 1 were files."""
+    for path in directory.glob("batch-*.json"):
+        with contextlib.suppress(UnicodeDecodeError):
+            note = path.read_text(encoding="utf-8")
+            db.execute("UPDATE batches SET note = ? WHERE batch_id = ?", (note, path.stem))
+        path.unlink()

@@ -12,6 +12,7 @@ from jaxserve.server.http import options
 from jaxserve.server.http.bodies import parse, validated
 from jaxserve.server.http.chat import chat_sampling
 from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.files import MAX_LINE
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.logprobs import CompletionLogprobs, chat_logprobs
 from jaxserve.server.http.schema import Body, ChatRequest, CompletionRequest, Generation
@@ -35,7 +36,11 @@ def read_line(front: Front, endpoint: str, text: str) -> tuple[Line, InvalidRequ
     """A line for the journal, and what is wrong with it, which becomes its result."""
     name = ""
     try:
-        given = parse(text.encode(), BatchRequestLine)
+        raw = text.encode()
+        if len(raw) > MAX_LINE:
+            text = text[:MAX_CUSTOM_ID]  # nobody needs all of it
+            raise InvalidRequest("line", f"takes more than {MAX_LINE:,} bytes")
+        given = parse(raw, BatchRequestLine)
         name = given.custom_id[:MAX_CUSTOM_ID]
         if len(given.custom_id) > MAX_CUSTOM_ID:
             raise InvalidRequest("custom_id", f"at most {MAX_CUSTOM_ID} characters are allowed")

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, BinaryIO
 
-from fastapi import FastAPI, File, Form, Request, Response, UploadFile
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
 
+from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.batches import BatchDoor, BatchRequest, result_file
 from jaxserve.server.http.errors import ApiError, record_of
-from jaxserve.server.http.files import FileStore
+from jaxserve.server.http.files import FileStore, StoredFile, of_disk
 from jaxserve.server.http.front import Front
+from jaxserve.server.http.generating import ClientGone
 
 NO_BATCHES = "this server takes no batches; it was started without a batch_dir"
+_JSONL = "application/jsonl"
+_PIECE = 64 << 10  # of a file that is read: what a reader who does not read costs
+_PURPOSE = "batch"
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "const": _PURPOSE},
+    },
+}
+_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
 
 
 def add_batch_routes(
@@ -22,15 +40,16 @@ def add_batch_routes(
 ) -> None:
     """batches, store: None refuses them all."""
 
-    def door(http: Request) -> BatchDoor:
+    def files(http: Request) -> FileStore:
         if batches is None or store is None:
             raise ApiError(501, NO_BATCHES, code="no_batches")
-        return BatchDoor(front, batches, store, record_of(http).caller.name)
+        caller = record_of(http).caller
+        return store.of(caller.name, batches.quota(caller))
 
-    def files(http: Request) -> FileStore:
-        if store is None:
-            raise ApiError(501, NO_BATCHES, code="no_batches")
-        return store.of(record_of(http).caller.name)
+    def door(http: Request) -> BatchDoor:
+        seen = files(http)
+        assert batches is not None
+        return BatchDoor(front, batches, seen, record_of(http).caller)
 
     _add_batches(app, door)
     _add_files(app, files, door)
@@ -44,20 +63,11 @@ def _add_batches(app: FastAPI, door: Any) -> None:
         return found
 
     @app.get("/v1/batches")
-    async def every(http: Request, limit: int = 20, after: str | None = None) -> dict[str, Any]:
+    async def every(
+        http: Request, limit: Annotated[int, Query(ge=0, le=100)] = 20, after: str | None = None
+    ) -> dict[str, Any]:
         """The latest first."""
-        found = await door(http).every()
-        names = [each["id"] for each in found]
-        if after is not None and after in names:
-            found = found[names.index(after) + 1 :]
-        page = found[: max(limit, 0)]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(found) > len(page),
-        }
+        return _listed(*await door(http).page(after, limit))
 
     @app.get("/v1/batches/{batch_id}")
     async def get(batch_id: str, http: Request) -> dict[str, Any]:
@@ -71,24 +81,26 @@ def _add_batches(app: FastAPI, door: Any) -> None:
         found: dict[str, Any] = await door(http).cancel(batch_id)
         return found
 
+    @app.delete("/v1/batches/{batch_id}")
+    async def delete(batch_id: str, http: Request) -> dict[str, Any]:
+        """Forgets a batch that is not being served, with its results."""
+        await door(http).delete(batch_id)
+        return {"id": batch_id, "object": "batch", "deleted": True}
+
 
 def _add_files(app: FastAPI, store: Any, door: Any) -> None:
-    @app.post("/v1/files")
-    async def upload(
-        http: Request,
-        file: Annotated[UploadFile, File()],
-        purpose: Annotated[Literal["batch"], Form()],
-    ) -> dict[str, Any]:
+    @app.post("/v1/files", openapi_extra=_UPLOAD)
+    async def upload(http: Request) -> dict[str, Any]:
         """A file to make a batch of: JSONL."""
-        kept = await asyncio.to_thread(store(http).save, file.filename or "", purpose, file.file)
-        found: dict[str, Any] = kept.as_dict()
-        return found
+        return (await _uploaded(http, store(http))).as_dict()
 
     @app.get("/v1/files")
-    async def every(http: Request) -> dict[str, Any]:
+    async def every(
+        http: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 1000, after: str | None = None
+    ) -> dict[str, Any]:
         """Uploads, the latest first."""
-        found = await asyncio.to_thread(store(http).all_files)
-        return {"object": "list", "data": [each.as_dict() for each in found], "has_more": False}
+        page, more = await asyncio.to_thread(store(http).page, after, limit)
+        return _listed([each.as_dict() for each in page], more)
 
     @app.get("/v1/files/{file_id}")
     async def get(file_id: str, http: Request) -> dict[str, Any]:
@@ -100,8 +112,6 @@ def _add_files(app: FastAPI, store: Any, door: Any) -> None:
     @app.delete("/v1/files/{file_id}")
     async def delete(file_id: str, http: Request) -> dict[str, Any]:
         """Forgets an upload; batches made of it go on."""
-        if not file_id.startswith("file-"):
-            raise ApiError(404, f"there is no {file_id!r}", param="id", code="not_found")
         await asyncio.to_thread(store(http).delete, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -110,8 +120,43 @@ def _add_files(app: FastAPI, store: Any, door: Any) -> None:
         """An upload, or the results of a batch."""
         results = result_file(file_id)
         if results is None:
-            read = await asyncio.to_thread(store(http).read, file_id)
-            return Response(read, media_type="application/jsonl")
+            file = await asyncio.to_thread(store(http).open, file_id)
+            return StreamingResponse(_pieces(file), media_type=_JSONL)
         name, which = results
         await door(http).get(name)
-        return StreamingResponse(door(http).results(name, which), media_type="application/jsonl")
+        return StreamingResponse(door(http).results(name, which), media_type=_JSONL)
+
+
+def _listed(page: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    names = [each["id"] for each in page]
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+
+
+async def _uploaded(http: Request, store: FileStore) -> StoredFile:
+    """What a form has, once there is room for it. Not FastAPI's own form, which would be read
+    before anybody asks for room, and makes a 400 of a full disk."""
+    length = http.headers.get("content-length")
+    async with contextlib.AsyncExitStack() as stack:
+        held = store.room(int(length) if length and length.isdecimal() else None)
+        room = await asyncio.to_thread(stack.enter_context, held)
+        try:
+            form = await stack.enter_async_context(
+                http.form(max_files=1, max_fields=8, max_part_size=4096)
+            )
+        except OSError as error:  # where parts of it are kept until it is whole
+            raise of_disk(error) from error
+        except ClientDisconnect:
+            raise ClientGone from None
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file", "the form has no file of that name")
+        if purpose != _PURPOSE:
+            raise InvalidRequest("purpose", f"must be {_PURPOSE!r}")
+        return await asyncio.to_thread(store.save, file.filename or "", _PURPOSE, file.file, room)
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece

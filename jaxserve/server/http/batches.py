@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import json
 import sqlite3
 import time
-from collections.abc import AsyncGenerator
+import uuid
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.batches.batches import Batches, Progress
 from jaxserve.server.batches.lines import Result
-from jaxserve.server.batches.records import BatchRefused, BatchState, JournalFull, UnknownBatch
+from jaxserve.server.batches.records import (
+    BatchRefused,
+    BatchState,
+    JournalFull,
+    Outcome,
+    UnknownBatch,
+)
 from jaxserve.server.http.batch_lines import dumped, read_line, written_line
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.files import FileStore, new_id
+from jaxserve.server.http.files import FileStore
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.schema import Body, Metadata, Text
 
-LINES_A_CALL = 1000  # to the journal
 _STATUS = {
     BatchState.OPEN: "validating",
     BatchState.COMMITTED: "in_progress",
@@ -37,72 +47,90 @@ class BatchRequest(Body):
 
 
 class BatchDoor:
-    """What the routes do for one caller. owner: name of their API key; "" sees all. Methods raise
-    ApiError."""
+    """What the routes do for one caller. store: as they see it. Methods raise ApiError."""
 
-    def __init__(self, front: Front, batches: Batches, store: FileStore, owner: str) -> None:
-        self._front, self._batches, self._owner = front, batches, owner
-        self._store = store.of(owner)
+    def __init__(self, front: Front, batches: Batches, store: FileStore, caller: Caller) -> None:
+        self._front, self._batches, self._store = front, batches, store
+        self._caller, self._owner = caller, caller.name
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
         """Makes a batch of a file's lines; each that is wrong fails by itself."""
-        content = await asyncio.to_thread(self._store.read, asked.input_file_id)
-        texts = [text for text in content.decode("utf-8", "replace").split("\n") if text.strip()]
-        if not texts:
-            raise ApiError(400, "input_file_id: the file has no lines", param="input_file_id")
-        name = new_id("batch")
-        note = {**asked.model_dump(), "created": int(time.time())}
-        await asyncio.to_thread(self._store.keep_note, name, note)
+        name, first = f"batch-{uuid.uuid4().hex}", 0
+        note = json.dumps({**asked.model_dump(), "created": int(time.time())})
+        submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
+        pieces = self._store.lines(asked.input_file_id)
         try:
-            for first in range(0, len(texts), LINES_A_CALL):
-                part = texts[first : first + LINES_A_CALL]
-                lines = await asyncio.to_thread(self._read, asked.endpoint, part)
-                last = first + len(part) == len(texts)
-                progress = await self._batches.submit(
-                    name, first, lines, commit=last, owner=self._owner
-                )
+            while piece := await asyncio.to_thread(next, pieces, None):
+                lines = await asyncio.to_thread(self._read, asked.endpoint, piece)
+                await submit(first, lines, commit=False)
+                first += len(lines)
+            if not first:
+                raise ApiError(400, "input_file_id: the file has no lines", param="input_file_id")
+            return _described(await submit(first, [], commit=True))
         except BaseException as error:
-            await asyncio.to_thread(self._store.delete, name)
+            if first:
+                await self._forget(name)
             raise _told(error) from error
-        return _described(name, note, progress)
 
     async def get(self, name: str) -> dict[str, Any]:
         """One batch."""
-        note = await asyncio.to_thread(self._store.note, name)
+        return _described(await self._noted(name))
+
+    async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """At most `limit` of them, the latest first, behind that of the id `after`; and whether
+        there are more."""
         try:
-            return _described(name, note, await self._batches.status(name, self._owner))
+            found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
         except (BatchRefused, sqlite3.Error) as error:
             raise _told(error) from error
-
-    async def every(self) -> list[dict[str, Any]]:
-        """All of them, the latest first; notes of those that the journal has forgotten go."""
-        found = []
-        for name in await asyncio.to_thread(self._store.notes, "batch"):
-            try:
-                found.append(await self.get(name))
-            except ApiError as error:
-                if error.status != 404:
-                    raise
-                await asyncio.to_thread(self._store.delete, name)
-        return sorted(found, key=lambda each: (-each["created_at"], each["id"]))
+        return [_described(each) for each in found[:limit]], len(found) > limit
 
     async def cancel(self, name: str) -> dict[str, Any]:
         """Lines that wait or run get no result."""
-        note = await asyncio.to_thread(self._store.note, name)
+        await self._noted(name)
         try:
-            return _described(name, note, await self._batches.cancel(name, self._owner))
+            return _described(await self._batches.cancel(name, self._owner))
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+
+    async def delete(self, name: str) -> None:
+        """Forgets one that is not being served, with its results."""
+        await self._noted(name)
+        try:
+            await self._batches.delete(name, self._owner)
         except (BatchRefused, sqlite3.Error) as error:
             raise _told(error) from error
 
     async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
         """JSONL of the lines that were served, or of those that failed, so far."""
-        note = await asyncio.to_thread(self._store.note, name)
+        note = json.loads((await self._noted(name)).status.note)
         pages = self._batches.results(name, 0, follow=False, owner=self._owner)
         async for _, page in pages:
-            for outcome in page:
-                if outcome.failed == (which == ERRORS):
-                    result = Result.from_json(outcome.result)
-                    yield dumped(written_line(self._front, note, name, outcome.line, result))
+            wanted = [each for each in page if each.failed == (which == ERRORS)]
+            if wanted:
+                yield await asyncio.to_thread(self._written, note, name, wanted)
+
+    async def _noted(self, name: str) -> Progress:
+        """One that was made here."""
+        try:
+            found = await self._batches.status(name, self._owner)
+            if not found.status.note:
+                raise UnknownBatch(name)
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+        return found
+
+    async def _forget(self, name: str) -> None:
+        """What has come of one that is not whole; if that fails too, it goes when it is old."""
+        with contextlib.suppress(BatchRefused, sqlite3.Error):
+            await self._batches.cancel(name, self._owner)
+            await self._batches.delete(name, self._owner)
+
+    def _written(self, note: dict[str, Any], name: str, page: Sequence[Outcome]) -> bytes:
+        return b"".join(
+            dumped(written_line(self._front, note, name, each.line, Result.from_json(each.result)))
+            for each in page
+        )
 
     def _read(self, endpoint: str, texts: list[str]) -> list[Any]:
         return [read_line(self._front, endpoint, text) for text in texts]
@@ -116,8 +144,9 @@ def result_file(file_id: str) -> tuple[str, str] | None:
     return None
 
 
-def _described(name: str, note: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _described(progress: Progress) -> dict[str, Any]:
     status = progress.status
+    name, note = status.batch_id, json.loads(status.note)
     ended = int(status.changed) if status.over else None
     return {
         "id": name,
@@ -150,5 +179,7 @@ def _told(error: BaseException) -> BaseException:
     if isinstance(error, BatchRefused):
         return ApiError(409, str(error), code="conflict")
     if isinstance(error, sqlite3.Error):
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            return ApiError(507, f"the batches' disk: {error}", code="disk_full")
         return ApiError(503, f"the batches' disk: {error}", code="unavailable")
     return error

@@ -25,7 +25,7 @@ from jaxserve.server.http.errors import (
     rate_limited,
     too_many_calls,
 )
-from jaxserve.server.http.files import MAX_FILE_BYTES
+from jaxserve.server.http.files import FORM_BYTES, MAX_FILE_BYTES
 from jaxserve.server.http.protocol import LOST, PLACE, REQUEST_ID
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.endings import (
@@ -55,7 +55,6 @@ MAX_BODY_BYTES = 17 << 20
 """Of a call with prompts, however long they may be: to parse more of one string takes more than
 50 ms, and nothing else runs meanwhile."""
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
-_FORM_BYTES = 1 << 20  # what a form has besides its file
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
 _BODY_BYTES_PER_S = 64 << 10
@@ -165,7 +164,7 @@ class Doorkeeper:
     def body_limit(self, scope: Scope) -> int:
         """Bytes of its body."""
         if scope["path"] == _FILES:
-            return MAX_FILE_BYTES + _FORM_BYTES
+            return MAX_FILE_BYTES + FORM_BYTES
         return self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
 
     def begin(self, scope: Scope) -> CallRecord:

@@ -76,6 +76,8 @@ _TYPES = {
 }
 _ENDINGS = {
     "queue_full": Ending.QUEUE_FULL,
+    "disk_full": Ending.REFUSED,
+    "disk_error": Ending.REFUSED,
     "too_many_calls": Ending.TOO_MANY_CALLS,
     "expected_late": Ending.EXPECTED_LATE,
     "host_not_allowed": Ending.REFUSED,

@@ -163,7 +163,10 @@ class SloFields(Body):
     jct_ms: Number | None = None
 
 
-Metadata = Annotated[dict[Text, Text], _few(MAX_METADATA)]
+_Name = Annotated[Text, Field(max_length=64)]
+_Value = Annotated[Text, Field(max_length=512)]
+Metadata = Annotated[dict[_Name, _Value], _few(MAX_METADATA)]
+"""As much as OpenAI takes."""
 
 
 class Unused(Body):

@@ -18,7 +18,7 @@ from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.batches.journal import Journal
-from jaxserve.server.batches.records import NewLine, UnknownBatch
+from jaxserve.server.batches.records import NewLine, Position, UnknownBatch
 from jaxserve.server.runner import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
@@ -71,17 +71,18 @@ def test_over_grpc(tmp_path: Path) -> None:
             (lambda: list(bob.get_batch("mine")), "NOT_FOUND"),
             (lambda: bob.cancel_batch("mine"), "NOT_FOUND"),
             (lambda: bob.delete_batch("mine"), "NOT_FOUND"),
-            (lambda: bob.submit_batch("mine", lines), "FAILED_PRECONDITION"),
         ):
             with pytest.raises(ServerError) as error:
                 call()
             assert error.value.code == code
+            assert str(error.value) == "batch_id: there is no batch 'mine'", "nor of anybody else"
+        assert bob.submit_batch("mine", [*lines, *lines]).num_lines == 2  # of his own
         *_, last = alice.get_batch("mine")
-        assert last.status.done == 1
+        assert last.status.done == last.status.num_lines == 1
         alice.delete_batch("mine")
-        bob.submit_batch("mine", lines)  # nobody's any more
         with pytest.raises(ServerError, match="there is no batch"):
             alice.batch_status("mine")
+        assert bob.cancel_batch("mine").num_lines == 2
 
 
 def test_over_http(tmp_path: Path) -> None:
@@ -130,20 +131,63 @@ def test_without_keys_everybody_sees_all_and_with_them_nobody_what_was_nobody_s(
         assert names(alice.files.list()) == [hers.input_file_id]
 
 
-def test_a_journal_from_before_there_were_owners(tmp_path: Path) -> None:
-    with contextlib.closing(Journal(tmp_path, 1 << 20)) as journal:
-        journal.append("old", "m", 0, [NewLine("{}")], commit=False)
+VERSION_1 = """
+CREATE TABLE batches (key INTEGER PRIMARY KEY AUTOINCREMENT, batch_id TEXT NOT NULL UNIQUE,
+    model TEXT NOT NULL, state TEXT NOT NULL, num_lines INTEGER NOT NULL DEFAULT 0,
+    done INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, changed REAL NOT NULL);
+CREATE TABLE commits (place INTEGER PRIMARY KEY AUTOINCREMENT,
+    batch INTEGER NOT NULL UNIQUE REFERENCES batches ON DELETE CASCADE);
+CREATE TABLE lines (batch INTEGER NOT NULL REFERENCES batches ON DELETE CASCADE,
+    line INTEGER NOT NULL, request TEXT NOT NULL, PRIMARY KEY (batch, line));
+CREATE TABLE results (batch INTEGER NOT NULL REFERENCES batches ON DELETE CASCADE,
+    line INTEGER NOT NULL, failed INTEGER NOT NULL, result TEXT NOT NULL,
+    PRIMARY KEY (batch, line));
+INSERT INTO batches VALUES (7, 'old', 'm', 'committed', 2, 1, 0, 1.0);
+INSERT INTO commits VALUES (3, 7);
+INSERT INTO lines VALUES (7, 0, 'first'), (7, 1, 'second');
+INSERT INTO results VALUES (7, 0, 0, 'done');
+PRAGMA user_version = 1;
+"""
+OWNERS = """
+CREATE TABLE owners (batch INTEGER PRIMARY KEY REFERENCES batches ON DELETE CASCADE,
+    owner TEXT NOT NULL);
+INSERT INTO owners VALUES (7, 'alice');
+"""
+
+
+@pytest.mark.parametrize(("more", "owner"), [("", ""), (OWNERS, "alice")])
+def test_a_journal_from_before_ids_were_each_owner_s(tmp_path: Path, more: str, owner: str) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
-        db.execute("DROP TABLE owners")
+        db.executescript(VERSION_1 + more)
+    for _ in range(2):  # the second time it is as it should be
+        with contextlib.closing(Journal(tmp_path, 1 << 20)) as journal:
+            status = journal.status("old", owner)
+            assert (status.key, status.owner, status.num_lines, status.done) == (7, owner, 2, 1)
+            (work,) = journal.waiting("m", Position(0, -1), 9)
+            assert (work.request, work.owner, work.position) == ("second", owner, Position(3, 1))
+            assert [each.result for each in journal.results("old", 0, max_bytes=99)] == ["done"]
+            with pytest.raises(UnknownBatch):
+                journal.status("old", "bob")
+            journal.append("old", "m", 0, [NewLine("x")], commit=False, owner="bob")
+            assert journal.status("old", "bob").key > 7
+            journal.delete("old", "bob")
     with contextlib.closing(Journal(tmp_path, 1 << 20)) as journal:
-        assert journal.status("old").owner == ""
-        with pytest.raises(UnknownBatch):
-            journal.status("old", "alice")
-        journal.append("new", "m", 0, [NewLine("{}")], commit=False, owner="alice")
-        assert journal.status("new", "alice").owner == journal.status("new").owner == "alice"
-        journal.delete("new")
-        journal.append("new", "m", 0, [NewLine("{}")], commit=False, owner="bob")
-        assert journal.status("new").owner == "bob"
+        journal.cancel("old", owner)
+        journal.delete("old", owner)
     with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
-        assert db.execute("SELECT count(*) FROM owners").fetchone() == (1,)
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)  # older servers may open it
+        for table in ("batches", "commits", "lines", "results"):
+            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+
+
+def test_notes_of_batches_were_files(tmp_path: Path) -> None:
+    with serving(tmp_path, KEYS) as server, http(server, "alice") as alice:
+        hers = of_http(alice)
+    note = tmp_path / "files" / f"{hers.id}.json"
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
+        (found,) = db.execute("SELECT note FROM batches").fetchone()
+        db.execute("UPDATE batches SET note = ''")
+        db.commit()
+    note.write_text(json.dumps({**json.loads(found), "owner": "alice"}))
+    with serving(tmp_path, KEYS) as server, http(server, "alice") as alice:
+        assert names(alice.batches.list()) == [hers.id] and not note.exists()
+        assert names(alice.files.list()) == [hers.input_file_id]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.server.access.key_lines import (
+    LIMITS,
     MAX_LIMIT,
     NAME,
     ApiKey,
@@ -22,9 +23,9 @@ LIMIT = st.integers(0, MAX_LIMIT)
 HASH = digest_of(b"a")
 
 
-@given(st.from_regex(NAME, fullmatch=True), st.binary(), LIMIT, LIMIT)
-def test_what_is_written_is_read(name: str, secret: bytes, rate: int, concurrency: int) -> None:
-    key = ApiKey(name, digest_of(secret), rate, concurrency)
+@given(st.from_regex(NAME, fullmatch=True), st.binary(), st.tuples(*[LIMIT] * len(LIMITS)))
+def test_what_is_written_is_read(name: str, secret: bytes, limits: tuple[int, ...]) -> None:
+    key = ApiKey(name, digest_of(secret), **dict(zip(LIMITS, limits, strict=True)))
     assert parse_line(key.line()) == key
     assert parse_line(f"  {key.line()}  # of whom") == key
 

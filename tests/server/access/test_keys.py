@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ class Clock:
         return self.now
 
 
-def key(name: str, rate: int = 0, concurrency: int = 0) -> ApiKey:
+def key(name: str, *limits: Any, **more: Any) -> ApiKey:
     """Its secret is its name."""
-    return ApiKey(name, digest_of(name.encode()), rate, concurrency)
+    return ApiKey(name, digest_of(name.encode()), *limits, **more)
 
 
 def known(keys: Keys, name: str) -> bool:

@@ -16,7 +16,7 @@ def test_a_key_opens_the_server_that_has_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "keys"
-    assert main(["new", "alice", "--rate=60", f"--file={path}"]) == 0
+    assert main(["new", "alice", "--rate=60", "--files=5", f"--file={path}"]) == 0
     alice = capsys.readouterr().out.strip()
     assert path.stat().st_mode & 0o777 == 0o600 and alice not in path.read_text()
     path.write_text(path.read_text() + "# and a friend")
@@ -29,8 +29,8 @@ def test_a_key_opens_the_server_that_has_the_file(
     assert main(["list", f"--file={path}"]) == 0
     digest = digest_of(alice.encode())[:8]
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"alice  {digest}...  rate 60, concurrency any"
-    assert re.fullmatch(r"bob    [0-9a-f]{8}\.\.\.  rate any, concurrency any", second)
+    assert first == f"alice  {digest}...  rate 60, files 5"
+    assert re.fullmatch(r"bob    [0-9a-f]{8}\.\.\.  no limits", second)
     assert main(["revoke", "alice", f"--file={path}"]) == 0
     assert path.stat().st_mode & 0o777 == 0o640
     assert path.read_text().startswith("# and a friend\nbob sha256:")

@@ -240,7 +240,7 @@ def test_a_directory_that_does_not_serve(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
-    with pytest.raises(ConfigError, match=r"another version of jaxserve \(9, not 1\)"):
+    with pytest.raises(ConfigError, match=r"another version of jaxserve \(9, not 2\)"):
         Journal(path.parent, ROOM)
 
 

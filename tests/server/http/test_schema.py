@@ -49,6 +49,7 @@ PATHS = [
     ("POST", "/v1/batches"),
     ("GET", "/v1/batches"),
     ("GET", "/v1/batches/{batch_id}"),
+    ("DELETE", "/v1/batches/{batch_id}"),
     ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/health"),
     ("GET", "/ready"),
