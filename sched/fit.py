@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
 
@@ -147,7 +146,7 @@ def nearest(
     near[np.diag_indices(len(seen))] += rows[seen]
     factor = np.linalg.cholesky(near)
     wanted = b[seen] / size + rows[seen] * values[seen] * size
-    found, _ = nnls(factor.T, np.linalg.solve(factor, wanted))
+    found = _nnls(factor.T, np.linalg.solve(factor, wanted))
     values[seen] = found / size
     return values
 
@@ -157,8 +156,18 @@ def _solve(design: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     # Columns range over nine orders of magnitude; unit maxima keep the solver's tolerance sound.
     size = np.abs(rows).max(axis=0)
     size[size == 0] = 1.0
-    found, _ = nnls(rows / size, np.ones(len(seconds)))
-    return np.asarray(found / size)
+    return _nnls(rows / size, np.ones(len(seconds))) / size
+
+
+def ready_to_fit() -> None:
+    """Imports what fitting needs: most of a second, which few commands are to wait for."""
+    _nnls(np.eye(1), np.ones(1))
+
+
+def _nnls(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    from scipy.optimize import nnls
+
+    return np.asarray(nnls(rows, wanted)[0])
 
 
 def _leave_out(design: np.ndarray, seconds: np.ndarray) -> float:

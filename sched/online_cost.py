@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.fit import columns, nearest
+from jaxserve.sched.fit import columns, nearest, ready_to_fit
 
 HALF_LIFE = 1000  # steps after which an observation counts half
 ERROR_HALF_LIFE = 100
@@ -33,6 +33,7 @@ class OnlineCostModel:
     """
 
     def __init__(self, prior: LinearCostModel) -> None:
+        ready_to_fit()  # no step is to wait for it
         self.model = prior
         self.steps = 0
         self._prior = np.array(list(prior.coefficients.as_dict().values()))

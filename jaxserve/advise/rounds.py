@@ -41,6 +41,11 @@ class _Attempt:
 
     run: Run
 
+    @property
+    def requests(self) -> float:
+        """Of the run."""
+        return self.run.requests
+
     def outcome(
         self,
         progress: Callable[[float], None] | None = None,

@@ -15,22 +15,22 @@ import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from jaxserve.configs import base, tiny_cpu
-from jaxserve.engine.build import build_engine
-from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError, QueueFull
 from jaxserve.offline.loop import LoopThread
 from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.server.launch import check_config
 from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.streams import Stream
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 Prompt = str | Sequence[int]
 Chat = Sequence[Mapping[str, str]]
@@ -51,6 +51,8 @@ class LLM:
     ) -> None:
         chosen = _config(str(model), config, fields)
         template = load_chat_template(chosen.model.path)
+        from jaxserve.engine.build import build_engine  # JAX takes seconds to import
+
         engine = build_engine(chosen)
         engine.start()
         self._begin(engine, template)
@@ -227,6 +229,8 @@ class LLM:
 
 
 def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> ConfigDict:
+    from jaxserve.server.launch import check_config  # with all of the server
+
     if config is None:
         config = base.get_config() if model else tiny_cpu.get_config()
     if model:

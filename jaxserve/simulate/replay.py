@@ -29,6 +29,11 @@ class Recorded:
     duration: float | None = None
     best_effort: ClosedLoop | None = None
 
+    @property
+    def count(self) -> float:
+        """Requests."""
+        return len(self.workload)
+
     def make(self, seed: int) -> Workload:
         """The same for every seed."""
         return self.workload

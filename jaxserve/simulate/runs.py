@@ -51,6 +51,11 @@ class Source(Protocol):
         ...
 
     @property
+    def count(self) -> float:
+        """Requests; infinity where that is known only when they are made."""
+        ...
+
+    @property
     def rate(self) -> float | None:
         """Requests/s; None if it is not given."""
         ...
@@ -106,6 +111,11 @@ class Run:
     def rate(self) -> float | None:
         """Requests/s; None if it is not given."""
         return self.workload.rate
+
+    @property
+    def requests(self) -> float:
+        """How many there are; infinity where that is known only when they are made."""
+        return math.inf if self.workload.best_effort else self.workload.count
 
     @property
     def system_name(self) -> str:

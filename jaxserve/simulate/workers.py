@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jaxserve.sched.simulation.fast import COMPILING
 
+_FEW = 500  # requests; to start a process takes longer
 REFRESH_S = 0.2  # between two looks at how far the processes are
 BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
 
@@ -29,6 +30,11 @@ class WorkerDied(OSError):
 
 class Task(Protocol[T_co]):
     """What can be done in another process, such as a `Run`."""
+
+    @property
+    def requests(self) -> float:
+        """How many it simulates; infinity where that is not known."""
+        ...
 
     def outcome(
         self, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
@@ -53,7 +59,8 @@ class Workers:
     def outcomes(self, runs: Sequence[Task[T]]) -> list[T]:
         """Of the runs, in their order. The first mistake ends it: one of `runs.REFUSED`."""
         bar = self._longer_bar(len(runs))
-        if self._pool is None and (self._jobs == 1 or len(runs) < 2):
+        alone = self._jobs == 1 or len(runs) < 2 or sum(run.requests for run in runs) <= _FEW
+        if self._pool is None and alone:
             return [run.outcome(lambda share: _show(bar, bar.n + share), _say) for run in runs]
         if self._pool is None:
             self._pool = ProcessPoolExecutor(

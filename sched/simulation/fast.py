@@ -3,6 +3,7 @@ which is the reference: where both can, the outcome is the same."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
@@ -14,6 +15,12 @@ from jaxserve.sched.unified import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
 COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
+
+# Requests that a process serves in Python, where they take as long as numba and the code take to
+# load: some 0.7 s.
+_FEW = 500
+_MODULE = "jaxserve.sched.simulation.compiled.run"
+_served = 0
 
 # A form says nothing about what a class of its own does in these.
 _METHODS = {"plan", "ranking", "expected", "candidates", "cut", "form"}
@@ -44,14 +51,21 @@ def run(
     compiling: Callable[[], None] | None,
 ) -> Served:
     """Serves the workload, with one policy for each replica. compiled: or NotCompiled;
-    None for if it can be."""
-    if compiled is not False:
+    None for if it can be, and pays."""
+    if compiled or (compiled is None and _pays(workload)):
         try:
             return _run_compiled(policies[0], workload, setting, progress, compiling)
         except NotCompiled:
             if compiled:
                 raise
     return run_in_python(policies, workload, setting, options, progress)
+
+
+def _pays(workload: Workload) -> bool:
+    """Whether to load what is compiled, or it is loaded."""
+    global _served
+    _served += len(workload)
+    return _served > _FEW or _MODULE in sys.modules
 
 
 def _run_compiled(

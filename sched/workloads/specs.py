@@ -87,6 +87,11 @@ class WorkloadSpec:
         if self.best_effort is not None and self.duration is None:
             raise WorkloadError("best_effort requests come again and again: duration is needed")
 
+    @property
+    def count(self) -> float:
+        """Requests; infinity where that is known only when they are made."""
+        return math.inf if self.num_requests is None else self.num_requests
+
     def make(self, seed: int = 0) -> Workload:
         """The workload; the same for the same seed. Arrivals and lengths are the same with and
         without classes. WorkloadError says what is wrong with it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,7 @@ def test_without_numba_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, f"{package}.run")
     monkeypatch.delattr(sys.modules[package], "run")
     monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(fast, "_FEW", 0)
     with pytest.raises(SimulationError, match=r"pip install 'jaxserve\[fast\]'"):
         simulate("edf", workload, SEVEN, compiled=True)
     assert_same(simulate("edf", workload, SEVEN), compiled)
@@ -193,11 +195,33 @@ def test_compiled_is_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it runs in Python")
 
     monkeypatch.setattr(fast, "run_in_python", in_python)
+    monkeypatch.setattr(fast, "_FEW", 0)
     simulate("edf", drawn(1, 9, 9.0), SEVEN)
     simulate(own(key=lambda r: -r.prompt_len), drawn(1, 9, 9.0), SEVEN)
     for options in ({"compiled": False}, {"checked": True}, {"record_rows": True}):
         with pytest.raises(AssertionError, match="in Python"):
             simulate("edf", drawn(1, 9, 9.0), SEVEN, **options)  # type: ignore[arg-type]
+
+
+def test_few_requests_are_not_worth_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        function = getattr(fast, name)
+        return lambda *args: (chosen.append(name), function(*args))[1]
+
+    for name in ("run_in_python", "_run_compiled"):
+        monkeypatch.setattr(fast, name, noted(name))
+    monkeypatch.setattr(fast, "_served", 0)
+    monkeypatch.setattr(fast, "_MODULE", "no.such.module")
+    workload = drawn(1, fast._FEW // 2, 9.0)
+    served = [simulate("edf", workload, SEVEN) for _ in range(3)]
+    assert chosen == ["run_in_python", "run_in_python", "_run_compiled"]
+    assert_same(served[0], served[2])
+    monkeypatch.setattr(fast, "_served", 0)
+    monkeypatch.setattr(fast, "_MODULE", fast.__name__)
+    simulate("edf", drawn(1, 9, 9.0), SEVEN)
+    assert chosen[3:] == ["_run_compiled"]
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ def test_the_command_says_it(
 
 class Compiling(Run):
     """In a process of its own."""
+
+    requests = math.inf  # type: ignore[assignment]
 
     def outcome(self, progress: Any = None, compiling: Any = None) -> Outcome:
         compiling()

@@ -58,7 +58,7 @@ def test_the_command_of_the_issue(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_several_policies_and_rates_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--policy=vllm,sarathi", "--workload=alpaca", "--num_requests=30", "--rate=5,50"]
+    argv = ["--policy=vllm,sarathi", "--workload=alpaca", "--num_requests=100", "--rate=5,50"]
     argv += ["--seeds=2"]
     together = points(capsys, *argv, "--jobs=2")
     assert [(r["policy"], r["rate"]) for r in together] == [

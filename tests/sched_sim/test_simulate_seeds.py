@@ -143,7 +143,7 @@ def test_a_process_that_dies_is_told(
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     path = tmp_path / "dies.py"
     path.write_text(DIES)
-    argv = ["--workload=alpaca", "--num_requests=4", "--jobs=2", "--seeds=2"]
+    argv = ["--workload=alpaca", "--num_requests=300", "--jobs=2", "--seeds=2"]
     assert main([*argv, f"--policy={path}:dies"]) == 1
     error = capsys.readouterr().err
     assert "a process of --jobs died" in error and error.count("\n") == 1

@@ -1,0 +1,47 @@
+"""Commands start quickly: what takes long to import is imported where it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SIMULATE = ["--system=llama-3-8b@a100", "--workload=sharegpt", "--rate=2"]
+HEAVY = (
+    "jax", "numba", "scipy.optimize", "scipy.stats", "matplotlib", "ortools", "fastapi", "grpc",
+    "pydantic", "jinja2", "tokenizers",
+)  # fmt: skip
+RUN = """
+import runpy, sys
+sys.argv[:] = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code, ended.code
+"""
+SAY = f"""
+import sys
+print("HEAVY", *(name for name in {HEAVY} if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "arguments"),
+    [
+        (RUN, ["jaxserve.simulate", "--help"]),
+        (RUN, ["jaxserve.simulate", *SIMULATE, "--num_requests=50"]),
+        (RUN, ["jaxserve.optimal", "--help"]),
+        (RUN, ["jaxserve.advise", "--help"]),
+        (RUN, ["jaxserve.policies"]),
+        (RUN, ["jaxserve.keys", "--help"]),
+        ("from jaxserve import LLM, SamplingParams", []),
+    ],
+    ids=["simulate --help", "simulate", "optimal", "advise", "policies", "keys", "LLM"],
+)
+def test_what_starts_at_once(begin: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-c", begin + SAY, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["HEAVY"], done.stdout[-300:] + done.stderr
