@@ -25,6 +25,8 @@ _SERVICE_TIERS = {
     "auto": None,
     "default": Tier.REALTIME,
     "priority": Tier.REALTIME,
+    "fast": Tier.REALTIME,
+    "scale": Tier.REALTIME,
     "flex": Tier.BEST_EFFORT,
 }
 _ID_DIGITS = 10

@@ -6,6 +6,7 @@ refused too.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,6 +31,7 @@ MAX_TEXT_PARTS = 1000
 """Pieces of a turn."""
 MAX_TEXT = 1 << 16
 """Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
+MAX_TOOL_CALLS = 128
 MAX_METADATA = 16
 _LAST_TOKEN_ID = (1 << 31) - 1
 
@@ -177,7 +179,7 @@ class Unused(Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     metadata: Metadata | None = None
-    store: Literal[False] | None = None  # nothing is kept to be asked for later
+    store: StrictBool | None = None  # nothing is kept to be asked for later
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
@@ -225,16 +227,14 @@ class Generation(Unused):
     temperature: Number | None = 1.0
     top_p: Number | None = 1.0
     n: Int32 | None = 1
-    stop: (
-        Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
-    ) = None
+    stop: Text | StopStrings | None = None
     seed: Int64 | None = None
     presence_penalty: Number | None = 0.0
     frequency_penalty: Number | None = 0.0
     logit_bias: Annotated[dict[Text, Number], _few(MAX_LOGIT_BIAS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
     # As vLLM has them; its -1 for top_k is 0 here.
     top_k: Int32 | None = None
     min_p: Number | None = None
@@ -275,21 +275,85 @@ class TextPart(Body):
     type: Literal["text"]
     text: StrictStr
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        kind = given.get("type", "text") if isinstance(given, dict) else "text"
+        if kind != "text":
+            raise ValueError(f"{kind!r:.80} parts are not served, only text")
+        return given
+
+
+def _arguments(given: Any) -> Any:
+    """As templates want them: an object, where the text is one."""
+    if not isinstance(given, str):
+        raise ValueError("must be a string")
+    if len(given) > MAX_TEXT:
+        raise ValueError(f"has more than {MAX_TEXT} characters")
+    try:
+        found = json.loads(given)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return given
+    return found if isinstance(found, dict) else given
+
+
+class FunctionCall(Body):
+    """What a model once wanted to be called. arguments: JSON, or what was to be it."""
+
+    name: Text
+    arguments: Annotated[Any, PlainValidator(_arguments, json_schema_input_type=str)]
+
+
+class ToolCall(Body):
+    """One of an assistant's turn."""
+
+    id: Text
+    type: Literal["function"]
+    function: FunctionCall
+
+
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+
 
 class Message(Body):
-    """One turn of a chat."""
+    """One turn of a chat. Those of assistants may have calls of tools, those of tools answer
+    one."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        StrictStr
+        | Annotated[list[TextPart], Field(max_length=MAX_TEXT_PARTS, fail_fast=True)]
+        | None
+    ) = None
     name: Text | None = None
+    refusal: Text | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Text | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.refusal):
+            raise ValueError("only an assistant has tool_calls, or a refusal")
+        if self.role != "tool" and self.tool_call_id:
+            raise ValueError("only a tool has a tool_call_id")
+        if self.content is None and not (self.tool_calls or self.refusal):
+            missing = "content is required, but where an assistant has tool_calls or a refusal"
+            raise ValueError(missing)
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        text = self.content
+        text = self.content or self.refusal or ""
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **named}
+        calls = [call.model_dump() for call in self.tool_calls or ()]
+        further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        return {
+            "role": self.role,
+            "content": text,
+            **{name: value for name, value in further.items() if value},
+        }
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -306,6 +370,15 @@ class ChatRequest(Generation):
     tools: Annotated[list[Any], Field(max_length=0), _not_served("tools")] | None = None
     tool_choice: Annotated[Literal["none"], _not_served("tools")] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8, fail_fast=True)] | None = None
+    # They change nothing: there are no tools, and no model here has efforts, or guesses to check.
+    parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool = True

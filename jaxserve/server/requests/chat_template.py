@@ -7,6 +7,7 @@ whoever made the checkpoint, so it runs in a process of its own (`template_proce
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -72,8 +73,7 @@ class ChatTemplate:
         self._check(kwargs or {})
         if not self.own:
             plain: Future[str] = Future()
-            lines = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
-            plain.set_result(lines + "assistant:" * add_generation_prompt)
+            plain.set_result("".join(map(_line, messages)) + "assistant:" * add_generation_prompt)
             return plain
         short = _is_short(messages) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
@@ -109,9 +109,16 @@ def _close(processes: Sequence[TemplateProcess]) -> None:
         process.close()
 
 
+def _line(message: Message) -> str:
+    functions = (call["function"] for call in message.get("tool_calls", ()))
+    calls = "".join(f"{each['name']}({json.dumps(each['arguments'])})" for each in functions)
+    return f"{message['role']}: {message['content']}{calls}\n"
+
+
 def _is_short(messages: Sequence[Message]) -> bool:
     characters = sum(len(each.get("content") or "") for each in messages[:_SHORT_MESSAGES])
-    return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS
+    calls = any("tool_calls" in each for each in messages[:_SHORT_MESSAGES])
+    return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS and not calls
 
 
 def _problem(value: Any) -> str | None:

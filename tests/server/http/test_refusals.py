@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from jaxserve.server.http.schema import Message
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import Plain
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 COMPLETION = {"prompt": "a"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +21,7 @@ COMPLETION = {"prompt": "a"}
     [
         ("completions", {"foo": 1}, "foo", "no such field"),
         ("completions", {"suffix": "x"}, "suffix", "must be ''"),
-        ("completions", {"store": True}, "store", "False"),
+        ("completions", {"store": 1}, "store", "true or false"),
         ("completions", {"use_beam_search": True}, "use_beam_search", "False"),
         ("completions", {"prompt": None}, "prompt", "required"),
         ("completions", {"slo": {"ttft": 1}}, "slo.ttft", "no such field"),
@@ -91,7 +93,20 @@ COMPLETION = {"prompt": "a"}
             "is bad",
         ),
         ("chat/completions", {"messages": []}, "messages", "at least 1"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, None, "user"),
+        ("chat/completions", {"messages": [{"role": "x", "content": "a"}]}, None, "'user'"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0", "is required"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0",
+            "'image_url' parts are not served, only text",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+            "messages.0",
+            "only an assistant",
+        ),
         ("chat/completions", {"tools": [{}]}, "tools", "tools are not served yet"),
         ("chat/completions", {"tool_choice": "auto"}, "tool_choice", "not served yet"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
@@ -189,6 +204,10 @@ def test_tokens_there_and_back(plain: Plain) -> None:
         ("completions", {"stream": True, "stream_options": {"include_obfuscation": False}}),
         ("chat/completions", {"tools": [], "tool_choice": "none", "modalities": ["text"]}),
         ("chat/completions", {"safety_identifier": "s", "prompt_cache_key": "p"}),
+        ("chat/completions", {"store": True, "parallel_tool_calls": True, "verbosity": "low"}),
+        ("chat/completions", {"reasoning_effort": "high", "service_tier": "priority"}),
+        ("chat/completions", {"prediction": {"type": "content", "content": "a"}}),
+        ("chat/completions", {"prompt_cache_retention": "24h"}),
     ],
 )
 def test_what_changes_nothing_is_taken_and_null_is_absent(
@@ -202,3 +221,24 @@ def test_what_changes_nothing_is_taken_and_null_is_absent(
     )
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_an_assistants_turn_may_have_calls_instead_of_content(
+    plain: Plain, engine: FakeEngine
+) -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    status, chat, _ = plain.call("POST", "/tokenize", {"messages": turns})
+    assert status == 200
+    text = "".join(map(chr, chat["tokens"]))
+    assert text == 'user: a\nassistant: f({"x": 1})\ntool: 2\nassistant:'
+
+
+def test_what_is_no_object_is_handed_to_templates_as_it_came() -> None:
+    for text in ("[1]", "{", '{"a": "\\ud800"}', '{"a": NaN}', "[" * 60_000):
+        call = {**CALL, "function": {"name": "f", "arguments": text}}
+        (told,) = Message(role="assistant", tool_calls=[call]).plain()["tool_calls"]
+        assert told["function"]["arguments"] == text
