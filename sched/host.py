@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,6 +179,10 @@ class HostMemory:
         """Keys whose contents may be forgotten, since this was last asked."""
         keys, self._dropped = tuple(self._dropped), []
         return keys
+
+    def drop_again(self, keys: Sequence[int]) -> None:
+        """Nobody has forgotten their contents after all; `take_dropped` says them once more."""
+        self._dropped += keys
 
     def check(self) -> None:
         """AssertionError if counts or segments do not add up."""

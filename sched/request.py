@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -246,6 +247,9 @@ def validate(request: Request, *, max_model_len: int, vocab_size: int, pool_toke
         ("stop_token_ids", request.sampling.stop_token_ids),
     )
     for name, tokens in named:
+        for kind in set(map(type, tokens)):
+            if not issubclass(kind, numbers.Integral):
+                raise InvalidRequest(name, f"token ids are integers, got {kind.__name__}")
         bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
         if bad is not None:
             raise InvalidRequest(name, f"token id {bad} is outside 0..{vocab_size - 1}")

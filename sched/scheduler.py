@@ -106,12 +106,33 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """The next step, booked. InvalidPlan if the policy over-commits, or gets nowhere
         (`sched/progress.py`); nothing is booked then."""
+        return self.book(self.plan(now))
+
+    def plan(self, now: float) -> BatchPlan:
+        """What the policy wants next, checked: the first half of `schedule`, which changes
+        nothing."""
         self._progress.check()
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
+        return plan
+
+    def book(self, plan: BatchPlan) -> Step:
+        """The second half: from here on the plan counts as carried out. If it fails, it is not
+        known how much of it is booked, and all requests are to be finished."""
+        moves: list[Move] = []
+        try:
+            return self._book(plan, moves)
+        except BaseException:
+            for move in moves:
+                if isinstance(move, Discard):
+                    self.host.drop_again(move.keys)
+            raise
+
+    def _book(self, plan: BatchPlan, moves: list[Move]) -> Step:
+        """moves: gets those that the step has."""
         table, rows, counts = self.table, plan.rows, plan.num_tokens
-        moves = self._operate(plan)
+        self._operate(plan, moves)
         self._start(plan)
         if self.host.num_used:
             for row in rows[self.host.tokens[rows] > 0].tolist():
@@ -136,7 +157,7 @@ class Scheduler:
             feeds_back,
             generated,
             hidden,
-            moves,
+            tuple(moves),
             plan.preempted if plan.operations else _NOBODY,
             sampling,
             self._recomputed(rows, start, end),
@@ -187,6 +208,13 @@ class Scheduler:
         if complete and length:
             table.output_lengths.add(length, cut=length >= table.max_tokens[row])
         table.remove(row)
+        if table.num_free == table.capacity:  # nobody is left who could get nowhere
+            self._progress.advance(0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held: no block, and no host memory."""
+        return not (self.pool.num_used or self.host.num_used)
 
     def _start(self, plan: BatchPlan) -> None:
         """Opens a cache for those who have none."""
@@ -201,12 +229,11 @@ class Scheduler:
 
     # Operations: each returns what is to be done on the device.
 
-    def _operate(self, plan: BatchPlan) -> tuple[Move, ...]:
-        moves = self._discard()  # what requests that have ended have left there
+    def _operate(self, plan: BatchPlan, moves: list[Move]) -> None:
+        moves += self._discard()  # what requests that have ended have left there
         for operation in plan.operations:
             moves += _BOOKING[type(operation)](self, plan, operation)
             moves += self._discard()
-        return tuple(moves)
 
     def _discard(self) -> list[Move]:
         keys = self.host.take_dropped()

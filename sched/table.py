@@ -80,9 +80,8 @@ class RequestTable:
 
     def add(self, request: Request) -> int:
         """Gives the request a row and returns it. IndexError when the table is full."""
-        row = self._free.pop()
+        row = self._free[-1]  # not taken yet: what follows may fail
         self.seq[row] = self._next_seq
-        self._next_seq += 1
         self.arrival[row] = self.last_token[row] = request.arrival
         self.prompt_len[row] = len(request.prompt)
         self.max_tokens[row] = request.sampling.max_tokens
@@ -92,9 +91,11 @@ class RequestTable:
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         self.greedy[row] = request.sampling.is_plain_greedy
-        self.num_sampling += not self.greedy[row]
         for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):
             column[row] = np.inf if target is None else target
+        self._free.pop()
+        self._next_seq += 1
+        self.num_sampling += not self.greedy[row]
         self.num_timed += self._is_timed(row)
         self.move(np.array([row]), WAITING)
         return row

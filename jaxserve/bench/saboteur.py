@@ -1,7 +1,7 @@
 """A server whose engine can be broken, for `bench abuse` and `bench soak`: flags as of serve.py.
 
 Prints its addresses, gRPC's and HTTP's, once it takes calls. SIGUSR1 holds the engine's thread
-after its next step, and lets it go again; SIGUSR2 has the engine fail there.
+after its next step, and lets it go again; SIGUSR2 has the device fail at the one behind it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.engine.stats import Observer, StepStats
@@ -17,14 +18,17 @@ from jaxserve.server.http.door import http_settings
 from jaxserve.server.process import run_server
 from jaxserve.server.runner import Server
 
+if TYPE_CHECKING:
+    from jaxserve.engine.executor import Executor
+
 
 class Saboteur(Observer):
-    """Holds the engine, or fails it, after a step."""
+    """Holds the engine after a step, or has its device fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self._go_on = threading.Event()
         self._go_on.set()
-        self._fail = False
 
     def hold(self) -> None:
         """Holds the engine after its next step, or lets it go."""
@@ -34,14 +38,17 @@ class Saboteur(Observer):
             self._go_on.set()
 
     def fail(self) -> None:
-        """Fails the engine after its next step."""
-        self._fail = True
+        """Fails the device at its next step."""
+        import jax
+
+        def broken(*_: Any, **__: Any) -> NoReturn:
+            raise jax.errors.JaxRuntimeError("sabotage")
+
+        vars(self._executor).update(submit=broken, compute=broken)
 
     def on_step(self, stats: StepStats) -> None:
         """On the engine's thread."""
         self._go_on.wait()
-        if self._fail:
-            raise RuntimeError("sabotage")
 
 
 def main() -> int:
@@ -53,7 +60,8 @@ def main() -> int:
         # Imported late: jax takes seconds.
         from jaxserve.engine.build import build_engine
 
-        engine, saboteur = build_engine(config, progress=False), Saboteur()
+        engine = build_engine(config, progress=False)
+        saboteur = Saboteur(engine.executor)
         engine.add_observer(saboteur)
         engine.start()
         signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.engine.grammars import CompiledGrammar
 from jaxserve.engine.output import Output
+from jaxserve.engine.sampling import RequestRow
+from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.reachability import SloProblem
 from jaxserve.sched.request import Request
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A request to serve. problems: with its targets. grammar: its own, compiled."""
+    """A request to serve, with all that it is served with, made on its caller's thread. texts: of
+    its continuations. row: for the device. problems: with its targets."""
 
     request: Request
     on_output: Callable[[Output], None]
+    texts: Sequence[ContinuationText]
+    row: RequestRow
     problems: tuple[SloProblem, ...] = ()
-    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True)

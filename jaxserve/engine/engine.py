@@ -9,6 +9,7 @@ the token before, while the device computes the step that they are of.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -24,14 +25,16 @@ from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, HostLost, QueueFull
 from jaxserve.engine.executor import Executor
+from jaxserve.engine.failures import attempt, describe, refuse
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
-from jaxserve.engine.last_words import attempt, refuse
 from jaxserve.engine.outlook import Outlook
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.readings import Readings
+from jaxserve.engine.sampling import RequestRow
 from jaxserve.engine.serving import Serving
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
+from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.first_token import Wait
 from jaxserve.sched.online_cost import OnlineCostModel
@@ -74,7 +77,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.executor = executor
         self._scheduler = scheduler
-        self._info = info
+        self._info, self._eos_ids = info, eos_ids
         self._options = options or EngineOptions()
         self._clock = clock
         self._cost_model = cost_model
@@ -82,10 +85,8 @@ class Engine:
         self._serving = Serving(
             executor,
             scheduler,
-            tokenizer,
             info,
             watch=StepWatch(cost_model, executor.buckets.padding),
-            eos_ids=eos_ids,
             compiles=self._compiles if self._options.forbid_compile else None,
             clock=clock,
             on_over=self._over,
@@ -139,7 +140,8 @@ class Engine:
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Queues a request. on_output gets every `Output` on the engine thread and must not block.
 
-        The arrival time is now. Raises InvalidRequest, QueueFull or EngineStopped; if it raises,
+        The arrival time is now. Whatever the request holds is made here, so that what cannot be
+        made is its caller's alone. Raises InvalidRequest, QueueFull or EngineStopped; if it raises,
         on_output is never called.
         """
         info = self._info
@@ -149,8 +151,7 @@ class Engine:
             vocab_size=info.vocab_size,
             pool_tokens=info.pool_tokens,
         )
-        asked = request.sampling.grammar
-        grammar = None if asked is None else self._grammars.compile(asked)
+        texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
         scheduler = self._scheduler
         problems = slo_problems(request, scheduler.view, chunked=scheduler.policy.chunked)
         n = request.sampling.n
@@ -171,9 +172,23 @@ class Engine:
                 )
             self._ids[request.id] = n
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(Submit(stamped, on_output, problems, grammar))
+            self._inbox.append(Submit(stamped, on_output, texts, row, problems))
             self._wake.notify()
         self._outlook.submitted(stamped)
+
+    def _texts(self, request: Request) -> list[ContinuationText]:
+        """Of each of its continuations, at their beginning."""
+        asked, sampling = request.sampling.grammar, request.sampling
+        grammar = None if asked is None else self._grammars.compile(asked)
+        ignore = sampling.ignore_eos
+        matchers = (
+            None if grammar is None else grammar.matcher(ignore_eos=ignore)
+            for _ in range(sampling.n)
+        )
+        return [
+            ContinuationText(self.tokenizer, sampling, self._eos_ids, request.prompt, matcher)
+            for matcher in matchers
+        ]
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its blocks are free within one step. Unknown or ended ids are ignored."""
@@ -206,8 +221,9 @@ class Engine:
 
     def add_observer(self, observer: Observer) -> None:
         """Tells it of every step and token from now on, on the engine thread: it must return
-        quickly, and what it raises fails the engine."""
-        self._serving.observers.append(observer)
+        quickly. What it raises is logged and counted (`EngineStats.observer_failures`), and it
+        hears of the next event all the same."""
+        self._serving.observers.add(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
         """listener(exception) is called once if the engine fails, on the engine thread or, where it
@@ -311,12 +327,11 @@ class Engine:
                 return False
             commands = len(self._inbox)
         for _ in range(commands):
-            command = self._inbox[0]  # it stays there until done, so that a failure finds it
+            command = self._inbox.popleft()
             if isinstance(command, Submit):
                 self._serving.admit(command)
             else:
                 self._serving.cancel(command.request_id)
-            self._inbox.popleft()
         return True
 
     def _over(self, request_id: str) -> None:
@@ -332,19 +347,19 @@ class Engine:
         self.abandon(error)
         if isinstance(error, HostLost):
             return
-        message = f"{type(error).__name__}: {error}"
+        message = describe(error)
         with self._wake:
             commands = list(self._inbox)
             self._inbox.clear()
         serving = self._serving
         for continuation in list(serving.live.values()):
-            if not attempt(serving.end, continuation, FinishReason.ERROR, message):
-                # Its caller raised, or its state is what failed: free what there is, quietly.
-                attempt(serving.forget, continuation, FinishReason.ERROR, self._clock())
+            attempt(
+                functools.partial(serving.end_failed, engine_failed=True), continuation, message
+            )
         for command in commands:
-            if isinstance(command, Submit) and not serving.knows(command.request.id):
-                reason = FinishReason.ERROR
-                attempt(refuse, command.request, command.on_output, reason, message)
+            if isinstance(command, Submit):
+                request, last = command.request, FinishReason.ERROR
+                refuse(request, command.on_output, last, message, engine_failed=True)
         with self._wake:
             self._ids.clear()
             self._wake.notify_all()

@@ -80,6 +80,12 @@ class Executor(Protocol):
         ...
 
     @property
+    def intact(self) -> bool:
+        """Whether it may be told more after a call has raised: the device has all that it had, but
+        for what the call was about."""
+        ...
+
+    @property
     def copies_beside(self) -> bool:
         """Whether copies to and from the host go on beside the steps, on a link of their own."""
         ...
@@ -108,7 +114,7 @@ class Executor(Protocol):
         ...
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Forgets what was saved under these keys."""
+        """Forgets what was saved under these keys, if anything was."""
         ...
 
     def submit(
@@ -185,6 +191,12 @@ class JaxExecutor:
         self._widen = make_widen(model, pool_format)
         self._draws_masked = draws_masked
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
+
+    @property
+    def intact(self) -> bool:
+        """See `Executor`: what was donated to a call that failed is gone."""
+        held = (self.pool, *jax.tree.leaves(self._state))
+        return not any(array.is_deleted() for array in held)
 
     @property
     def copies_beside(self) -> bool:

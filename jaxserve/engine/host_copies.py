@@ -64,10 +64,12 @@ class HostCopies:
         return self._kept[key]
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Forgets what is kept under them. A copy under way ends in memory that nobody has."""
+        """Forgets what is kept under them, if anything is: a step that failed may have saved
+        nothing. A copy under way ends in memory that nobody has."""
         self.make_room(0)
         for key in keys:
-            del self._kept[key], self._copied[key]
+            self._kept.pop(key, None)
+            self._copied.pop(key, None)
 
     def close(self) -> None:
         """Ends the thread, when the copy that it makes is done. Idempotent."""

@@ -63,11 +63,17 @@ class LeaderExecutor:
     def __init__(self, local: Executor, group: Group) -> None:
         self._local, self._group = local, group
         self._numbers = itertools.count()
+        self._together = True  # with the others, who make every call that they are told of
 
     @property
     def buckets(self) -> Buckets:
         """See `Executor`."""
         return self._local.buckets
+
+    @property
+    def intact(self) -> bool:
+        """See `Executor`: a call that only the others have made is one too many."""
+        return self._together and self._local.intact
 
     @property
     def copies_beside(self) -> bool:
@@ -79,8 +85,10 @@ class LeaderExecutor:
         """Around the call that this host makes itself."""
         given = tuple(array for array in arrays if array is not None)
         self._group.tell(Message(name, fields, given))
+        self._together = False
         with _blaming(self._group):
             yield
+        self._together = True
         self._group.mark()
 
     def admit(self, slot: int, params: SlotParams) -> None:

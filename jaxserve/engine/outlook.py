@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from jaxserve.sched.first_token import FirstToken, Wait
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.watch import StepWatch
+
+log = logging.getLogger(__name__)
 
 
 class Outlook:
@@ -44,7 +47,7 @@ class Outlook:
             predicts = self._current()
             if self._submitted >= self._latest[0]:
                 self._since.append((self._submitted, request))
-                predicts.arrived(request, request.arrival)
+                _arrived(predicts, request)
             self._submitted += request.sampling.n
 
     def wait(self, request: Request) -> Wait:
@@ -64,5 +67,14 @@ class Outlook:
             while self._since and self._since[0][0] < received:
                 self._since.popleft()
             for _, request in self._since:
-                predicts.arrived(request, request.arrival)
+                _arrived(predicts, request)
         return predicts
+
+
+def _arrived(predicts: FirstToken, request: Request) -> None:
+    """A policy that fails over where it stands makes predictions worse, and nothing else: it is in
+    the queue."""
+    try:
+        predicts.arrived(request, request.arrival)
+    except Exception:
+        log.debug("the policy does not say where %r stands", request.id, exc_info=True)

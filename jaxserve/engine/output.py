@@ -14,7 +14,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
-    ERROR = "error"  # the engine failed; `Output.error` says how
+    ERROR = "error"  # it failed, alone or with the engine; `Output.error` says how
 
 
 COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
@@ -62,11 +62,13 @@ class Output:
     """News of one continuation: new tokens and text since the last `Output`, in order.
 
     index: which of the n continuations. logprobs: one entry a token, if asked for. The last
-    `Output` of an index has a finish_reason, usage and timings, and no other follows it. error: how
-    the engine failed, with FinishReason.ERROR. token_times: seconds on the engine's clock, one a
-    token. verdict: in the last one, whether its targets were met; None without any.
-    prompt_logprobs: one entry for each of the next tokens of the prompt, from the second on, for
-    nothing says how likely the first is; if asked for. All of them come before the first new token.
+    `Output` of an index has a finish_reason, usage and timings, and no other follows it; with
+    FinishReason.ERROR the latter may be missing. error: what failed, with that reason;
+    engine_failed: it is the engine, and not this request alone.
+    token_times: seconds on the engine's clock, one a token. verdict: in the last one, whether its
+    targets were met; None without any. prompt_logprobs: one entry for each of the next tokens of
+    the prompt, from the second on, for nothing says how likely the first is; if asked for. All of
+    them come before the first new token.
     """
 
     request_id: str
@@ -81,3 +83,4 @@ class Output:
     token_times: tuple[float, ...] = field(default=(), repr=False)
     verdict: Verdict | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    engine_failed: bool = False

@@ -7,7 +7,7 @@ and what a restored cache spares was told when it was computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,15 +75,22 @@ class PromptLogprobs:
             at.append(begin)
         return cls(pieces, targets, at)
 
-    def tell(self, found: SampleResult, now: float) -> None:
-        """Hands out what the step has found, [T], to those that are not over."""
+    def tell(self, found: SampleResult, now: float) -> Iterator[tuple[Continuation, BaseException]]:
+        """Hands out what the step has found, [T], to those that are not over. Yields those for whom
+        that failed, each once, and has the others told all the same."""
         for piece, at in zip(self.pieces, self.at, strict=True):
-            count = piece.end - piece.first
-            for begin in range(at, at + count, TOLD_AT_ONCE):
-                if not piece.continuation.finished:
-                    end = min(begin + TOLD_AT_ONCE, at + count)
-                    wanted = piece.continuation.request.sampling.prompt_logprobs
-                    piece.continuation.tell_prompt(entries(found, begin, end, wanted), now)
+            try:
+                self._tell(piece, at, found, now)
+            except BaseException as error:
+                yield piece.continuation, error
+
+    def _tell(self, piece: Piece, at: int, found: SampleResult, now: float) -> None:
+        count, continuation = piece.end - piece.first, piece.continuation
+        for begin in range(at, at + count, TOLD_AT_ONCE):
+            if not continuation.finished:
+                end = min(begin + TOLD_AT_ONCE, at + count)
+                wanted = continuation.request.sampling.prompt_logprobs
+                continuation.tell_prompt(entries(found, begin, end, wanted), now)
 
 
 def entries(

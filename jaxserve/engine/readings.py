@@ -33,6 +33,7 @@ class Readings:
         """queued: requests that the engine has not taken in yet."""
         scheduler = self._scheduler
         table, pool, host = scheduler.table, scheduler.pool, scheduler.host
+        failures = self._serving.failures
         return EngineStats(
             waiting=int((table.state == State.WAITING).sum()) + queued,
             running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
@@ -49,6 +50,9 @@ class Readings:
             steps=self._serving.steps,
             step_time_error=step_time_error,
             expected_wait=self._outlook.by_tier(),
+            request_failures=failures.requests,
+            step_failures=failures.steps,
+            observer_failures=failures.observers,
         )
 
     def block_map(self) -> np.ndarray:

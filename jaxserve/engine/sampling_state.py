@@ -12,7 +12,6 @@ count its occurrences in the output, saturating.
 from __future__ import annotations
 
 import functools
-import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,12 +39,12 @@ GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM
 # Columns of a packed row, all 32 bits wide: one array to upload at an admission, one to gather in
 # a step. The lists of ids and values follow, in the order of `unpack`.
 _INTS = ("top_k", "min_tokens", "num_logprobs", "key_hi", "key_lo")
+_KEY_AT = _INTS.index("key_hi")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _SUPPRESSED_AT = len(_INTS) + len(_FLOATS)
 _BIAS_IDS_AT = _SUPPRESSED_AT + MAX_SUPPRESSED
 _BIAS_VALUES_AT = _BIAS_IDS_AT + MAX_LOGIT_BIAS
 _ROW = _BIAS_VALUES_AT + MAX_LOGIT_BIAS
-_SALT = secrets.token_bytes(16)
 _Held = TypeVar("_Held")
 
 
@@ -151,10 +150,15 @@ class SlotParams:
     counts: np.ndarray | None
 
 
+def plain_slot(vocab_size: int) -> SlotParams:
+    """Of nobody: it samples greedily."""
+    return RequestRow(Request(id="", prompt=(0,)), vocab_size, ()).slot_params(0, ())
+
+
 def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplingState:
     """All slots free (they would sample greedily). With a mesh: replicated over it."""
     place = replicated(mesh)
-    row = slot_params(Request(id="", prompt=(0,)), 0, (), vocab_size, ()).packed[3:]
+    row = plain_slot(vocab_size).packed[3:]
     return SamplingState(
         last_token=jnp.zeros(num_slots, jnp.int32, device=place),
         num_generated=jnp.zeros(num_slots, jnp.int32, device=place),
@@ -169,30 +173,44 @@ def replicated(mesh: Mesh | None) -> NamedSharding | jax.Device:
     return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def slot_params(
-    request: Request,
-    index_of_n: int,
-    output_tokens: Sequence[int],
-    vocab_size: int,
-    eos_ids: Sequence[int],
-) -> SlotParams:
-    """The row of continuation index_of_n, which has generated output_tokens so far.
+class RequestRow:
+    """What the device is to know of a request, made once and on its caller's thread, so that what
+    cannot be drawn by is refused there.
 
-    Tens of microseconds and no array of V elements, unless the request has a penalty. eos_ids: at
-    most MAX_EOS, else ValueError. min_tokens keeps all of them away, with ignore_eos too (as vLLM
-    does). Token ids outside the vocabulary must have been refused before (`validate`).
+    vocab_size: V. eos_ids: at most MAX_EOS, else ValueError. min_tokens keeps all of them away,
+    with ignore_eos too (as vLLM does). Token ids outside the vocabulary must have been refused
+    before (`validate`).
     """
-    if len(eos_ids) > MAX_EOS:
-        raise ValueError(f"eos_ids: has {len(eos_ids)} entries; at most {MAX_EOS} are allowed")
-    sampling = request.sampling
-    packed = np.full(3 + _ROW, vocab_size, np.int32)
-    packed[1:3] = (output_tokens[-1] if len(output_tokens) else 0), len(output_tokens)
-    row = packed[3:]
+
+    def __init__(self, request: Request, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        if len(eos_ids) > MAX_EOS:
+            raise ValueError(f"eos_ids: has {len(eos_ids)} entries; at most {MAX_EOS} are allowed")
+        self._vocab_size = vocab_size
+        self._counted = request.prompt if _has_penalty(request.sampling) else None
+        self._row = _row(request.sampling, vocab_size, eos_ids)
+        self._keys = _keys(request.sampling)
+
+    def slot_params(self, index_of_n: int, output_tokens: Sequence[int]) -> SlotParams:
+        """Of continuation index_of_n, which has generated output_tokens so far.
+
+        Microseconds and no array of V elements, unless the request has a penalty.
+        """
+        last = output_tokens[-1] if len(output_tokens) else 0
+        packed = np.concatenate([np.array([0, last, len(output_tokens)], np.int32), self._row])
+        packed[3 + _KEY_AT : 5 + _KEY_AT] = self._keys[index_of_n]
+        if self._counted is None:
+            return SlotParams(packed, None)
+        return SlotParams(packed, _counts(self._counted, output_tokens, self._vocab_size))
+
+
+def _row(sampling: SamplingParams, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
+    """int32 [_ROW], without a key."""
+    row = np.full(_ROW, vocab_size, np.int32)
     row[: len(_INTS)] = (
         min(sampling.top_k, vocab_size),
         sampling.min_tokens,
         -1 if sampling.logprobs is None else sampling.logprobs,
-        *_key(request, index_of_n),
+        *(0, 0),
     )
     row[len(_INTS) : _SUPPRESSED_AT].view(np.float32)[:] = (
         sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
@@ -209,8 +227,7 @@ def slot_params(
         tokens, values = zip(*sampling.logit_bias, strict=True)
         row[_BIAS_IDS_AT : _BIAS_IDS_AT + len(tokens)] = tokens
         row[_BIAS_VALUES_AT : _BIAS_VALUES_AT + len(values)].view(np.float32)[:] = values
-    counts = _counts(request.prompt, output_tokens, vocab_size) if _has_penalty(sampling) else None
-    return SlotParams(packed, counts)
+    return row
 
 
 def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
@@ -231,7 +248,7 @@ def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
 def warm_up(state: SamplingState) -> SamplingState:
     """Compiles both variants of `admit` on slot 0, which must be free; the old state is donated."""
     v = state.vocab_size
-    plain = slot_params(Request(id="warm-up", prompt=(0,)), 0, (), v, ())
+    plain = plain_slot(v)
     state = admit(state, 0, replace(plain, counts=np.zeros(v, np.uint16)))
     return admit(state, 0, plain)
 
@@ -282,13 +299,11 @@ def _counts(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> np
     return counts
 
 
-def _key(request: Request, index_of_n: int) -> np.ndarray:
-    """Two words (as int32). Without a seed: new in every process, but the same after a
-    preemption, so that a continuation is one draw from start to end."""
-    seed = request.sampling.seed
-    if seed is None:
-        name = f"{index_of_n}/{request.id}".encode()
-        word = int.from_bytes(hashlib.blake2b(name, digest_size=8, key=_SALT).digest(), "little")
+def _keys(sampling: SamplingParams) -> np.ndarray:
+    """Two words (as int32) for each continuation, [n, 2]. Without a seed they are new for every
+    request; made once, so that a continuation is one draw from start to end, preemptions or not."""
+    if sampling.seed is None:
+        words = [secrets.randbits(64) for _ in range(sampling.n)]
     else:
-        word = (seed + index_of_n) % 2**64
-    return np.array([word >> 32, word & 0xFFFFFFFF], np.uint32).view(np.int32)
+        words = [(sampling.seed + index) % 2**64 for index in range(sampling.n)]
+    return np.array([(word >> 32, word & 0xFFFFFFFF) for word in words], np.uint32).view(np.int32)

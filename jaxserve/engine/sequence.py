@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.engine.grammars import Matcher
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
+from jaxserve.engine.sampling import RequestRow, SlotParams
 from jaxserve.engine.stats import RequestStats
 from jaxserve.engine.stops import ContinuationText
 from jaxserve.sched.reachability import SloProblem
@@ -23,7 +24,8 @@ class Continuation:
     it holds cache, else NO_SLOT. problems: with its targets. token_times: when its tokens came, in
     seconds on the engine's clock. preempted: likewise, when it lost all of its cache. untold: the
     first token of its prompt whose log-probability no launched step tells; None if none is to.
-    Results that arrive once `finished` is set belong to nobody.
+    Results that arrive once `finished` is set belong to nobody. What it raises is its own affair:
+    its text has failed, or its caller.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Continuation:
         row: int,
         number: int,
         text: ContinuationText,
+        sampling_row: RequestRow,
         on_output: Callable[[Output], None],
         problems: tuple[SloProblem, ...] = (),
     ) -> None:
@@ -48,8 +51,10 @@ class Continuation:
         self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
         self.untold: int | None = 1 if asks else None
-        self._text = text
+        self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
+        self._told = False  # of its end, or its caller has failed over it
+        self._engine_failed = False
         self._problems = problems
         self._timings: Timings | None = None
         self._verdict: Verdict | None = None
@@ -58,6 +63,10 @@ class Continuation:
     def matcher(self) -> Matcher | None:
         """Of its grammar, if it has one: it has taken in all of its tokens so far."""
         return self._text.matcher
+
+    def slot_params(self) -> SlotParams:
+        """What its slot on the device begins with."""
+        return self._sampling_row.slot_params(self.index, self.output_tokens)
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
         """Known tokens [first, end) of prompt and output together."""
@@ -88,6 +97,24 @@ class Continuation:
         )
         return reason
 
+    def fail(self, now: float, preemptions: int, error: str, *, engine_failed: bool) -> None:
+        """Ends it with an error, whatever of it may be what failed; its caller is told once."""
+        self._engine_failed = engine_failed
+        try:
+            if not self._told:
+                self.end(FinishReason.ERROR, now, preemptions, error)
+        except BaseException:
+            if not self._told:
+                last, name = FinishReason.ERROR, self.request.id
+                self._tell(
+                    Output(
+                        *(name, self.index),
+                        finish_reason=last,
+                        error=error,
+                        engine_failed=engine_failed,
+                    )
+                )
+
     def end(self, reason: FinishReason, now: float, preemptions: int, error: str = "") -> None:
         """Ends it from outside: cancelled, or the engine failed."""
         self.finished = True
@@ -116,7 +143,7 @@ class Continuation:
         if finish_reason is not None:
             usage = Usage(len(self.request.prompt), len(self.output_tokens), preemptions)
             self._conclude(finish_reason, now)
-        self._on_output(
+        self._tell(
             Output(
                 self.request.id,
                 self.index,
@@ -130,8 +157,13 @@ class Continuation:
                 token_times,
                 self._verdict,
                 prompt_logprobs,
+                self._engine_failed,
             )
         )
+
+    def _tell(self, output: Output) -> None:
+        self._told = output.finish_reason is not None
+        self._on_output(output)
 
     def _conclude(self, reason: FinishReason, now: float) -> None:
         """Its times, and whether they are what it asked for."""

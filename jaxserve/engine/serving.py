@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from jaxserve.engine.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.commands import Submit
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
-from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.executor import Executor, Handle, Undrawn
+from jaxserve.engine.failures import Failures, Observers, describe, ends_engine, refuse
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.layout import Layout, PackedBatch
 from jaxserve.engine.output import COMPLETE, FinishReason
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
-from jaxserve.engine.sampling import mask_words, slot_params
+from jaxserve.engine.sampling import SampleResult, SlotParams, mask_words, plain_slot
 from jaxserve.engine.sequence import NO_SLOT, Continuation
-from jaxserve.engine.stats import EngineInfo, Observer, StepStats
-from jaxserve.engine.stops import ContinuationText
+from jaxserve.engine.stats import EngineInfo, StepStats
 from jaxserve.sched.kinds import HIDDEN
-from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.tiers import lengthening
@@ -31,6 +31,9 @@ from jaxserve.sched.watch import StepWatch
 class Serving:
     """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
 
+    What fails for one continuation ends it alone, and what fails for a step those that it is of
+    (`failures.py`); what is raised here ends the engine.
+
     watch: predicts and measures the steps. compiles: an error after the warm-up, if given.
     on_over(request id) is told of each continuation that is over.
     """
@@ -39,23 +42,26 @@ class Serving:
         self,
         executor: Executor,
         scheduler: Scheduler,
-        tokenizer: Tokenizer,
         info: EngineInfo,
         *,
         watch: StepWatch,
-        eos_ids: tuple[int, ...],
         compiles: CompileCounter | None,
         clock: Callable[[], float],
         on_over: Callable[[str], None],
     ) -> None:
         self.live: dict[int, Continuation] = {}
-        self.observers: list[Observer] = []
+        self.failures = Failures()
+        self.observers = Observers(self.failures)
         self.steps = 0
-        self._executor, self._scheduler, self._tokenizer = executor, scheduler, tokenizer
-        self._info, self._eos_ids, self._compiles = info, eos_ids, compiles
+        self._executor, self._scheduler = executor, scheduler
+        self._info, self._compiles = info, compiles
         self.watch, self._clock, self._on_over = watch, clock, on_over
         self._by_id: dict[str, list[Continuation]] = {}
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
+        self._plain = plain_slot(info.vocab_size)
+        self._newcomers: list[Continuation] = []  # since the last plan
+        # Continuations that failed while a step is made of which they are: it is launched first.
+        self._failed: list[tuple[Continuation, BaseException]] = []
         self._arrivals = 0
         self._since = clock()  # when the thread was done with a step, or went on after it slept
         # Not told in any step yet.
@@ -67,46 +73,85 @@ class Serving:
         self._since = self._clock()
         self._wake_time = 0.0 if arrival is None else self._since - arrival
 
-    def knows(self, request_id: str) -> bool:
-        """Whether any of its continuations is not over."""
-        return request_id in self._by_id
-
     def admit(self, command: Submit) -> None:
         """Takes the request in, as many continuations as it asks for; they wait."""
-        request, on_output, problems = command.request, command.on_output, command.problems
-        texts = [self._text(command) for _ in range(request.sampling.n)]
-        continuations = self._by_id[request.id] = []
-        for index, text in enumerate(texts):
-            row = self._scheduler.add(request)
-            number, self._arrivals = self._arrivals, self._arrivals + 1
-            self._received += 1
-            continuation = Continuation(request, index, row, number, text, on_output, problems)
-            continuations.append(continuation)
-            self.live[row] = continuation
-            for observer in self.observers:
-                observer.on_arrival(number, request)
+        request = command.request
+        mine = self._by_id[request.id] = []
+        try:
+            for index, text in enumerate(command.texts):
+                row = self._scheduler.add(request)
+                number, self._arrivals = self._arrivals, self._arrivals + 1
+                self._received += 1
+                one = Continuation(
+                    *(request, index, row, number, text, command.row),
+                    *(command.on_output, command.problems),
+                )
+                mine.append(one)
+                self.live[row] = one
+                self._newcomers.append(one)
+                self._tell_arrival(one)
+        except BaseException as error:
+            self._refuse(command, mine, error)
 
-    def _text(self, command: Submit) -> ContinuationText:
-        request, matcher = command.request, None
-        if command.grammar is not None:
-            matcher = command.grammar.matcher(ignore_eos=request.sampling.ignore_eos)
-        return ContinuationText(
-            self._tokenizer, request.sampling, self._eos_ids, request.prompt, matcher
-        )
+    def _tell_arrival(self, one: Continuation) -> None:
+        self.observers.tell(lambda observer: observer.on_arrival(one.number, one.request))
+
+    def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
+        """Ends a request that cannot be taken in, or not as a whole."""
+        request, rest = command.request, range(len(begun), command.request.sampling.n)
+        refuse(request, command.on_output, FinishReason.ERROR, describe(error), rest)
+        if not begun:
+            del self._by_id[request.id]
+        for _ in rest:
+            self.failures.of_request(error, request.id)
+            self._on_over(request.id)
+        for continuation in list(begun):
+            self._fail(continuation, error)
 
     def cancel(self, request_id: str) -> None:
         """Ends what there is of it."""
         for continuation in list(self._by_id.get(request_id, ())):
-            self.end(continuation, FinishReason.CANCELLED)
+            try:
+                self._end(continuation, FinishReason.CANCELLED)
+            except BaseException as error:
+                self._fail(continuation, error)
 
     def launch(self, *, idle: bool) -> InFlight | None:
-        """Plans the next step and starts it; None if there is nothing to do yet."""
+        """Plans the next step and starts it; None if there is nothing to do yet, or it failed."""
         if not self.live:
             return None
+        # Plans went well before these came; if it is not they, the next one says so.
+        suspects, step = self._newcomers or list(self.live.values()), None
         begin = self._clock()
-        scheduler = self._scheduler
         self._receive_time += begin - self._since
-        num_live, step = len(self.live), self._schedule(begin)
+        try:
+            plan = self._plan(begin, idle=idle)
+            suspects, self._newcomers = list(self.live.values()), []
+            num_live, step = len(self.live), self._scheduler.book(plan)
+            suspects = self._members(step)
+            return self._launch(step, begin, num_live=num_live, idle=idle)
+        except BaseException as error:
+            self._fail_step(error, suspects, step)
+            return None
+
+    def _plan(self, now: float, *, idle: bool) -> BatchPlan:
+        try:
+            plan = self._scheduler.plan(now)
+            if idle and not len(plan) and not plan.operations:
+                raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
+        except InvalidPlan as error:
+            raise InvalidPlan(f"policy {self._info.policy}: {error}") from error
+        return plan
+
+    def _members(self, step: Step) -> list[Continuation]:
+        """Those that compute anything in it, or whose caches it moves."""
+        rows = step.rows.tolist()
+        for operation in step.plan.operations:
+            rows += [operation.row] if isinstance(operation, Join) else operation.rows.tolist()
+        return [self.live[row] for row in dict.fromkeys(rows)]
+
+    def _launch(self, step: Step, begin: float, *, num_live: int, idle: bool) -> InFlight | None:
+        scheduler = self._scheduler
         kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
         num_shared = scheduler.pool.num_shared
         planned = self._clock()
@@ -116,8 +161,6 @@ class Serving:
         for move in step.moves:
             carry_out(self._executor, move)
         if not len(step):
-            if idle and not step.plan.operations:
-                raise self._invalid(f"it plans nothing for {num_live} requests")
             self.watch.moved(step)
             self._since = self._clock()
             return None
@@ -152,10 +195,17 @@ class Serving:
             plan_time=planned - begin,
             launch_time=self._clock() - planned,
         )
+        self._end_failed_members()
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
         self._since = self._clock()
         return flying
+
+    def _end_failed_members(self) -> None:
+        """The step with them runs: what they hold is free for those behind it."""
+        failed, self._failed = self._failed, []
+        for continuation, error in failed:
+            self._fail(continuation, error)
 
     def _batch(
         self, step: Step, members: Sequence[Continuation]
@@ -179,70 +229,93 @@ class Serving:
             return self._executor.compute(layout, batch.buffer, targets=targets)
         return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
 
-    def _schedule(self, now: float) -> Step:
-        try:
-            return self._scheduler.schedule(now)
-        except InvalidPlan as error:
-            raise self._invalid(str(error)) from error
-
-    def _invalid(self, problem: str) -> InvalidPlan:
-        return InvalidPlan(f"policy {self._info.policy}: {problem}")
-
     def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
-        return self.live[row].tokens(first, end)
+        try:
+            return self.live[row].tokens(first, end)
+        except BaseException as error:
+            self._failed.append((self.live[row], error))
+            return (0,) * (end - first)
 
-    def draw(self, step: InFlight) -> InFlight:
+    def draw(self, step: InFlight) -> InFlight | None:
         """Has the tokens drawn of a step in which grammars have a say, now that every token before
-        them is here."""
+        them is here. None if that failed."""
         if not isinstance(step.handle, Undrawn):
             return step
         begin = self._clock()
-        masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
-        masks = masks.view(np.uint32)
-        for i, continuation in step.emitting:
-            if continuation.matcher is None or continuation.finished:
-                continue
-            mask = continuation.matcher.mask()
-            if mask is not None:
-                masks[i] = mask
-            elif problem := continuation.matcher.problem:
-                self.end(continuation, FinishReason.ERROR, problem)
-            else:
-                self.end(continuation, FinishReason.STOP)
-        handle = self._executor.draw(step.handle, masks)
+        try:
+            masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
+            masks = masks.view(np.uint32)
+            for i, continuation in step.emitting:
+                self._mask(continuation, masks[i])
+            handle = self._executor.draw(step.handle, masks)
+        except BaseException as error:
+            self._fail_step(error, [continuation for _, continuation in step.emitting])
+            return None
         self._since = self._clock()
         took = step.launch_time + self._since - begin
         return dataclasses.replace(step, handle=handle, launch_time=took)
 
+    def _mask(self, continuation: Continuation, to: np.ndarray) -> None:
+        """Writes what its grammar allows next; it ends where that is nothing."""
+        matcher = continuation.matcher
+        if matcher is None or continuation.finished:
+            return
+        try:
+            mask = matcher.mask()
+            if mask is not None:
+                to[:] = mask
+            elif problem := matcher.problem:
+                self._end(continuation, FinishReason.ERROR, problem)
+            else:
+                self._end(continuation, FinishReason.STOP)
+        except BaseException as error:
+            self._fail(continuation, error)
+
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens; late ones of requests that are over are dropped."""
         assert not isinstance(step.handle, Undrawn)
-        result = step.handle.result()
-        now = self._clock()
-        device_time = self.watch.finished(step.watched, now)
-        if step.prompts is not None:
-            step.prompts.tell(step.handle.prompt(), now)
-        mine = [(i, c) for i, c in step.emitting if not c.finished]
-        table = self._scheduler.table
-        self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
-        tokens = result.tokens.tolist()
-        for i, continuation in mine:
-            self._observe_token(continuation, now)
-            reason = continuation.feed(
-                tokens[i],
-                now,
-                int(table.preemptions[continuation.row]),
-                entries(result, i, i + 1, continuation.request.sampling.logprobs),
-            )
-            if reason is not None:
-                self.forget(continuation, reason, now)
+        result = step.handle.result()  # what this raises the device has raised
+        prompt = None if step.prompts is None else step.handle.prompt()
+        try:
+            self._take_in(step, result, prompt)
+        except BaseException as error:
+            self._fail_step(error, [continuation for _, continuation in step.emitting])
         self.steps += 1
         if self._compiles is not None and self._compiles.count:
             raise CompiledAfterWarmup(
                 f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
                 f"{len(step.step)} rows and {step.padded_tokens} padded tokens"
             )
+
+    def _take_in(self, step: InFlight, result: SampleResult, prompt: SampleResult | None) -> None:
+        now = self._clock()
+        device_time = self.watch.finished(step.watched, now)
+        if step.prompts is not None and prompt is not None:
+            for continuation, error in step.prompts.tell(prompt, now):
+                self._fail(continuation, error)
+        mine = [(i, c) for i, c in step.emitting if not c.finished]
+        self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
+        tokens = result.tokens.tolist()
+        for i, continuation in mine:
+            self._observe_token(continuation, now)
+            try:
+                self._feed(continuation, tokens[i], result, i, now)
+            except BaseException as error:
+                self._fail(continuation, error)
+        self.failures.went_well()
         self._report(step, tuple(c.number for _, c in mine), now, device_time)
+
+    def _feed(
+        self, continuation: Continuation, token: int, result: SampleResult, i: int, now: float
+    ) -> None:
+        reason = continuation.feed(
+            token,
+            now,
+            int(self._scheduler.table.preemptions[continuation.row]),
+            entries(result, i, i + 1, continuation.request.sampling.logprobs),
+        )
+        if reason is not None:
+            self._forget(continuation, reason, now)
 
     def _report(
         self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
@@ -279,31 +352,29 @@ class Serving:
             launch_time=step.launch_time,
             finish_time=self._since - now,
         )
-        for observer in self.observers:
-            observer.on_step(stats)
+        self.observers.tell(lambda observer: observer.on_step(stats))
 
     def _observe_token(self, continuation: Continuation, now: float) -> None:
-        request = continuation.request
-        for observer in self.observers:
-            if not continuation.token_times:
-                observer.on_first_token(now - request.arrival, request.tier)
-            else:
-                observer.on_inter_token(now - continuation.token_times[-1], request.tier)
+        tier, came = continuation.request.tier, continuation.token_times
+        if came:
+            since = now - came[-1]
+            self.observers.tell(lambda observer: observer.on_inter_token(since, tier))
+        else:
+            ttft = now - continuation.request.arrival
+            self.observers.tell(lambda observer: observer.on_first_token(ttft, tier))
 
     def _take_slot(self, member: Continuation, now: float) -> None:
         member.slot = self._free_slots.pop()
         if member.first_scheduled is None:
             member.first_scheduled = now
-        self._executor.admit(
-            member.slot,
-            slot_params(
-                member.request,
-                member.index,
-                member.output_tokens,
-                self._info.vocab_size,
-                self._eos_ids,
-            ),
-        )
+        self._executor.admit(member.slot, self._slot_params(member))
+
+    def _slot_params(self, member: Continuation) -> SlotParams:
+        try:
+            return member.slot_params()
+        except BaseException as error:
+            self._failed.append((member, error))
+            return self._plain
 
     def _release_slot(self, member: Continuation, preempted: float | None = None) -> None:
         """Those restored from the host have none until they are in a batch. preempted: when."""
@@ -316,18 +387,56 @@ class Serving:
     def stop(self) -> None:
         """Ends the executor, and tells the observers, for the last time."""
         self._executor.close()
-        observers, self.observers = self.observers, []
-        for observer in observers:
-            observer.on_stop()
+        observers, self.observers = self.observers, Observers(self.failures)
+        observers.tell(lambda observer: observer.on_stop())
 
-    def end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
+    # How they end.
+
+    def _end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
         """Ends a continuation from outside the model."""
         now = self._clock()
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         continuation.end(reason, now, preemptions, error)
-        self.forget(continuation, reason, now)
+        self._forget(continuation, reason, now)
 
-    def forget(self, continuation: Continuation, reason: FinishReason, now: float) -> None:
+    def _fail(self, continuation: Continuation, error: BaseException) -> None:
+        """Ends it alone for what went wrong with it, unless it is over."""
+        if self.live.get(continuation.row) is continuation:
+            self.failures.of_request(error, continuation.request.id)
+            self.end_failed(continuation, describe(error))
+
+    def _fail_step(
+        self, error: BaseException, suspects: Iterable[Continuation], step: Step | None = None
+    ) -> None:
+        """Ends those of whom it may be the fault, or whose caches nobody knows now, the suspects.
+        step: what was booked of it, if its launch failed. Raises the error where it is no use to go
+        on."""
+        if ends_engine(error) or not self._executor.intact:
+            raise error
+        for move in () if step is None else step.moves:
+            if isinstance(move, Discard):
+                carry_out(self._executor, move)
+        self._end_failed_members()
+        ended = [one for one in suspects if self.live.get(one.row) is one]
+        self.failures.of_step(error, len(ended))
+        for continuation in ended:
+            self.end_failed(continuation, describe(error))
+        self._newcomers = []
+        if not self.live and not self._scheduler.is_empty:
+            raise error  # there are blocks that nobody holds
+        self._since = self._clock()
+
+    def end_failed(
+        self, continuation: Continuation, problem: str, *, engine_failed: bool = False
+    ) -> None:
+        """Ends it with an error, and frees what it holds, whatever its caller raises."""
+        now = self._clock()
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        with contextlib.suppress(BaseException):
+            continuation.fail(now, preemptions, problem, engine_failed=engine_failed)
+        self._forget(continuation, FinishReason.ERROR, now)
+
+    def _forget(self, continuation: Continuation, reason: FinishReason, now: float) -> None:
         """Frees all that a finished continuation holds."""
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
@@ -338,7 +447,10 @@ class Serving:
         siblings.remove(continuation)
         if not siblings:
             del self._by_id[request.id]
-        stats = continuation.stats(reason, now, preemptions)
-        for observer in self.observers:
-            observer.on_finish(stats)
         self._on_over(request.id)
+        try:
+            stats = continuation.stats(reason, now, preemptions)
+        except BaseException as error:
+            self.failures.of_request(error, request.id)
+        else:
+            self.observers.tell(lambda observer: observer.on_finish(stats))

@@ -1,6 +1,7 @@
 """What the engine reports about itself: one record a step, one a finished request, one snapshot.
 
-Observers are called on the engine thread and must return quickly.
+Observers are called on the engine thread and must return quickly. What one raises is logged and
+counted, and it goes on being told.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class EngineStats:
     slots_restored; host_full: preemptions for whose caches host memory had no room.
     compiles_after_warmup: compilations while serving. step_time_error: of the predicted step times
     lately, the mean of |predicted / measured - 1|. expected_wait: by tier, seconds until the first
-    token of the shortest prompt that would come now.
+    token of the shortest prompt that would come now. request_failures, step_failures,
+    observer_failures: what went wrong on the engine's thread and did not end it, see `failures.py`.
     """
 
     waiting: int
@@ -127,6 +129,9 @@ class EngineStats:
     steps: int
     step_time_error: float
     expected_wait: dict[str, float]
+    request_failures: int = 0
+    step_failures: int = 0
+    observer_failures: int = 0
 
 
 @dataclass(frozen=True)

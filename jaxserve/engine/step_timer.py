@@ -146,8 +146,8 @@ class StepTimer:
         self._executor.discard((key,))
 
     def _admit(self, slots: int) -> None:
-        from jaxserve.engine.sampling_state import slot_params
+        from jaxserve.engine.sampling_state import RequestRow
 
+        row = RequestRow(Request("timed", (0,), SAMPLING), _VOCABULARY, ())
         for slot in range(slots):
-            request = Request(f"timed-{slot}", (0,), SAMPLING)
-            self._executor.admit(slot, slot_params(request, 0, (), _VOCABULARY, ()))
+            self._executor.admit(slot, row.slot_params(0, ()))

@@ -186,6 +186,12 @@ class EngineMetrics(Collector, Observer):
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
+        text = "Continuations that ended alone for a failure of their own."
+        yield self._counter("request_failures", text, stats.request_failures)
+        text = "Plans and batches that failed, and whose requests ended with them."
+        yield self._counter("engine_step_failures", text, stats.step_failures)
+        text = "Calls of the engine's observers, metrics and recordings among them, that raised."
+        yield self._counter("observer_failures", text, stats.observer_failures)
 
     def _cache_config(self) -> Metric:
         """As the Gateway API Inference Extension's model-server protocol has it (BlockSize and

@@ -13,7 +13,7 @@ from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import Ending
 from jaxserve.server.requests.late import ExpectedLate
 from jaxserve.server.requests.requests import SHUTTING_DOWN
-from jaxserve.server.requests.streams import DuplicateRequest, StreamFailed
+from jaxserve.server.requests.streams import DuplicateRequest, RequestFailed, StreamFailed
 
 Code = grpc.StatusCode
 
@@ -46,6 +46,8 @@ def status_of(error: Exception) -> Status | None:
             stopping = str(error) == SHUTTING_DOWN
             ending = Ending.SHUTTING_DOWN if stopping else Ending.ENGINE_FAILED
             return Status(Code.UNAVAILABLE, ending, retry_s())
+        case RequestFailed():
+            return Status(Code.INTERNAL, Ending.FAILED)
         case StreamFailed():
             return Status(Code.INTERNAL, Ending.ENGINE_FAILED)
     return None

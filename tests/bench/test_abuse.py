@@ -6,11 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from jaxserve.bench import abuse, attacks, cli
 from jaxserve.bench.abuse import Row
 from jaxserve.bench.saboteur import Saboteur
+from jaxserve.engine.executor import JaxExecutor
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine, step_stats
@@ -80,15 +82,17 @@ def test_streams_can_be_left_unread_and_read_after_all(
 
 
 def test_a_held_engine_goes_on_and_a_failed_one_does_not() -> None:
-    saboteur, stats = Saboteur(), step_stats(1)
+    executor, stats = JaxExecutor.__new__(JaxExecutor), step_stats(1)
+    saboteur = Saboteur(executor)
     saboteur.on_step(stats)
     saboteur.hold()
     assert not saboteur._go_on.is_set()
     saboteur.hold()
     saboteur.on_step(stats)
     saboteur.fail()
-    with pytest.raises(RuntimeError, match="sabotage"):
-        saboteur.on_step(stats)
+    for launch in (executor.submit, executor.compute):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="sabotage"):
+            launch(None, None)  # type: ignore[operator]
 
 
 def test_the_table_says_what_did_not_hold() -> None:

@@ -38,6 +38,7 @@ class Stuck:
     """An executor whose steps wait for a host that is gone, until they fail."""
 
     copies_beside = False
+    intact = True
 
     def __init__(self, chosen: Choices) -> None:
         self.buckets = chosen.buckets
@@ -60,9 +61,9 @@ class Stuck:
 
 
 class Running:
-    """The engine, with one request that waits."""
+    """The engine, with one request that waits; or none, busy=False."""
 
-    def __init__(self, folder: Path, group: Group | None = None) -> None:
+    def __init__(self, folder: Path, group: Group | None = None, *, busy: bool = True) -> None:
         config = configured(folder, 64, PRIOR, cache__num_blocks=64)
         chosen = choose(config)
         self.stuck = Stuck(chosen)
@@ -77,8 +78,9 @@ class Running:
         self.outputs: list[Output] = []
         self.engine.add_failure_listener(self.told.put)
         self.engine.start()
-        self.engine.submit(Request("one", (5, 6, 7), SHORT), self.outputs.append)
-        assert self.stuck.waits.wait(TIMEOUT)
+        if busy:
+            self.engine.submit(Request("one", (5, 6, 7), SHORT), self.outputs.append)
+            assert self.stuck.waits.wait(TIMEOUT)
 
     def end(self) -> None:
         self.stuck.fails.set()

@@ -31,6 +31,7 @@ class Recorder:
     """An executor that notes what it is told."""
 
     copies_beside = False
+    intact = True
     buckets = make_buckets(4, 8, width=2)
 
     def __init__(self) -> None:

@@ -347,3 +347,39 @@ def test_the_tokenizer_may_have_more_tokens_than_the_model(shared: Engine) -> No
     assert fewer[31] == whole[31] & 0xFF
     assert (more[:48] == whole).all()
     assert not more[48:].any()
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("hook", ["mask", "feed", "problem"])
+def test_a_grammar_that_breaks_ends_its_own_request(hook: str, on: Engine) -> None:
+    digits, letters = Grammar.regex("[0-9]{9,30}"), Grammar.regex("[a-z]{9,30}")
+    others = (letters, None, Grammar.json_object())
+    alone = [ask(on, one, max_tokens=30).wait().tokens() for one in others]
+    compiled = on._grammars.compile(digits)
+    whole = compiled.matcher(ignore_eos=False)
+    calls = []
+
+    class Broken:
+        """At its third call."""
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            if name == hook and calls.count(name) == (1 if name == "problem" else 3):
+                raise Panic("unreachable")
+            if hook == "problem" and name == "mask":
+                return lambda: None  # nothing may follow
+            return getattr(whole, name)
+
+    compiled.matcher = lambda **_: Broken()  # type: ignore[method-assign, assignment, return-value]
+    try:
+        victim = ask(on, digits)
+        streams = [ask(on, one, max_tokens=30) for one in others]
+        assert victim.wait().reason is FinishReason.ERROR
+        assert victim.last().error == "Panic: unreachable"
+        assert [stream.wait().tokens() for stream in streams] == alone
+    finally:
+        del compiled.matcher
+    assert ask(on, digits).wait().reason is FinishReason.STOP

@@ -233,8 +233,9 @@ def test_each_token_is_told_once(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 12))
     prompt = tuple(range(100, 100 + length))
     request = Request("a", prompt, SamplingParams(prompt_logprobs=1))
-    texts: Any = None
-    member = Continuation(request, 0, 0, 0, texts, lambda _: None)
+    text: Any = None
+    row: Any = None
+    member = Continuation(request, 0, 0, 0, text, row, lambda _: None)
     cached, found = 0, list[int]()
     while cached < length:
         if cached and data.draw(st.booleans()):
@@ -244,7 +245,7 @@ def test_each_token_is_told_once(data: st.DataObject) -> None:
         step: Any = SimpleNamespace(start=np.array([0, cached]), end=np.array([other, end]))
         rows = Rows(np.array([other, end - cached]), np.array([0, cached]), np.zeros((2, 2, 1)))
         batch = layout.pack(rows)
-        nobody = Continuation(Request("b", (1, 2)), 0, 1, 1, texts, lambda _: None)
+        nobody = Continuation(Request("b", (1, 2)), 0, 1, 1, text, row, lambda _: None)
         scored = PromptLogprobs.of(untold([nobody, member], step), step, layout, batch)
         if scored is not None:
             begin = int(layout.views(batch.buffer)["query_start"][batch.order.tolist().index(1)])

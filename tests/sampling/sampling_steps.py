@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from jaxserve.engine.sampling import (
+    RequestRow,
     SampleResult,
     SamplingState,
     admit,
     sample_full,
     sample_greedy,
-    slot_params,
 )
 from jaxserve.sched.request import Request, SamplingParams
 
@@ -36,10 +36,14 @@ def request(prompt: Sequence[int] = (1,), name: str = "r", **sampling: object) -
 
 
 def enter(
-    state: SamplingState, slot: int, one: Request, output: Sequence[int] = (), index: int = 0
+    state: SamplingState,
+    slot: int,
+    one: Request | RequestRow,
+    output: Sequence[int] = (),
+    index: int = 0,
 ) -> SamplingState:
-    vocab = state.vocab_size
-    return admit(state, slot, slot_params(one, index, output, vocab, EOS))
+    row = one if isinstance(one, RequestRow) else RequestRow(one, state.vocab_size, EOS)
+    return admit(state, slot, row.slot_params(index, output))
 
 
 def step(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sampling_steps import EOS, R, S, V, enter, full, greedy, request, seed_key, step
 
 from jaxserve.engine.sampling import (
+    RequestRow,
     init_state,
     threefry2x32,
 )
@@ -111,7 +112,14 @@ def test_padding_and_rows_that_do_not_emit_leave_the_state(sample: object) -> No
 
 
 def generate(
-    one: Request, count: int, *, slot: int, place: int, rows: int, crowd: int, preempt_at: int = -1
+    one: RequestRow,
+    count: int,
+    *,
+    slot: int,
+    place: int,
+    rows: int,
+    crowd: int,
+    preempt_at: int = -1,
 ) -> list[int]:
     """`count` tokens of a request at row `place` of batches of `rows`, among `crowd` others."""
     state = init_state(S, V)
@@ -151,7 +159,7 @@ def generate(
 def test_text_does_not_depend_on_batch_row_bucket_slot_or_preemption(
     sampling: dict[str, object],
 ) -> None:
-    one = request((1, 2, 3), **sampling)
+    one = RequestRow(request((1, 2, 3), **sampling), V, EOS)
     alone = generate(one, 16, slot=0, place=0, rows=R, crowd=0)
     assert len(set(alone)) > 4
     assert generate(one, 16, slot=7, place=3, rows=R, crowd=4) == alone
@@ -162,9 +170,9 @@ def test_text_does_not_depend_on_batch_row_bucket_slot_or_preemption(
 
 def test_seeds_and_continuations_differ_and_n_counts_up_from_the_seed() -> None:
     def texts(one: Request, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        out = []
+        row, out = RequestRow(one, V, EOS), []
         for index in indices:
-            state = enter(init_state(S, V), 0, one, index=index)
+            state = enter(init_state(S, V), 0, row, index=index)
             text = []
             for _ in range(12):
                 state, result = step(state, np.zeros((1, V)), [0])
@@ -172,11 +180,11 @@ def test_seeds_and_continuations_differ_and_n_counts_up_from_the_seed() -> None:
             out.append(tuple(text))
         return out
 
-    seeded = texts(request(temperature=1.0, seed=10), range(3))
+    seeded = texts(request(temperature=1.0, seed=10, n=3), range(3))
     assert len(set(seeded)) == 3
-    assert texts(request(temperature=1.0, seed=11), [0, 1]) == seeded[1:]
-    free = texts(request(temperature=1.0), range(3))
-    again = texts(request(temperature=1.0, name="another"), range(3))
+    assert texts(request(temperature=1.0, seed=11, n=2), [0, 1]) == seeded[1:]
+    free = texts(request(temperature=1.0, n=3), range(3))
+    again = texts(request(temperature=1.0, n=3), range(3))
     assert len({*free, *again}) == 6
 
 

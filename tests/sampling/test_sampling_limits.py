@@ -15,11 +15,11 @@ from sampling_steps import EOS, S, V, enter, request, step
 
 from jaxserve.engine import sampling_state
 from jaxserve.engine.sampling import (
+    RequestRow,
     admit,
     init_state,
     mask_words,
     sample_full,
-    slot_params,
     warm_up,
 )
 from jaxserve.sched.request import (
@@ -121,7 +121,7 @@ def test_nothing_compiles_after_warm_up_and_plain_rows_carry_no_counts() -> None
         for slot, one in enumerate(
             (request(), request(temperature=1.0, seed=3), request(presence_penalty=1.0))
         ):
-            row = slot_params(one, 0, [1, 2], V, EOS)
+            row = RequestRow(one, V, EOS).slot_params(0, [1, 2])
             assert (row.counts is None) == (slot < 2)
             state = admit(state, slot, row)
     after = sampling_state._admit._cache_size(), sampling_state._admit_counted._cache_size()
@@ -133,13 +133,13 @@ def test_errors_name_the_field() -> None:
     with pytest.raises(ValueError, match=r"slot: must be in 0\.\.8, got 9"):
         enter(init_state(S, V), S, request())
     with pytest.raises(ValueError, match="eos_ids: has 17 entries; at most 16"):
-        slot_params(request(), 0, (), V, range(17))
+        RequestRow(request(), V, range(17))
 
 
 SHARDED = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxserve.engine.sampling import admit, init_state, slot_params
+from jaxserve.engine.sampling import RequestRow, admit, init_state
 from jaxserve.sched.request import Request, SamplingParams
 V, S = 96, 8
 kinds = [dict(), dict(temperature=1.0, seed=1, top_k=9), dict(temperature=1.0, seed=2, top_p=0.7),
@@ -150,7 +150,7 @@ def run(mesh):
     state, out = init_state(S, V, mesh), []
     for i, kind in enumerate(kinds):
         request = Request("r", (1, 2), SamplingParams(**kind))
-        state = admit(state, i, slot_params(request, 0, (), V, (0,)))
+        state = admit(state, i, RequestRow(request, V, (0,)).slot_params(0, ()))
     for t in range(6):
         logits = np.random.default_rng(t).normal(0, 1, (8, V)).astype(np.float32)
         if mesh is not None:

@@ -101,6 +101,7 @@ class Device:
     ) -> None:
         self.buckets, self.lengths = buckets, lengths
         self.copies_beside = False
+        self.intact = True
         self.numbers: dict[int, int] = {}
         self.step: Step  # the last that was planned
         self._clock, self._cost_model = clock, cost_model
@@ -189,21 +190,21 @@ class Served(Observer):
 
     def _watch(self, engine: Engine) -> None:
         scheduler = engine._scheduler
-        self._schedule, self._add = scheduler.schedule, scheduler.add
+        self._book, self._add = scheduler.book, scheduler.add
         self._receive = engine._receive
-        scheduler.schedule = self._scheduled  # type: ignore[method-assign]
+        scheduler.book = self._booked  # type: ignore[method-assign]
         scheduler.add = self._added  # type: ignore[method-assign]
         engine._receive = self._arrived  # type: ignore[method-assign]
         engine.add_observer(self)
 
-    def _scheduled(self, now: float) -> Step:
-        step = self._device.step = self._schedule(now)
+    def _booked(self, plan: BatchPlan) -> Step:
+        step = self._device.step = self._book(plan)
         numbers = self._device.numbers
         self._gone += [numbers[row] for row in step.preempted.tolist()]
         if not len(step):
             self._device.move(step)
             return step
-        plan, gone = step.plan, Preempt.whole(np.array(self._gone, np.int64))
+        gone = Preempt.whole(np.array(self._gone, np.int64))
         rows = np.array([numbers[row] for row in plan.rows.tolist()])
         self.plans.append(BatchPlan(rows, plan.num_tokens, plan.reserve, plan.kinds, (gone,)))
         self._gone = []

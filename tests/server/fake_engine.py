@@ -269,6 +269,7 @@ class FakeEngine:
                             index,
                             finish_reason=FinishReason.ERROR,
                             error=str(error),
+                            engine_failed=True,
                         )
                     )
             self.live.clear()

@@ -15,6 +15,7 @@ from jaxserve.server.requests.streams import (
     Delta,
     DuplicateRequest,
     OutputRouter,
+    RequestFailed,
     SlowReader,
     Stream,
     StreamFailed,
@@ -189,6 +190,22 @@ def test_failing_everything_ends_everything_after_what_is_pending() -> None:
         with pytest.raises(StreamFailed, match="broken"):
             await stream.next()
         assert router.unfinished() == []
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("engine_failed", [True, False])
+def test_a_request_that_fails_is_told_from_an_engine_that_does(engine_failed: bool) -> None:
+    async def play() -> None:
+        router = OutputRouter(asyncio.get_running_loop())
+        stream = router.open("r", 1)
+        last = FinishReason.ERROR
+        router.on_output(
+            Output("r", 0, finish_reason=last, error="broken", engine_failed=engine_failed)
+        )
+        with pytest.raises(StreamFailed, match="broken") as raised:
+            await stream.next()
+        assert isinstance(raised.value, RequestFailed) != engine_failed
 
     asyncio.run(play())
 

@@ -72,9 +72,10 @@ class LineError:
     message: str
 
     @classmethod
-    def of(cls, error: InvalidRequest) -> LineError:
-        """What the engine does not serve."""
-        return cls("INVALID_ARGUMENT", str(error))
+    def of(cls, error: Exception) -> LineError:
+        """What the engine does not serve, or failed over."""
+        code = "INVALID_ARGUMENT" if isinstance(error, InvalidRequest) else "INTERNAL"
+        return cls(code, str(error))
 
 
 @dataclass(frozen=True)

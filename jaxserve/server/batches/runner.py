@@ -21,7 +21,7 @@ from jaxserve.server.batches.lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.records import Outcome, Position, Work
 from jaxserve.server.requests.endings import CallRecord, Door, Ending, Endings
 from jaxserve.server.requests.requests import EngineRequests
-from jaxserve.server.requests.streams import Delta, Stream, StreamFailed
+from jaxserve.server.requests.streams import Delta, RequestFailed, Stream, StreamFailed
 
 RETRY_S = 0.5
 """Until the next try where the engine's queue is full, or the disk has failed."""
@@ -167,19 +167,23 @@ class BatchRunner:
         self._endings.ended(record)
 
     async def _collect(self, work: Work, line: Line, stream: Stream, record: CallRecord) -> None:
-        ending = Ending.SHUTTING_DOWN
+        ending, failed = Ending.SHUTTING_DOWN, None
         try:
             completions = await _completions(stream)
             if completions is not None:
                 ending = Ending.OK
             elif work.batch in self._dropped:
                 ending = Ending.CANCELLED
+        except RequestFailed as error:
+            completions, ending, failed = None, Ending.FAILED, LineError.of(error)
         except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
             completions, ending = None, Ending.ENGINE_FAILED
         finally:  # or this task is cancelled, when the server stops
             self._over(record, ending)
         del self._streams[work.batch, work.line]
-        if completions is None:
+        if failed is not None:
+            self._finish(work, Result(line.name, error=failed))
+        elif completions is None:
             self._release(work.batch, work.line)
         else:
             self._finish(work, Result(line.name, completions))

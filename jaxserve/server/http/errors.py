@@ -20,7 +20,12 @@ from jaxserve.server.requests.admission import retry_s
 from jaxserve.server.requests.endings import CallRecord, Ending
 from jaxserve.server.requests.late import ExpectedLate
 from jaxserve.server.requests.requests import SHUTTING_DOWN
-from jaxserve.server.requests.streams import DuplicateRequest, SlowReader, StreamFailed
+from jaxserve.server.requests.streams import (
+    DuplicateRequest,
+    RequestFailed,
+    SlowReader,
+    StreamFailed,
+)
 
 RECORD = "jaxserve.record"
 """Where the scope of a call has its CallRecord, if somebody keeps one."""
@@ -146,6 +151,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(503, str(error), code="unavailable", headers=retry_after())
         case SlowReader():
             return ApiError(429, str(error), code="slow_reader")
+        case RequestFailed():
+            return ApiError(500, str(error), code="internal")
         case StreamFailed():
             return ApiError(500, str(error), code="engine_failed")
     return None

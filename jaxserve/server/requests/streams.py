@@ -35,6 +35,10 @@ class StreamFailed(RuntimeError):
     """The engine failed; the message says how."""
 
 
+class RequestFailed(StreamFailed):
+    """The request did, and the engine serves others; the message says how."""
+
+
 class SlowReader(RuntimeError):
     """What waits for the reader is more than is kept, or waits longer."""
 
@@ -131,7 +135,8 @@ class Stream:
         if output.finish_reason is FinishReason.ERROR:
             if not self.finished:  # the others of the n go with it
                 self._cancel()
-            self.fail(output.error or FAILED)
+            kind = StreamFailed if output.engine_failed else RequestFailed
+            self.fail(output.error or FAILED, kind)
             return
         delta = self._growing.get(output.index)
         if delta is None or delta.size >= MAX_DELTA_BYTES:

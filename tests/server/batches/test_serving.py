@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.engine.errors import EngineStopped
+from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import Request, Tier
 from jaxserve.server.batches import lines as lines_module
 from jaxserve.server.batches import runner as batch_runner
@@ -62,6 +63,22 @@ def test_a_batch_is_served_with_all_that_its_lines_say(door: BatchDoor, engine: 
     status = door.status("b")
     assert (status.state, status.num_lines, status.done) == (STATE["ENDED"], 2, 2)
     assert status.model == "fake" and not (status.failed or status.waiting or status.running)
+
+
+def test_a_line_whose_request_fails_is_over(door: BatchDoor, engine: FakeEngine) -> None:
+    """It would fail the next server's, too; the engine goes on, and so do the others."""
+    door.submit("b", ["one", "two"])
+    engine.wait(lambda: len(engine.live) == 2)
+    (name, running), _ = engine.live.items()
+    del engine.live[name]
+    problem = "RuntimeError: out of order"
+    running.on_output(Output(name, 0, finish_reason=FinishReason.ERROR, error=problem))
+    engine.run()
+    failed, served = door.results("b")
+    assert (failed.error.code, failed.error.message) == ("INTERNAL", problem)
+    assert served.completions
+    status = door.status("b")
+    assert (status.failed, status.done, status.state) == (1, 1, STATE["ENDED"])
 
 
 def test_lines_in_error_fail_by_themselves(
