@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxserve.command_line import Parser
 from jaxserve.server.access.key_lines import (
@@ -66,7 +67,7 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [name for name in LIMITS if getattr(args, name) is not None]
 
 
-def _new(name: str, limits: dict[str, int], path: Path | None) -> None:
+def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:
     secret = new_secret()
     key = ApiKey(name, digest_of(secret.encode()), **limits)
     if path is not None:
@@ -90,7 +91,7 @@ def _list(path: Path) -> None:
     keys = _keys(path)
     width = max((len(key.name) for key in keys), default=0)
     for key in keys:
-        said = [f"{limit} {getattr(key, limit)}" for limit in LIMITS if getattr(key, limit)]
+        said = [f"{limit} {value}" for limit, value in key.limits.items()]
         print(f"{key.name:<{width}}  {key.digest[:8]}...  {', '.join(said) or 'no limits'}")
 
 
@@ -144,10 +145,8 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="new|list|revoke")
     new = commands.add_parser("new", help="a key for somebody")
     new.add_argument("name", help="whose it is, or what for; logs have it")
-    new.add_argument("--rate", help="calls a minute at most (any number)")
-    new.add_argument("--concurrency", help="calls, and requests, at once at most (any number)")
-    new.add_argument("--files_mib", help="MiB of its files, and of its batches, at most (a share)")
-    new.add_argument("--files", help="files, and batches, that it has at most (as the server says)")
+    for limit, words in LIMITS.items():
+        new.add_argument(f"--{limit}", help=words)
     new.add_argument("--file", help="adds its line there; without, the line is printed")
     shown = commands.add_parser("list", help="whose keys there are")
     shown.add_argument("--file", required=True, help="the server's api_keys")

@@ -12,9 +12,21 @@ import hashlib
 import re
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-LIMITS = ("rate", "concurrency", "files_mib", "files")
+LIMITS = {
+    "rate": "calls a minute at most (any number)",
+    "concurrency": "calls, and requests of them, at once at most (any number)",
+    "files_mib": "MiB of its files, and of its batches, at most (a share of server.batch_gib)",
+    "files": "files, and batches, that it has at most (server.batch_key_files)",
+    "tier": "best_effort: it may ask for no more; realtime (that)",
+    "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
+    "min_tbt_ms": "the same between two tokens (any)",
+    "min_jct_ms": "the same to the last one (any)",
+}
+"""What a key may, and what that means where it says nothing, in parentheses."""
+REALTIME, BEST_EFFORT = TIERS = ("realtime", "best_effort")
 MAX_LIMIT = 1_000_000
 _PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
 _KEY_BYTES = 32
@@ -25,7 +37,8 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 class ApiKey:
     """Whose it is and what it may. digest: of the key, SHA-256, hex. rate: calls a minute,
     concurrency: calls, and requests of them, at once; 0 is any number. files_mib: what its files,
-    and its batches, may take; files: how many of each it may have; 0 is as the server has it."""
+    and its batches, may take; files: how many of each it may have; 0 is as the server has it.
+    tier: of TIERS, the highest that it may ask for. min_*_ms: the tightest targets; 0 is any."""
 
     name: str
     digest: str
@@ -33,10 +46,20 @@ class ApiKey:
     concurrency: int = 0
     files_mib: int = 0
     files: int = 0
+    tier: str = REALTIME
+    min_ttft_ms: int = 0
+    min_tbt_ms: int = 0
+    min_jct_ms: int = 0
+
+    @property
+    def limits(self) -> dict[str, int | str]:
+        """Those that it has."""
+        given = {name: getattr(self, name) for name in LIMITS}
+        return {name: limit for name, limit in given.items() if limit not in (0, REALTIME)}
 
     def line(self) -> str:
         """As `parse_line` reads it."""
-        limits = (f"{name}={getattr(self, name)}" for name in LIMITS if getattr(self, name))
+        limits = (f"{name}={limit}" for name, limit in self.limits.items())
         return " ".join((self.name, f"sha256:{self.digest}", *limits))
 
 
@@ -57,10 +80,14 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_limit(name: str, text: str) -> int:
-    """A limit's number. Raises ValueError."""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:8]) <= MAX_LIMIT):
-        raise ValueError(f"{name}: must be 1 to {MAX_LIMIT}, got {text!r}")
+def check_limit(name: str, text: str) -> int | str:
+    """A limit's number, or tier. Raises ValueError."""
+    if name.endswith("tier"):
+        if text not in TIERS:
+            raise ValueError(f"{name}: must be {' or '.join(TIERS)}, got {text!r:.80}")
+        return text
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= MAX_LIMIT):
+        raise ValueError(f"{name}: must be 1 to {MAX_LIMIT}, got {text!r:.80}")
     return int(text)
 
 
@@ -75,7 +102,7 @@ def parse_line(text: str) -> ApiKey | None:
     found = _HASH.fullmatch(hashed)
     if found is None:  # not shown: it may be a key
         raise ValueError(f"{check_name(name)}: the second word must be sha256: and 64 hex digits")
-    given: dict[str, int] = {}
+    given: dict[str, Any] = {}
     for each in limits:
         limit, _, value = each.partition("=")
         if limit not in LIMITS or limit in given:

@@ -27,7 +27,7 @@ from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import CallRecord
 from jaxserve.server.requests.late import LateRefusal
 from jaxserve.server.requests.logprob_arrays import size as logprobs_size
-from jaxserve.server.requests.slo_classes import ServiceLevel, named
+from jaxserve.server.requests.slo_classes import ServiceLevel, named, permitted
 from jaxserve.server.requests.streams import BUFFER_BYTES, OutputRouter, Stream, StreamFailed
 
 T = TypeVar("T")
@@ -154,9 +154,11 @@ class EngineRequests:
         gets the usual one, or what fits behind a long prompt. request_id: empty makes one up.
         slo_class: what it has of targets and tier where the request has none; empty is none.
         caller: whose it is; its id in the engine is `caller.scoped`, so that nobody learns what ids
-        others have. Raises InvalidRequest.
+        others have, and it gets no more than its key may ask for. Raises InvalidRequest.
         """
         level = named(self.slo_classes, slo_class).with_own(slo or SLO(), tier)
+        said = tier is not None or bool(slo_class)
+        level = permitted(level, said, None if caller is None else caller.key)
         if len(request_id) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(request_id)} characters; {limits}")

@@ -13,6 +13,7 @@ from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
 from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.workloads.classes import parse_terms
 from jaxserve.sched.workloads.workload import WorkloadError
+from jaxserve.server.access.key_lines import BEST_EFFORT, ApiKey
 
 MAX_CLASSES = 100  # each is a row of several metrics
 _NO_TARGETS = SLO()
@@ -33,6 +34,31 @@ class ServiceLevel:
         given = {name: target for name, target in own.items() if target is not None}
         merged = dataclasses.replace(self.slo, **given)
         return dataclasses.replace(self, slo=merged, tier=self.tier if tier is None else tier)
+
+
+def permitted(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLevel:
+    """What a request of the key gets: no more than the key may ask for.
+
+    Args:
+        asked: with what its class has.
+        said: whether it has named its tier, or a class. Else a lower one is what it gets.
+        key: whose it is; None may ask for anything.
+
+    Raises:
+        InvalidRequest: the tier is higher, or a target tighter.
+    """
+    if key is None:
+        return asked
+    if key.tier == BEST_EFFORT and asked.tier is Tier.REALTIME:
+        if said:
+            raise InvalidRequest("tier", f"key {key.name} may ask for {BEST_EFFORT} only")
+        asked = dataclasses.replace(asked, tier=Tier.BEST_EFFORT)
+    for name in TARGETS:
+        target, least = getattr(asked.slo, name), getattr(key, f"min_{name}_ms")
+        if target is not None and 1000 * target < least:
+            problem = f"{1000 * target:g} ms is tighter than key {key.name} may ask for"
+            raise InvalidRequest(f"slo.{name}_ms", f"{problem}, {least} ms (min_{name}_ms)")
+    return asked
 
 
 def slo_classes(config: Any) -> dict[str, ServiceLevel]:

@@ -16,17 +16,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxserve.client import Client, ServerError, make_request
+from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.runner import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-KEYS = [key("alice"), key("often", rate=2), key("many", concurrency=1), key("two", concurrency=2)]
+CLASSES = {"fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast")}
+KEYS = [
+    key("alice"),
+    key("often", rate=2),
+    key("many", concurrency=1),
+    key("two", concurrency=2),
+    key("low", tier="best_effort"),
+    key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000),
+]
 BODY = {"prompt": "a", "max_tokens": 2}
 
 
@@ -40,7 +50,13 @@ def server(engine: FakeEngine) -> Iterator[Server]:
     options = ServerOptions(request_log=True)
     access = Access(Keys(fixed=KEYS))
     with Server(
-        engine, grace_s=0.0, metrics_port=0, http=SETTINGS, options=options, access=access
+        engine,
+        grace_s=0.0,
+        metrics_port=0,
+        http=SETTINGS,
+        options=options,
+        access=access,
+        slo_classes=CLASSES,
     ) as server:
         yield server
 
@@ -272,6 +288,48 @@ def test_an_id_is_each_key_s_own(server: Server, engine: FakeEngine) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "request_id": "mine"}
     status, text, _ = asked(address, "POST", "/v1/chat/completions", "two", chat)
     assert (status, json.loads(text)["id"]) == (200, "chatcmpl-mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "problem"),
+    [
+        ("low", {"tier": "realtime"}, "tier: key low may ask for best_effort only"),
+        ("low", {"service_tier": "priority"}, "tier: key low may ask for best_effort only"),
+        ("low", {"slo_class": "fast"}, "tier: key low may ask for best_effort only"),
+        ("slow", {"slo": {"ttft_ms": 1}}, "slo.ttft_ms: 1 ms is tighter than key slow may ask"),
+        ("slow", {"slo": {"tbt_ms": 49.5}}, "slo.tbt_ms: 49.5 ms is tighter than key slow may"),
+        ("slow", {"slo": {"jct_ms": 1e-9}}, "slo.jct_ms: 1e-09 ms is tighter than key slow may"),
+        ("slow", {"slo_class": "fast"}, "for, 200 ms (min_ttft_ms)"),
+    ],
+)
+def test_what_a_request_may_claim_is_bounded_by_its_key(
+    server: Server, engine: FakeEngine, name: str, fields: dict[str, Any], problem: str
+) -> None:
+    body = {**BODY, **fields}
+    status, text, _ = asked(server.http_address, "POST", "/v1/completions", name, body)
+    assert status == 400 and problem in json.loads(text)["error"]["message"]
+    wanted = {key: value for key, value in fields.items() if key in ("slo", "slo_class")}
+    if not wanted:
+        wanted = {"tier": "realtime"}
+    with Client(server.address, api_key=name) as client, pytest.raises(ServerError) as error:
+        client.complete("a", timeout=PATIENCE, **wanted)
+    assert error.value.code == "INVALID_ARGUMENT" and problem in str(error.value)
+    assert not engine.requests
+
+
+def test_what_is_within_its_key_is_served(server: Server, engine: FakeEngine) -> None:
+    engine.run()
+    for name, fields in (
+        ("low", {}),
+        ("low", {"tier": "best_effort"}),
+        ("low", {"slo": {"ttft_ms": 1}}),
+        ("slow", {"slo": {"ttft_ms": 200, "tbt_ms": 50, "jct_ms": 1000}}),
+        ("alice", {"slo_class": "fast"}),
+    ):
+        body = {**BODY, **fields}
+        assert asked(server.http_address, "POST", "/v1/completions", name, body)[0] == 200
+    tiers = [request.tier for request in engine.requests]
+    assert tiers == [Tier.BEST_EFFORT] * 3 + [Tier.REALTIME] * 2
 
 
 def test_a_console_that_is_open_is_a_call(server: Server) -> None:

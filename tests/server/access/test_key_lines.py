@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from jaxserve.server.access.key_lines import (
     LIMITS,
     MAX_LIMIT,
     NAME,
+    TIERS,
     ApiKey,
     digest_of,
     new_secret,
@@ -23,9 +25,12 @@ LIMIT = st.integers(0, MAX_LIMIT)
 HASH = digest_of(b"a")
 
 
-@given(st.from_regex(NAME, fullmatch=True), st.binary(), st.tuples(*[LIMIT] * len(LIMITS)))
-def test_what_is_written_is_read(name: str, secret: bytes, limits: tuple[int, ...]) -> None:
-    key = ApiKey(name, digest_of(secret), **dict(zip(LIMITS, limits, strict=True)))
+ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | {"tier": st.sampled_from(TIERS)})
+
+
+@given(st.from_regex(NAME, fullmatch=True), st.binary(), ANY)
+def test_what_is_written_is_read(name: str, secret: bytes, limits: dict[str, Any]) -> None:
+    key = ApiKey(name, digest_of(secret), **limits)
     assert parse_line(key.line()) == key
     assert parse_line(f"  {key.line()}  # of whom") == key
 
@@ -48,6 +53,9 @@ def test_any_text_is_read_or_refused_in_a_line(text: str) -> None:
         (f"al/ice sha256:{HASH}", "a name has 1 to 64 of"),
         (f"alice sha256:{HASH} rate=0", "rate: must be 1 to 1000000, got '0'"),
         (f"alice sha256:{HASH} rate=1000001", "rate: must be 1 to 1000000, got '1000001'"),
+        (f"alice sha256:{HASH} rate=0000000199999999", "rate: must be 1 to 1000000"),
+        (f"alice sha256:{HASH} rate={'9' * 5000}", "rate: must be 1 to 1000000, got '99"),
+        (f"alice sha256:{HASH} tier=gold", "tier: must be realtime or best_effort, got 'gold'"),
         (f"alice sha256:{HASH} rate=x", "rate: must be 1 to 1000000, got 'x'"),
         (f"alice sha256:{HASH} rate=1 rate=2", "'rate' is not a limit, or there twice"),
         (f"alice sha256:{HASH} speed=1", "'speed' is not a limit"),
