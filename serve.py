@@ -17,6 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":  # Ctrl-C ends it at once while it imports, loads and compiles
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from jaxserve.command_line import run
 from jaxserve.engine.errors import ConfigError
 from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
@@ -88,4 +89,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run(lambda: main(sys.argv))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from jaxserve import __version__
@@ -48,6 +51,28 @@ class Parser(argparse.ArgumentParser):
         """Ends the program with exit code 2."""
         name = self.prog.removeprefix("python -m ")
         self.exit(2, f"{name}: {message}\n{self.prog} --help says what there is\n")
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the program with what `main` returns, and quietly where nobody reads its output any more
+    (`--help | head`).
+
+    Args:
+        main: the command.
+
+    Raises:
+        SystemExit: always; 141, as a shell says of a program that SIGPIPE has ended, for output
+            that nobody reads.
+    """
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def exit_code(error: Exception) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, run
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -88,4 +88,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, run
 from jaxserve.server.access.key_lines import (
     LIMITS,
     ApiKey,
@@ -157,4 +157,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

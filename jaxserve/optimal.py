@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser, exit_code
+from jaxserve.command_line import Parser, exit_code, run
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
@@ -218,4 +218,4 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -9,11 +9,10 @@ Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, run
 from jaxserve.sched.parameters import parameters, text_of
 from jaxserve.sched.registry import PolicyEntry, policies, variants
 
@@ -73,4 +72,4 @@ def text(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

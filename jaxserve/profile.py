@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.command_line import Parser, exit_code
+from jaxserve.command_line import Parser, exit_code, run
 from jaxserve.configs import base
 from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
@@ -291,4 +291,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

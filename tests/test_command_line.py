@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -131,3 +134,46 @@ def test_no_command_has_another_parser() -> None:
         if "argparse.ArgumentParser" in map(ast.unparse, called):
             others.append(path.relative_to(ROOT))
     assert others == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("Parser(prog='x').parse_args(['--help'])", 141),
+        ("print('text ' * 20_000) or 3", 141),  # more than is kept before it is written
+        ("3", 3),
+    ],
+)
+def test_output_that_nobody_reads_is_no_trouble(command: str, code: int) -> None:
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"from jaxserve.command_line import Parser, run; run(lambda: {command})",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == code
+
+
+OWN_CALLERS = {"bench/crowd.py", "bench/front_client.py", "bench/saboteur.py"}
+"""Processes of other commands' own."""
+
+
+def test_every_command_is_run_so() -> None:
+    others = set()
+    for path in (ROOT / "serve.py", *PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            text = ast.unparse(node)
+            if text.startswith("if __name__ ==") and not re.search(
+                r"^    (run|signal)", text, re.M
+            ):
+                others.add(str(path.relative_to(PACKAGE)))
+    tools = {"server/generate_proto.py", "server/requests/template_worker.py"}
+    assert others == OWN_CALLERS | tools

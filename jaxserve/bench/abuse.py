@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.bench import attacks
@@ -34,6 +33,7 @@ from jaxserve.bench.attacks import Tried
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.victim import Victim, victim
 from jaxserve.client import Client, ServerError
+from jaxserve.client.connection import open_channel
 from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
@@ -249,7 +249,7 @@ async def fail(server: Victim) -> Tried:
 
 def healthy(server: Victim) -> bool:
     """What health checks of an orchestrator find."""
-    with grpc.insecure_channel(server.address) as channel:
+    with open_channel(server.address, None) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

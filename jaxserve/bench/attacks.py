@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from jaxserve.bench.crowd import GENERATE, crowd
+from jaxserve.client.connection import NO_PROXY
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
@@ -69,7 +70,7 @@ class Unread:
     continuations of each."""
 
     def __init__(self, address: str, streams: int = 0, tokens: int = UNREAD_TOKENS) -> None:
-        narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+        narrow = (NO_PROXY, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
         self._channel = grpc.insecure_channel(address, options=narrow)
         stub = generation_pb2_grpc.GenerationStub(self._channel)
         message = make_request(
@@ -180,7 +181,8 @@ async def _refused(channel: Any, messages: Sequence[bytes], tried: Tried) -> Non
 
 
 def _channel(address: str) -> Any:
-    unlimited = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+    own = (NO_PROXY, ("grpc.use_local_subchannel_pool", 1))
+    unlimited = (*own, ("grpc.max_send_message_length", -1))
     return grpc.aio.insecure_channel(address, options=unlimited)
 
 

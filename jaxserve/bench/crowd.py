@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from jaxserve.client.connection import NO_PROXY
 from jaxserve.client.messages import make_request
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
@@ -65,7 +66,7 @@ async def one_process(address: str, calls: int) -> None:
     codes: Counter[str] = Counter()
     hints, longest, served = 0, 0.0, []
     loop = asyncio.get_running_loop()
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, options=(NO_PROXY,)) as channel:
         await channel.channel_ready()
 
         async def one() -> None:

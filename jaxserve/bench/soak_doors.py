@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import grpc
 
 from jaxserve.client import Client
+from jaxserve.client.connection import NO_PROXY
 from jaxserve.client.messages import make_request
 from jaxserve.server.proto import generation_pb2_grpc
 
@@ -95,7 +96,7 @@ class GrpcStream:
 
     def __init__(self, address: str, asked: Asked, timeout_s: float | None) -> None:
         self._channel = grpc.insecure_channel(
-            address, options=(("grpc.use_local_subchannel_pool", 1),)
+            address, options=(NO_PROXY, ("grpc.use_local_subchannel_pool", 1))
         )
         message = make_request(
             asked.prompt,

@@ -1,8 +1,7 @@
 """`python -m jaxserve.client`; see cli.py."""
 
-import sys
-
 from jaxserve.client.cli import main
+from jaxserve.command_line import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

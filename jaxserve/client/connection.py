@@ -11,6 +11,9 @@ from pathlib import Path
 import grpc
 
 log = logging.getLogger(__name__)
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""A channel's option, to this machine itself: else gRPC goes by way of http_proxy, wherever that
+leads, unless no_proxy lists localhost."""
 KEY_VARIABLE = "JAXSERVE_API_KEY"
 _CHANNEL = (
     ("grpc.max_receive_message_length", -1),  # a slow reader's merged messages
@@ -45,9 +48,10 @@ class Tls:
 
 def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
     """A channel to "host:port"; tls: None is in the clear. Raises what `Tls.credentials` raises."""
+    options = (*_CHANNEL, NO_PROXY) if _is_here(address) else _CHANNEL
     if tls is None:
-        return grpc.insecure_channel(address, options=_CHANNEL)
-    return grpc.secure_channel(address, tls.credentials(), options=_CHANNEL)
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=options)
 
 
 def key_metadata(api_key: str | None, address: str, tls: Tls | None) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from jaxserve.command_line import Parser
+from jaxserve.command_line import Parser, run
 from jaxserve.deploy.cluster import Cluster, NotReady, local_cluster
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.settings import Settings
@@ -100,4 +100,4 @@ def ready_text(cluster: Cluster, settings: Settings, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

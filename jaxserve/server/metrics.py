@@ -30,6 +30,7 @@ from jaxserve.sched.request import NO_CLASS, Tier
 from jaxserve.sched.terms import TARGETS
 from jaxserve.server.access.options import Access
 from jaxserve.server.metrics_http import MetricsHttp
+from jaxserve.server.requests.addresses import bracketed
 from jaxserve.server.requests.contract import ServedEngine
 from jaxserve.server.requests.endings import Endings
 
@@ -336,7 +337,7 @@ class MetricsServer:
         except OSError as error:
             problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
             raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
-        self.address = f"{host}:{self._http.port}"
+        self.address = f"{bracketed(host)}:{self._http.port}"
 
     def stop(self) -> None:
         """Closes the port and ends the thread."""

@@ -16,7 +16,7 @@ from jaxserve.server.access.tls import Tls
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.calls import Calls, authorization
 from jaxserve.server.proto import batches_pb2, generation_pb2
-from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of
+from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed
 from jaxserve.server.requests.admission import Admission
 from jaxserve.server.requests.contract import ServedEngine
 
@@ -132,14 +132,14 @@ def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None
     """Returns "host:port": the same port on all addresses that the host has, for on one that is
     another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
     unknown."""
-    name = _bracketed(host)
+    name = bracketed(host)
     addresses = addresses_of(host, port)
     credentials = None if tls is None else _credentials(tls)
     for _ in range(1 if port else ATTEMPTS):
         bound = port
         with contextlib.suppress(RuntimeError):
             for _, address in addresses:
-                where = f"{_bracketed(str(address[0]))}:{bound}"
+                where = f"{bracketed(str(address[0]))}:{bound}"
                 if credentials is None:
                     bound = server.add_insecure_port(where)
                 else:
@@ -153,7 +153,3 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
     ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
     pair = (tls.key.read_bytes(), tls.cert.read_bytes())
     return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -1,8 +1,7 @@
 """`python -m jaxserve.simulate`; see cli.py."""
 
-import sys
-
+from jaxserve.command_line import run
 from jaxserve.simulate.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -10,10 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode, TraceState
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jaxserve.client import Client, ServerError
 from jaxserve.configs import base
@@ -183,7 +186,8 @@ def test_what_a_continuation_went_through_is_that_of_the_longest() -> None:
         ([], {}),
         ([("tracestate", "a=b")], {}),
         ([("traceparent", HEADER), ("traceparent", HEADER)], {}),
-        ([(b"traceparent", b"\xff")], {"traceparent": "\xff"}),
+        ([(b"traceparent", b"\xff")], {}),
+        ([("traceparent", HEADER + "-" + "x" * 500)], {}),
         (
             [("tracestate", "a=b"), ("traceparent", HEADER), ("tracestate", "c=d")],
             {"traceparent": HEADER, "tracestate": "a=b,c=d"},
@@ -192,6 +196,45 @@ def test_what_a_continuation_went_through_is_that_of_the_longest() -> None:
 )
 def test_of_a_calls_headers_those_of_its_trace(headers: Any, found: dict[str, str]) -> None:
     assert trace_context(headers) == found
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "a=b\nc=d",
+        "a=\x1b[31mred",
+        "a=b,a=c",
+        "A=b",
+        "a=",
+        "a",
+        "a=b,=c",
+        "a=\xfc",
+        "a=" + "x" * 257,
+        "a=b=c",
+        ",".join(f"k{each}=v" for each in range(33)),
+        ",".join(f"key-of-some-length-{each}=v" for each in range(32)),
+        ",",
+        "",
+    ],
+)
+def test_what_is_no_state_of_a_trace_goes_nowhere(
+    state: str, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenTelemetry would write it into the log as it is."""
+    assert trace_context([("traceparent", HEADER), ("tracestate", state)]) == {
+        "traceparent": HEADER
+    }
+    TraceContextTextMapPropagator().extract(
+        trace_context([("traceparent", HEADER), ("tracestate", state)])
+    )
+    assert not caplog.records
+
+
+@given(st.text(alphabet="ab1=,@ \t-_A\x1f", max_size=30))
+def test_a_state_is_as_opentelemetry_has_it(state: str) -> None:
+    found = trace_context([("traceparent", HEADER), ("tracestate", state)]).get("tracestate")
+    theirs = TraceState.from_header([state])
+    assert bool(found) == bool(theirs), (found, theirs)
 
 
 def opened(endpoint: str) -> None:

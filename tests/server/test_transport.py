@@ -14,6 +14,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server import launch
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import SETTINGS
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")  # of a machine of two addresses
 
@@ -54,6 +55,20 @@ def test_a_port_that_is_taken_on_one_address_is_taken(taken: int) -> None:
     config.server.update(host="two", port=taken, http_port=-1, metrics_port=-1)
     with pytest.raises(ConfigError, match=f"server.port: cannot listen on two:{taken} "):
         launch.check_ports(config)
+
+
+def test_addresses_of_ipv6_are_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with Server(FakeEngine(), host="::1", metrics_port=0, http=SETTINGS) as server:
+        for address in (server.address, server.metrics_address, server.http_address):
+            assert address is not None and address.startswith("[::1]:")
+        monkeypatch.setenv("http_proxy", f"http://{server.metrics_address}")  # which is none
+        with Client(server.address) as client:
+            assert client.info(timeout=20).model == "fake"
 
 
 def test_a_host_that_nobody_knows() -> None:

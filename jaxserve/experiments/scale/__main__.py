@@ -1,8 +1,7 @@
 """`python -m jaxserve.experiments.scale`; see page.py."""
 
-import sys
-
+from jaxserve.command_line import run
 from jaxserve.experiments.scale.page import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,8 +1,7 @@
 """`python -m jaxserve.experiments.scale_live`; see live.py."""
 
-import sys
-
+from jaxserve.command_line import run
 from jaxserve.experiments.scale_live.live import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

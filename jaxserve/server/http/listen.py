@@ -17,7 +17,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.http.connections import Connections, Place
 from jaxserve.server.http.protocol import Connection
-from jaxserve.server.requests.addresses import bind
+from jaxserve.server.requests.addresses import bind, bracketed
 from jaxserve.server.requests.open_files import connections_of_a_door
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class HttpServer:
     def address(self) -> str:
         """Where it listens, as "host:port"."""
         port = self._sockets[0].getsockname()[1]
-        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        return f"{bracketed(self._host)}:{port}"
 
     def start(self, app: ASGIApp, write_timeout_s: float) -> None:
         """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so

@@ -51,6 +51,11 @@ def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
     raise AssertionError("unreachable")
 
 
+def bracketed(host: str) -> str:
+    """As it is written before a port: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _listener(family: socket.AddressFamily, address: Any, backlog: int) -> socket.socket:
     listener = _socket(family)
     try:

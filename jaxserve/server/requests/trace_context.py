@@ -1,24 +1,43 @@
-"""What a call says of the trace that it belongs to (W3C Trace Context, Level 1)."""
+"""What a call says of the trace that it belongs to (W3C Trace Context, Level 2)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _PARENT, _STATE = "traceparent", "tracestate"
+_A_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
+_STATE_LENGTH, _MEMBERS = 512, 32  # section 3.3.1.5: others pass no more on for sure
+_MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_*/@-]{0,255}="  # section 3.3.1.3.1, one @ or several
+    r"[ !-+\--<>-~]{0,255}[!-+\--<>-~]"
+)
 
 
 def trace_context(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[str, str]:
     """traceparent and tracestate, of HTTP's headers or gRPC's metadata, names in lower case;
-    nothing without a traceparent, or with several (section 3.2). What is in them is not looked
-    at."""
+    nothing without a traceparent, or with several (section 3.2). What is none by its grammar is
+    left out: whoever reads it may put it into a log."""
     found: dict[str, list[str]] = {_PARENT: [], _STATE: []}
     for name, value in headers:
         plain = _str(name)
         if plain in found:
             found[plain].append(_str(value))
-    if len(found[_PARENT]) != 1:
+    parents, state = found[_PARENT], ",".join(found[_STATE])
+    if len(parents) != 1 or not _A_PARENT.fullmatch(parents[0]):
         return {}
-    return {name: ",".join(values) for name, values in found.items() if values}
+    carrier = {_PARENT: parents[0]}
+    if _is_state(state):
+        carrier[_STATE] = state
+    return carrier
+
+
+def _is_state(text: str) -> bool:
+    members = [each.strip(" \t") for each in text.split(",")] if len(text) <= _STATE_LENGTH else []
+    members = [each for each in members if each]
+    keys = {each.partition("=")[0] for each in members}
+    whole = 0 < len(members) == len(keys) <= _MEMBERS
+    return whole and all(map(_MEMBER.fullmatch, members))
 
 
 def _str(text: str | bytes) -> str:
