@@ -13,7 +13,8 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from jaxserve.server.batches.tables import open_tables
 
 MAX_LINES = 100_000
 """Of one batch."""
+_BEGINNING = Position(0, -1)
 _STATUS = (
     "SELECT key, batch_id, model, state, num_lines, done, failed, changed, owner, note FROM batches"
 )
@@ -167,33 +169,50 @@ class Journal:
                 found.append(Outcome(key, line, result, bool(failed)))
         return found
 
-    def waiting(self, model: str, after: Position, limit: int) -> list[Work]:
-        """Lines behind `after` without a result, of batches that are served, in order of service;
-        at most `limit`. model: only batches for it."""
-        found: list[Work] = []
+    def waiting(self, model: str, after: Mapping[str, Position], limit: int) -> list[Work]:
+        """Lines without a result, of batches that are served; at most `limit`. In order of service:
+        owners take turns, each with its batches in the order of their commits. model: only batches
+        for it. after: by owner, behind which place; from the beginning where it says nothing."""
+        committed: dict[str, list[tuple[int, int, str]]] = {}
         with self._lock:
-            batches = self._db.execute(
-                "SELECT key, place, batch_id, owner FROM commits"
-                " JOIN batches ON commits.batch = key"
-                " WHERE state = ? AND model = ? AND place >= ? ORDER BY place",
-                (BatchState.COMMITTED, model, after.place),
-            ).fetchall()
-            for key, place, name, owner in batches:
-                rows = self._db.execute(
-                    "SELECT line, request FROM lines WHERE batch = :key AND line > :after AND NOT"
-                    " EXISTS (SELECT 1 FROM results WHERE batch = :key AND line = lines.line)"
-                    " ORDER BY line LIMIT :limit",
-                    {
-                        "key": key,
-                        "after": after.line if place == after.place else -1,
-                        "limit": limit - len(found),
-                    },
-                )
-                found += [
-                    Work(Position(place, line), key, request, name, owner) for line, request in rows
-                ]
-                if len(found) == limit:
-                    break
+            rows = self._db.execute(
+                "SELECT owner, key, place, batch_id FROM commits"
+                " JOIN batches ON commits.batch = key WHERE state = ? AND model = ? ORDER BY place",
+                (BatchState.COMMITTED, model),
+            )
+            for owner, *batch in rows.fetchall():
+                committed.setdefault(owner, []).append(tuple(batch))
+            each = -(-limit // max(len(committed), 1))
+            found = [
+                self._lines(owner, batches, after.get(owner, _BEGINNING), each)
+                for owner, batches in committed.items()
+            ]
+        in_turn = (work for turn in zip_longest(*found) for work in turn if work is not None)
+        return list(islice(in_turn, limit))
+
+    def _lines(
+        self, owner: str, batches: Sequence[tuple[int, int, str]], after: Position, limit: int
+    ) -> list[Work]:
+        """Of one owner. batches: key, place and id."""
+        found: list[Work] = []
+        for key, place, name in batches:
+            if place < after.place:
+                continue
+            rows = self._db.execute(
+                "SELECT line, request FROM lines WHERE batch = :key AND line > :after AND NOT"
+                " EXISTS (SELECT 1 FROM results WHERE batch = :key AND line = lines.line)"
+                " ORDER BY line LIMIT :limit",
+                {
+                    "key": key,
+                    "after": after.line if place == after.place else -1,
+                    "limit": limit - len(found),
+                },
+            )
+            found += [
+                Work(Position(place, line), key, request, name, owner) for line, request in rows
+            ]
+            if len(found) == limit:
+                break
         return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:

@@ -51,7 +51,7 @@ class BatchRunner:
         self._journal, self._disk = journal, disk
         self._model = requests.info().model
         self._ahead: deque[Work] = deque()
-        self._position = Position(0, -1)  # of the last line that was read from the journal
+        self._read: dict[str, Position] = {}  # by owner, the last line that was read of theirs
         self._in_flight: dict[tuple[int, int], int] = {}  # batch and line: continuations
         self._streams: dict[tuple[int, int], Stream] = {}
         self._dropped: set[int] = set()  # batches whose lines are not to start any more
@@ -143,10 +143,10 @@ class BatchRunner:
     async def _next(self) -> Work:
         while not self._ahead:
             self._work.clear()
-            found = await self._on_disk(self._journal.waiting, self._model, self._position, _AHEAD)
+            found = await self._on_disk(self._journal.waiting, self._model, self._read, _AHEAD)
             if found:
                 self._ahead.extend(found)
-                self._position = found[-1].position
+                self._read |= {work.owner: work.position for work in found}
             else:
                 await self._work.wait()
         return self._ahead.popleft()

@@ -163,7 +163,7 @@ def test_a_journal_from_before_ids_were_each_owner_s(tmp_path: Path, more: str, 
         with contextlib.closing(Journal(tmp_path, 1 << 20)) as journal:
             status = journal.status("old", owner)
             assert (status.key, status.owner, status.num_lines, status.done) == (7, owner, 2, 1)
-            (work,) = journal.waiting("m", Position(0, -1), 9)
+            (work,) = journal.waiting("m", {}, 9)
             assert (work.request, work.owner, work.position) == ("second", owner, Position(3, 1))
             assert [each.result for each in journal.results("old", 0, max_bytes=99)] == ["done"]
             with pytest.raises(UnknownBatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import NewLine, Position
 
 ROOM = 2**30
-START = Position(0, -1)
+START: Mapping[str, Position] = {}
 
 
 def lines(count: int, first: int = 0) -> list[NewLine]:

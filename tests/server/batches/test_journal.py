@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,9 @@ def record(journal: Journal, batch: str, *numbers: int, failed: bool = False) ->
     journal.record([Outcome(key, number, f"result {number}", failed) for number in numbers])
 
 
-def waiting(journal: Journal, after: Position = START, limit: int = 100) -> list[tuple[int, int]]:
+def waiting(
+    journal: Journal, after: Mapping[str, Position] = START, limit: int = 100
+) -> list[tuple[int, int]]:
     return [(work.batch, work.line) for work in journal.waiting("m", after, limit)]
 
 
@@ -53,7 +55,7 @@ def test_a_batch_from_its_first_line_to_its_last_result(journal: Journal) -> Non
     assert journal.append("b", "m", 2, lines(1, 2), commit=True).state is BatchState.COMMITTED
     (first, *_) = work = journal.waiting("m", START, 100)
     assert [each.request for each in work] == ["request 0", "request 1", "request 2"]
-    assert waiting(journal, after=first.position) == [(status.key, 1), (status.key, 2)]
+    assert waiting(journal, after={"": first.position}) == [(status.key, 1), (status.key, 2)]
     assert waiting(journal, limit=2) == [(status.key, 0), (status.key, 1)]
     record(journal, "b", 2, 0)
     assert waiting(journal) == [(status.key, 1)]
@@ -124,8 +126,21 @@ def test_batches_are_served_in_the_order_of_their_commits(journal: Journal) -> N
     work = journal.waiting("m", START, 100)
     journal.append("late", "m", 1, [], commit=True)
     assert waiting(journal) == [(early, 0), (early, 1), (late, 0)]
-    assert waiting(journal, after=work[-1].position) == [(late, 0)]
+    assert waiting(journal, after={"": work[-1].position}) == [(late, 0)]
     assert len(journal.waiting("another model", START, 100)) == 1
+
+
+def test_owners_take_turns_whoever_was_first(journal: Journal) -> None:
+    for owner, count in (("alice", 9), ("bob", 2), ("alice", 1), ("carol", 3)):
+        journal.append(f"of {count}", "m", 0, lines(count), commit=True, owner=owner)
+    read: dict[str, Position] = {}
+    order = []
+    while found := journal.waiting("m", read, 6):
+        order += [(work.owner[0], work.line) for work in found]
+        read |= {work.owner: work.position for work in found}
+    turns = ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2"]
+    assert order[:8] == [(each[0], int(each[1])) for each in turns]
+    assert order[8:] == [("a", line) for line in range(3, 9)] + [("a", 0)]
 
 
 def test_a_place_is_never_used_again(journal: Journal) -> None:
@@ -135,7 +150,7 @@ def test_a_place_is_never_used_again(journal: Journal) -> None:
     journal.cancel("b")
     journal.delete("b")
     key = journal.append("b", "m", 0, lines(1), commit=True).key
-    assert waiting(journal, after=last.position) == [(key, 0)]
+    assert waiting(journal, after={"": last.position}) == [(key, 0)]
 
 
 def test_a_cancelled_batch_keeps_what_it_has_and_gets_no_more(journal: Journal) -> None:
