@@ -62,6 +62,18 @@ class ServedSteps:
     def __len__(self) -> int:
         return len(self.device_time)
 
+    def host_time(self) -> np.ndarray:
+        """Seconds that the host's thread took around each step, without waking up, float64 [n]."""
+        return self.receive_time + self.plan_time + self.launch_time + self.finish_time
+
+    def predicted_host_time(self, host: HostTerms) -> np.ndarray:
+        """The same as the terms have it."""
+        before = host.receive + host.receive_row * self.num_received
+        before = before + host.plan + host.plan_row * self.num_live
+        before = before + host.launch + host.launch_row * self.num_rows
+        before = before + host.admit * self.num_admitted + host.move * self.num_moves
+        return before + host.finish + host.finish_row * self.num_emitting
+
     def take(self, which: np.ndarray) -> ServedSteps:
         """Some of them: indices, or a mask."""
         return replace(
@@ -156,10 +168,7 @@ def _wake(steps: ServedSteps, host: HostTerms) -> float:
     if len(slept) < MIN_IDLE:
         return 0.0
     took = slept.wake_time + slept.receive_time + slept.plan_time + slept.launch_time
-    usual = host.receive + host.receive_row * slept.num_received
-    usual = usual + host.plan + host.plan_row * slept.num_live
-    usual = usual + host.launch + host.launch_row * slept.num_rows
-    usual = usual + host.admit * slept.num_admitted + host.move * slept.num_moves
+    usual = slept.predicted_host_time(replace(host, finish=0.0, finish_row=0.0))
     return max(0.0, float(np.median(took - usual)))
 
 

@@ -39,7 +39,9 @@ there is served elsewhere, once; the others have failed.
 
 --replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
 system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
-and pool, instead; --seed is the server's. What became of it then is the first row.
+and pool, instead; --seed is the server's. How far its steps were from the fit is drawn by the seed,
+in runs of steps that followed each other, so that tails are predicted. What became of it then is
+the first row.
 
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
 their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and

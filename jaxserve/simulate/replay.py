@@ -100,7 +100,8 @@ def read(args: argparse.Namespace) -> Replay:
     slo = workload_flags.options(args)["slo"]
     fit = (
         f"fitted to {len(recording.steps)} steps of {recording.header.model} on "
-        f"{recording.header.device}; mean error of one: {system.about['mean_error']:.1%}"
+        f"{recording.header.device}; mean error of one: {system.about['mean_error']:.1%}, drawn by "
+        "the seed"
     )
     workload = Recorded(args.replay, with_slo(traffic.workload, slo))
     return Replay(recording, workload, system, (*recording.notes, *traffic.notes, fit), slo)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.sched.host_terms import HostTerms
 
 
 @dataclass
 class Clock:
-    """now: of the host's thread, seconds. device_free: when the device has done all it was told."""
+    """now: of the host's thread, seconds. device_free: when the device has done all it was told.
+    pace: times as long as `host` says that the host takes."""
 
     host: HostTerms
+    pace: float = field(default=1.0, kw_only=True)
     now: float = 0.0
     device_free: float = 0.0
 
@@ -22,11 +24,11 @@ class Clock:
 
     def receive(self, requests: int) -> None:
         """The host takes in so many requests, before it plans a step."""
-        self.now += self.host.receive + self.host.receive_row * requests
+        self.now += (self.host.receive + self.host.receive_row * requests) * self.pace
 
     def plan(self, live: int) -> None:
         """The host plans a step, with so many requests there."""
-        self.now += self.host.plan + self.host.plan_row * live
+        self.now += (self.host.plan + self.host.plan_row * live) * self.pace
 
     def launch(
         self, rows: int, admitted: int, moves: int, seconds: float, *, idle: bool
@@ -35,7 +37,8 @@ class Clock:
         admitted: rows that take a slot for sampling; moves: operations on the pool; idle: nothing
         is in flight."""
         host = self.host
-        self.now += host.launch + host.launch_row * rows + host.admit * admitted + host.move * moves
+        took = host.launch + host.launch_row * rows + host.admit * admitted + host.move * moves
+        self.now += took * self.pace
         start = max(self.now, self.device_free)
         if idle:
             start += host.idle
@@ -44,7 +47,7 @@ class Clock:
 
     def move(self, moves: int, seconds: float) -> None:
         """The host launches operations without a batch."""
-        self.now += self.host.move * moves
+        self.now += self.host.move * moves * self.pace
         self.device_free = max(self.now, self.device_free) + seconds
 
     def land(self, end: float) -> float:
@@ -54,4 +57,4 @@ class Clock:
 
     def finish(self, rows: int) -> None:
         """The host takes in the tokens of so many rows."""
-        self.now += self.host.finish + self.host.finish_row * rows
+        self.now += (self.host.finish + self.host.finish_row * rows) * self.pace

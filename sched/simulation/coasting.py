@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.padding import Padding
+from jaxserve.sched.scatter import Draws
 from jaxserve.sched.simulation.clock import Clock
 from jaxserve.sched.simulation.compiled.setting import BATCH, Setting
 
@@ -62,9 +63,10 @@ def stretch(
     clock: Clock,
     flying: InFlight | None,
     horizon: float,
+    ahead: tuple[Draws | None, int] = (None, 0),
 ) -> Stretch | None:
     """As many steps as are certain before `horizon`, when something else may happen; None for none.
-    flying: the step in flight."""
+    flying: the step in flight. ahead: what steps are drawn from, and the number of the next one."""
     left = decoding.left
     reach = min(decoding.most, max(1, COAST_CELLS // len(left)))
     if horizon < math.inf:
@@ -82,7 +84,12 @@ def stretch(
     kv = _read(length[:, :steps], rows, setting.padding)
     features = BatchFeatures.of_decodes(rows, kv, setting.padding)
     seconds = np.asarray(setting.cost_model.batch_time(features), np.float64)
-    found = _go(setting, clock, flying, rows.tolist(), seconds.tolist(), horizon)
+    draws, batch = ahead
+    paces = [1.0] * steps
+    if draws is not None:
+        seconds = seconds * draws.of(batch, seconds, prompts=False)
+        paces = draws.of_host(batch, steps).tolist()
+    found = _go(setting, clock, flying, rows.tolist(), seconds.tolist(), paces, horizon)
     log, steps = found.log, len(found)
     log["duration"] = seconds[:steps]
     log["num_tokens"] = log["num_decodes"] = rows[:steps]
@@ -96,14 +103,16 @@ def _go(
     flying: InFlight | None,
     rows: list[int],
     seconds: list[float],
+    paces: list[float],
     horizon: float,
 ) -> Stretch:
     """The loop of `Replica`, for its times alone."""
     found = Stretch(np.zeros(0, BATCH), dataclasses.replace(clock))
     clock, starts, live = found.clock, [], rows[0] if rows else 0
-    for count, took in zip(rows, seconds, strict=True):
+    for count, took, pace in zip(rows, seconds, paces, strict=True):
         if clock.now >= horizon:
             break
+        clock.pace = pace
         clock.receive(0)
         clock.plan(live if setting.overlap else count)
         live = count

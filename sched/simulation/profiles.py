@@ -18,6 +18,7 @@ from jaxserve.sched.cost_model import (
 )
 from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.padding import Padding
+from jaxserve.sched.scatter import Scatter
 
 FORMAT = 5
 MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
@@ -38,7 +39,8 @@ class System:
     host: what its host's thread takes beside. about: where it comes from. rho: seconds that a step
     takes longer for every token that it reads from a hidden cache instead of from K and V
     (Apt-Serve Eq. 6), which may be negative; None where hidden caches cannot be had. projects:
-    whether that read projects every vector into K and V, see `View`.
+    whether that read projects every vector into K and V, see `View`. scatter: how far steps are
+    from the cost model, as served ones were; None for not at all.
 
     ValueError names the field that is none of these, or a cost model under which steps take no
     time, or no end of it.
@@ -57,6 +59,7 @@ class System:
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
     projects: bool = False
+    scatter: Scatter | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "max_batch_tokens"):
@@ -81,8 +84,8 @@ class System:
         return self.cost_model
 
     def save(self, path: str | Path) -> None:
-        """Writes the system as JSON; `load` reads it back. The paper's own cost model is not part
-        of the file."""
+        """Writes the system as JSON; `load` reads it back. The paper's own cost model and the
+        scatter are not part of the file."""
         padding = None if self.padding is None else asdict(self.padding)
         content = {
             "format": FORMAT,

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.sched.block_sizes import tokens_in
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.fit import FitError
+from jaxserve.sched.scatter import fit_scatter
 from jaxserve.sched.served_steps import ServedSteps, fit_device, fit_host
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.recording import (
@@ -161,14 +162,14 @@ class _Reader:
 
 
 def system_of(recording: Recording, name: str = "recorded") -> System:
-    """The engine that served it: its limits, its pool, its shapes, and what its steps took.
-    RecordingError if there are too few of them."""
+    """The engine that served it: its limits, its pool, its shapes, what its steps took and how much
+    that varied. RecordingError if there are too few of them."""
     header, steps = recording.header, recording.steps
     try:
         model = fit_device(steps, header.cost_model)
     except FitError as error:
         raise RecordingError(f"the recording says too little: {error}") from error
-    took = steps.device_time > 0
+    host, took = fit_host(steps, model), steps.device_time > 0
     off = np.abs(model.batch_time(steps.features)[took] / steps.device_time[took] - 1.0)
     return System(
         name,
@@ -179,7 +180,7 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
         max_rows=header.max_rows,
         block_size=header.block_size,
         padding=header.padding,
-        host=fit_host(steps, model),
+        host=host,
         about={
             "source": f"fitted to {len(steps)} recorded steps",
             "model": header.model,
@@ -190,6 +191,7 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
         },
         rho=header.rho,
         projects=header.hidden_read == "projected",
+        scatter=fit_scatter(steps, model, host),
     )
 
 

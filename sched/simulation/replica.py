@@ -19,6 +19,7 @@ from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.observe import Lately
+from jaxserve.sched.scatter import Draws
 from jaxserve.sched.simulation.batch_rows import BatchRows
 from jaxserve.sched.simulation.clock import Clock
 from jaxserve.sched.simulation.coasting import Decoding, InFlight, Stretch, stretch
@@ -48,7 +49,7 @@ class _Step:
 class Replica:
     """Serves requests in virtual time. `next_time` is when its loop comes round next.
 
-    outputs: of all requests, by their numbers; filled in.
+    outputs: of all requests, by their numbers; filled in. number: which replica it is.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Replica:
         setting: Setting,
         *,
         outputs: Outputs,
+        number: int = 0,
         coasts: bool = False,
         record_rows: bool = False,
     ) -> None:
@@ -82,6 +84,9 @@ class Replica:
         self._gone: list[int] = []  # requests that have lost their cache since the last batch
         self._moved = np.zeros(2, np.int64)  # slots saved and loaded without a batch since then
         self._clock = Clock(setting.host)
+        scatter = setting.scatter
+        self._draws = None if scatter is None else Draws(scatter, setting.seed, number)
+        self._batches = 0  # launched
         self._log: list[tuple[float, ...]] = []
         self._log_parts: list[np.ndarray] = []
 
@@ -159,6 +164,8 @@ class Replica:
         if not self.live:
             return None
         scheduler, clock = self.scheduler, self._clock
+        if self._draws is not None:
+            clock.pace = float(self._draws.of_host(self._batches, 1)[0])
         clock.receive(self._came)
         self._came = 0
         step = scheduler.schedule(clock.now)
@@ -174,7 +181,13 @@ class Replica:
                 self._move(step, moves)
             return None
         features = step.features(self._setting.padding)
-        duration = float(self._cost.batch_time(features)) * self.slowdown
+        duration = float(self._cost.batch_time(features))
+        if self._draws is not None:
+            prompts = features.num_prefills > 0
+            (drawn,) = self._draws.of(self._batches, np.array([duration]), prompts=prompts)
+            duration *= float(drawn)
+        duration *= self.slowdown
+        self._batches += 1
         self.lately.stepped(self.slowdown)
         admitted, idle = self._admit(step.rows), self._pending is None
         start, end = clock.launch(len(step), admitted, moves, duration, idle=idle)
@@ -288,11 +301,13 @@ class Replica:
         decoding = Decoding(table.computed[rows], pool.room(rows), left, most)
         pending = self._pending
         flying = None if pending is None else InFlight(pending.end, len(pending.emitting))
-        found = stretch(decoding, pool, self._setting, self._clock, flying, horizon)
+        ahead = (self._draws, self._batches)
+        found = stretch(decoding, pool, self._setting, self._clock, flying, horizon, ahead)
         if found is None:
             return False
         if pending is not None:
             self._take_in(pending, found.reached_first)
+        self._batches += len(found)
         took = np.minimum(left, len(found))
         if self._record_rows:
             self.rows_log += BatchRows.of_decodes(self._request_of[rows], took)

@@ -79,6 +79,7 @@ def run_in_python(
             _scheduler(policy, setting, options),
             setting,
             outputs=outputs,
+            number=number,
             # What is learned may change any plan.
             coasts=options.coast
             and policy.steady
@@ -86,7 +87,7 @@ def run_in_python(
             and not setting.routing.faults,
             record_rows=options.record_rows,
         )
-        for policy in policies
+        for number, policy in enumerate(policies)
     ]
     queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
     loops = Events(len(machines))

@@ -170,10 +170,11 @@ class BatchRecords:
 class SimulationResult:
     """requests, batches: see there. rows: per replica and batch who was in it, if that was asked
     for. kv_tokens: the size of the cache, in tokens. seed_read: whether a policy asked for the
-    seed; if none did, it changes nothing but the workload. goodput_bound, search_runs, found_by:
-    where the schedule was searched for, requests/s that none exceeds (inf where nothing can be
-    said), how many were simulated, and whose the best is (`oracle.Found`). expected: seconds until
-    the first token as predicted when each request came, float64 [n], where that was asked for."""
+    seed, or what steps take was drawn; if not, it changes nothing but the workload. goodput_bound,
+    search_runs, found_by: where the schedule was searched for, requests/s that none exceeds (inf
+    where nothing can be said), how many were simulated, and whose the best is (`oracle.Found`).
+    expected: seconds until the first token as predicted when each request came, float64 [n], where
+    that was asked for."""
 
     requests: RequestRecords
     batches: BatchRecords

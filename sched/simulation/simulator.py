@@ -168,7 +168,8 @@ def _setting(
         return Setting(limits, blocks, size, system, overlap)
     cost = system.cost_under(rules.name)
     host = system.host if rules.host else HostTerms()
-    return Setting(limits, blocks, size, cost, overlap, system.padding, host)
+    scatter = system.scatter if rules.host else None
+    return Setting(limits, blocks, size, cost, overlap, system.padding, host, scatter=scatter)
 
 
 def _several(
@@ -187,6 +188,8 @@ def _several(
     try:
         setting = replace(setting, replicas=replicas, capacity=capacity, seed=seed)
         setting = replace(setting, keeps_batches=keeps_batches)
+        if isinstance(policy, OraclePolicy):  # its bound is of steps as the model has them
+            setting = replace(setting, scatter=None)
         return routed(setting, policy, routing)
     except ValueError as error:
         raise SimulationError(str(error)) from error
@@ -230,7 +233,7 @@ def _result(
     tokens = tokens_in(setting.num_blocks, setting.block_size)
     batches = BatchRecords.of(outcome.batches)
     searched = {} if found is None else _searched(found)
-    kept = (served.rows, tokens, served.seed_read)
+    kept = (served.rows, tokens, served.seed_read or setting.scatter is not None)
     return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)
 
 

@@ -52,7 +52,7 @@ def test_policies_are_compared_with_what_was_served(
     assert fit.startswith(
         f"fitted to {about['steps']} steps of {about['system']['model']} on cpu; "
     )
-    assert fit.endswith("mean error of one: 0.0%")
+    assert fit.endswith("mean error of one: 0.0%, drawn by the seed")
     with open(summary, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["policy"] for row in rows if row["statistic"] == "run"] == names

@@ -39,7 +39,8 @@ class Paper(NamedTuple):
 
 class Costs(NamedTuple):
     """The model that counts is `paper` where is_paper, else its `linear`. rows, tokens: of the
-    padding, empty for none; decode_group, decode_chunk: as there."""
+    padding, empty for none; decode_group, decode_chunk: as there. factors, bounds, host,
+    lots: of a `Scatter`, empty for none."""
 
     paper: Paper
     is_paper: bool
@@ -47,6 +48,10 @@ class Costs(NamedTuple):
     tokens: np.ndarray
     decode_group: int
     decode_chunk: int
+    factors: np.ndarray
+    bounds: np.ndarray
+    host: np.ndarray
+    lots: np.ndarray
 
 
 class Features(NamedTuple):
@@ -104,6 +109,26 @@ def batch_time(costs: Costs, batch: Features) -> float:
     if costs.is_paper:
         return _paper_time(costs.paper, batch)
     return _linear_time(costs.paper.linear, batch)
+
+
+@kernel
+def scattered(costs: Costs, lot: int, batch: Features, seconds: float) -> float:
+    """What a batch takes that should take so long. lot: which is its."""
+    if not len(costs.host):
+        return seconds
+    prompts, size = 1 if batch.num_prefills else 0, 0
+    while size < costs.bounds.shape[1] and seconds >= costs.bounds[prompts, size]:
+        size += 1
+    kind = size + prompts * (costs.bounds.shape[1] + 1)
+    return float(seconds * costs.factors[kind, costs.lots[0, lot % costs.lots.shape[1]]])
+
+
+@kernel
+def pace(costs: Costs, lot: int) -> float:
+    """Times as long as its terms say that the host takes around a batch. lot: as above."""
+    if not len(costs.host):
+        return 1.0
+    return float(costs.host[costs.lots[1, lot % costs.lots.shape[1]]])
 
 
 @kernel

@@ -11,7 +11,14 @@ from jaxserve.sched.keys import Key
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.routing.observe import PACE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample
-from jaxserve.sched.simulation.compiled.cost import Costs, Features, batch_time, features
+from jaxserve.sched.simulation.compiled.cost import (
+    Costs,
+    Features,
+    batch_time,
+    features,
+    pace,
+    scattered,
+)
 from jaxserve.sched.simulation.compiled.events import LOOP, NOTICE
 from jaxserve.sched.simulation.compiled.front import (
     choose,
@@ -153,19 +160,21 @@ def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndar
     side, count, end = me.side, me.flying, me.flying_end
     me.flying = NOTHING
     if me.live:
+        me.slow = pace(costs, me.lot + me.batches)
         if me.most_losses >= FUTILE:
             return NOWHERE
-        me.clock += host.receive + host.receive_row * me.came
+        me.clock += (host.receive + host.receive_row * me.came) * me.slow
         me.came = 0
         refresh(m, settings, key)
         plan(m, settings, rules.groups)
         if not (me.chosen or me.victims or count != NOTHING):
             return STUCK
-        me.clock += host.plan + host.plan_row * me.live
+        me.clock += (host.plan + host.plan_row * me.live) * me.slow
         batch = features(m, costs)
         started = book(m, settings, key)
         if me.chosen:
-            _launch(m, rules, batch, batch_time(costs, batch), started, count == NOTHING)
+            seconds = scattered(costs, me.lot + me.batches, batch, batch_time(costs, batch))
+            _launch(m, rules, batch, seconds, started, count == NOTHING)
     if count != NOTHING:
         _land(m, rules, key, side, count, end, token_times)
     if me.flying != NOTHING and not settings.overlap:
@@ -181,7 +190,8 @@ def _launch(
 ) -> None:
     """Starts the batch on the device, and keeps a record of it."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]
-    me.clock += host.launch + host.launch_row * me.chosen + host.admit * started
+    took = host.launch + host.launch_row * me.chosen + host.admit * started
+    me.clock += took * me.slow
     start = max(me.clock, me.device_free)
     if idle:
         start += host.idle
@@ -218,4 +228,4 @@ def _land(
     me.clock = me.landed = max(me.clock, end)
     me.ended = 0
     receive(m, rules.settings[0], key, side, count, token_times)
-    me.clock += host.finish + host.finish_row * count
+    me.clock += (host.finish + host.finish_row * count) * me.slow

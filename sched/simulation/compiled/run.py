@@ -19,6 +19,7 @@ from jaxserve.sched.routing.draws import seeded
 from jaxserve.sched.routing.observe import idle
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, take
+from jaxserve.sched.scatter import first_lot
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
 from jaxserve.sched.simulation.compiled.events import FAULT, KINDS, PUBLISH, first_heap
 from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
@@ -154,7 +155,15 @@ def _costs(setting: Setting) -> Costs:
         np.array(padding.tokens if padding else (), np.int64),
         padding.decode_group if padding else 1,
         padding.decode_chunk if padding else 1,
+        *_scatter(setting),
     )
+
+
+def _scatter(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    scatter = setting.scatter
+    if scatter is None:
+        return np.zeros((2, 0)), np.zeros((2, 0)), np.zeros(0), np.zeros((2, 0), np.int64)
+    return scatter.factors, scatter.bounds, scatter.host, scatter.lots(setting.seed)
 
 
 def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, knows: bool) -> World:
@@ -166,8 +175,9 @@ def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, kn
     machines["flying"], machines["woken"] = NOTHING, -math.inf
     room = min(_FIRST_LIVE, max(count, 2))
     machines["first"] = machines["end"] = room
-    machines["slowdown"] = machines["pace"] = machines["attainment"] = 1.0
+    machines["slow"] = machines["slowdown"] = machines["pace"] = machines["attainment"] = 1.0
     machines["draw"] = [seeded(setting.seed, setting.routing.routers + i) for i in range(replicas)]
+    machines["lot"] = [first_lot(i) for i in range(replicas)]
     longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing
     return World(
         requests,

@@ -13,6 +13,7 @@ from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.sched.scatter import Scatter
 
 REFUSED = -1  # the replica of a request that found the queue full
 
@@ -119,6 +120,7 @@ class Setting:
     capacity: float = math.inf
     seed: int = 0
     keeps_batches: bool = True
+    scatter: Scatter | None = None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ REQUEST = np.dtype(
 # the last tokens that reached the host, at `landed`. came: requests that the host has not taken
 # in. slowdown: times as long as its steps should take; pace, mean_output, attainment, seen_outputs,
 # seen_firsts: as `routing.observe.Lately`; draw: for the losses of its snapshots; dead; stranded:
-# up to whom those that it had have been looked at since; changed: since its last snapshot.
+# up to whom those that it had have been looked at since; lot: its first of a `Scatter`; slow:
+# times as long as its terms say that the host takes; changed: since its last snapshot.
 #
 # Of the batch in the making: what C, P, rows and slots are left; holders: requests that hold cache;
 # promised: blocks that those who run are expected to take yet; prefills: whether C and P leave
@@ -61,7 +62,7 @@ REPLICA = np.dtype(
         (name, np.float64)
         for name in (
             *("clock", "device_free", "next_time", "woken", "flying_end", "landed"),
-            *("slowdown", "pace", "mean_output", "attainment"),
+            *("slowdown", "slow", "pace", "mean_output", "attainment"),
         )
     ]
     + [
@@ -69,7 +70,7 @@ REPLICA = np.dtype(
         for name in (
             *("live", "running", "first", "end", "free", "arrivals", "batch_order", "preempted"),
             *("gone", "again", "flying", "side", "batches", "outputs", "ended", "came"),
-            *("got_on", "most_losses", "seen_outputs", "seen_firsts", "draw", "stranded"),
+            *("got_on", "most_losses", "seen_outputs", "seen_firsts", "draw", "stranded", "lot"),
             *("batch_left", "prefill_left", "rows_left", "slots_left", "holders", "promised"),
             *("barrier", "chosen", "victims", "tail", "scanned", "undecided"),
         )
