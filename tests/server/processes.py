@@ -37,7 +37,7 @@ def serve_command(*flags: str) -> list[str]:
     ]
 
 
-def refused(*flags: str, code: int = 1, **environment: str) -> str:
+def refused(*flags: str, code: int = 2, **environment: str) -> str:
     """What serve.py says of flags that it cannot serve: all that it prints, and one line."""
     done = subprocess.run(
         serve_command(*flags),
