@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
         config = launch.read_config()
         form = config.telemetry.log_format
         log_to_stderr(form)
+        launch.check_checkpoint(config)
         seat = find_seat(config.mesh)
         if seat is not None and not seat.leads:
             from jaxserve.engine.following import follow, leave_signals_to_the_leader

@@ -1,15 +1,101 @@
-"""Small files of a checkpoint, read as somebody else's: they may be no files, or endless."""
+"""What is asked of a checkpoint's folder before anything is loaded, by whoever has no JAX yet.
+
+Its files are somebody else's: they may be no files, or endless.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 MAX_JSON = 64 << 20
 """Bytes of a JSON file: configs have kilobytes, an index of all tensors at most a few MiB."""
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TORCH = (".bin", ".pt", ".pth")
+_SAVE = (
+    "transformers writes safetensors: "
+    "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+)
+_GGUF = (
+    "GGUF, the format of llama.cpp, is not read; give the Hugging Face checkpoint it was made of"
+)
+
+
+def check_folder(path: str | Path) -> None:
+    """Raises ValueError where this cannot be a checkpoint's folder: what it is instead, and what to
+    do, in a line."""
+    folder = Path(path).expanduser()
+    try:
+        mode = os.stat(folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"no such checkpoint directory: {folder}{_hub_hint(str(path))}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot look at {str(folder)!r}: {error}") from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{folder} is no checkpoint directory: {_of_file(folder, mode)}")
+    if not os.path.lexists(folder / "config.json"):
+        raise ValueError(f"{folder / 'config.json'} is missing{_without_config(folder)}")
+
+
+def _hub_hint(given: str) -> str:
+    if not _HUB_ID.fullmatch(given):
+        return ""
+    name = given.split("/")[1]
+    return (
+        f"; if it is a model of the Hugging Face Hub, download it first: "
+        f"hf download {given} --local-dir {name}"
+    )
+
+
+def _of_file(file: Path, mode: int) -> str:
+    if not stat.S_ISREG(mode):
+        return "it is neither a folder nor a file"
+    with file.open("rb") as opened:
+        magic = opened.read(4)
+    if magic == b"GGUF" or file.suffix == ".gguf":
+        return f"it is a GGUF file; {_GGUF}"
+    if file.suffix == ".safetensors":
+        return f"give the folder that it is in, {file.parent}"
+    if file.suffix in _TORCH:
+        return f"it holds PyTorch weights; give a folder with config.json and safetensors; {_SAVE}"
+    return "it is a file; give the folder that holds config.json"
+
+
+def _without_config(folder: Path) -> str:
+    names = sorted(os.listdir(folder))
+    gguf = next((name for name in names if name.endswith(".gguf")), None)
+    snapshots = folder / "snapshots"
+    if gguf is not None:
+        return f"; {gguf}: {_GGUF}"
+    if "adapter_config.json" in names:
+        return (
+            "; adapter_config.json: an adapter (LoRA) is no model by itself; merge it into its "
+            "base model first: peft's merge_and_unload(), then save_pretrained(NEW)"
+        )
+    if snapshots.is_dir() and (inside := sorted(os.listdir(snapshots))):
+        return f"; it is a folder of the Hub's cache: give {snapshots / inside[-1]}"
+    if "params.json" in names:
+        return "; params.json: give the checkpoint as Hugging Face has it, with config.json"
+    return ""
+
+
+def without_safetensors(folder: Path) -> str:
+    """What a folder without *.safetensors has instead, and what to do."""
+    names = sorted(os.listdir(folder))
+    for name in names:
+        if name.endswith(_TORCH):
+            return f"{name} holds PyTorch weights, which are not read; {_SAVE}"
+        if name.endswith(".gguf"):
+            return f"{name}: {_GGUF}"
+        if name.endswith((".h5", ".msgpack", ".onnx")):
+            return f"{name} is not read; {_SAVE}"
+    return "were its weights downloaded?"
 
 
 def regular_file(path: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import tokenizers
 from tokenizers import decoders
 
+from jaxserve.checkpoint_files import read_text
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.text_limit import BYTE_OF_CHAR, text_limit
 from jaxserve.sched.request import InvalidRequest, too_many_tokens
@@ -23,6 +25,7 @@ from jaxserve.sched.request import InvalidRequest, too_many_tokens
 log = logging.getLogger(__name__)
 
 FILE_NAME = "tokenizer.json"
+_MAX_BYTES = 256 << 20  # of that file; the longest have some 35 MiB
 _CHARACTER = 4  # most bytes, and so most tokens, that make one character
 _PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are looked at
 _REPLACEMENT = "\ufffd"
@@ -191,18 +194,23 @@ def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> To
     file = Path(path).expanduser()
     if file.is_dir():
         file = file / FILE_NAME
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise ConfigError(
             f"model.path: there is no {file}; a checkpoint needs its tokenizer in that form "
             "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
-        found = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"model.path: cannot read the tokenizer {file}: {error}") from error
+        found = tokenizers.Tokenizer.from_str(read_text(file, _MAX_BYTES))
+        made = HFTokenizer(found)
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            problem = f"cannot read the tokenizer {file}: {said[:300]}"
+            raise ConfigError(f"model.path: {problem}") from error
+        raise
     if vocab_size is not None:
         _check_ids(file, found, vocab_size)
-    return HFTokenizer(found)
+    return made
 
 
 def _check_ids(file: Path, found: tokenizers.Tokenizer, vocab_size: int) -> None:

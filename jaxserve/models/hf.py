@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+# What is larger is a mistake, or meant to fill the memory.
+MAX_POSITION = 1 << 27
+_MOST_OF = {
+    "num_hidden_layers": 4096,
+    "max_position_embeddings": MAX_POSITION,
+    "original_max_position_embeddings": MAX_POSITION,
+}
+_MOST_ELSE = 1 << 24
+_LEAST, _MOST = 1e-30, 1e30
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A field's value for a message, however long it is."""
+    return _repr.repr(value)
 
 
 def positive_int(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """The field as an int of at least 1; ValueError naming it when missing or something else."""
+    """The field as an int of at least 1; ValueError naming it when missing, something else or
+    absurdly large."""
     value = hf.get(field)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json: {field} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {field} must be a positive integer, got {value!r}")
+        raise ValueError(f"config.json: {field} must be a positive integer, got {shown(value)}")
+    most = _MOST_OF.get(field, _MOST_ELSE)
+    if value > most:
+        raise ValueError(f"config.json: {field} must be at most {most}, got {shown(value)}")
     return value
 
 
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """The field as a float above 0; ValueError naming it when missing or something else."""
+    """The field as a float above 0, finite; ValueError naming it when missing or something
+    else."""
     value = hf.get(field)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json: {field} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"config.json: {field} must be a number above 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST < value < _MOST:
+        raise ValueError(f"config.json: {field} must be a number above 0, got {shown(value)}")
     return float(value)
 
 
@@ -33,7 +57,7 @@ def flag(hf: Mapping[str, Any], field: str, default: bool) -> bool:
     value = hf.get(field)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise ValueError(f"config.json: {field} must be true or false, got {value!r}")
+        raise ValueError(f"config.json: {field} must be true or false, got {shown(value)}")
     return value
 
 
@@ -42,7 +66,18 @@ def one_of(hf: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str:
     value = hf.get(field)
     value = known[0] if value is None else value
     if value not in known:
-        raise ValueError(f"config.json: {field} {value!r} is not supported (known: {_list(known)})")
+        raise ValueError(
+            f"config.json: {field} {shown(value)} is not supported (known: {_list(known)})"
+        )
+    return value
+
+
+def mapping(hf: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The field as an object, empty where it is missing; ValueError naming it when something
+    else."""
+    value = hf.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {field} must be an object, got {shown(value)}")
     return value
 
 
@@ -52,7 +87,7 @@ def token_ids(hf: Mapping[str, Any], field: str) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
         if isinstance(item, bool) or not isinstance(item, int):
-            raise ValueError(f"config.json: {field} must hold token ids, got {value!r}")
+            raise ValueError(f"config.json: {field} must hold token ids, got {shown(value)}")
     return tuple(dict.fromkeys(values))
 
 
@@ -62,15 +97,19 @@ def bos_token_id(hf: Mapping[str, Any]) -> int | None:
     return ids[0] if ids else None
 
 
-def refuse_quantized(hf: Mapping[str, Any]) -> None:
-    """ValueError when the checkpoint's weights are quantized."""
-    given = hf.get("quantization_config")
-    if given is not None:
-        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else repr(given)
-        raise ValueError(
-            f"config.json: quantization_config ({method}) is not supported; "
-            "use a checkpoint with float32, float16 or bfloat16 weights"
-        )
+def refuse_quantized(hf: Mapping[str, Any], folder: Path) -> None:
+    """ValueError when the checkpoint's weights are quantized, by config.json or by a file beside it
+    that says how."""
+    instead = "use a checkpoint with float32, float16 or bfloat16 weights"
+    for field in ("quantization_config", "compression_config"):
+        given = hf.get(field)
+        if given is not None:
+            method = given.get("quant_method") if isinstance(given, Mapping) else None
+            named = shown(given) if method is None else shown(method).strip("'")
+            raise ValueError(f"config.json: {field} ({named}) is not supported; {instead}")
+    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
+        if (folder / name).exists():
+            raise ValueError(f"{name}: quantized weights are not supported; {instead}")
 
 
 def _list(known: tuple[str, ...]) -> str:

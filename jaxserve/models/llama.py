@@ -79,7 +79,6 @@ class LlamaParams:
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """The config of a Hugging Face config.json; ValueError names an unsupported field."""
-    fields.refuse_quantized(hf)
     fields.one_of(hf, "hidden_act", ("silu",))
     model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
     d_model = fields.positive_int(hf, "hidden_size")
@@ -184,6 +183,11 @@ def _sliding_window(hf: Mapping[str, Any], model_type: str) -> int | None:
         num_layers = fields.positive_int(hf, "num_hidden_layers")
         full = hf.get("max_window_layers", QWEN_WINDOW_LAYERS)
         kinds = hf.get("layer_types")
+        for field, value, kind in (("max_window_layers", full, int), ("layer_types", kinds, list)):
+            if value is not None and not isinstance(value, kind):
+                what = f"must be {kind.__name__}, got {fields.shown(value)}"
+                raise ValueError(f"config.json: {field} {what}")
+        full = QWEN_WINDOW_LAYERS if full is None else full
         windowed = (
             [kind == "sliding_attention" for kind in kinds]
             if kinds is not None

@@ -87,7 +87,6 @@ class OPTParams:
 
 def config_from_hf(hf: Mapping[str, Any]) -> OPTConfig:
     """The config of a Hugging Face config.json; ValueError names an unsupported field."""
-    fields.refuse_quantized(hf)
     d_model = fields.positive_int(hf, "hidden_size")
     num_heads = fields.positive_int(hf, "num_attention_heads")
     if d_model % num_heads:

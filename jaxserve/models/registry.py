@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.models import llama, opt
 from jaxserve.models.base import Family
+from jaxserve.models.hf import shown
 
 FAMILIES: tuple[Family, ...] = (opt.FAMILY, llama.FAMILY)
 
@@ -34,4 +35,6 @@ def family_for(hf: Mapping[str, Any]) -> Family:
     known = ", ".join(sorted(t for family in FAMILIES for t in family.model_types))
     if model_type is None:
         raise ValueError(f"config.json: model_type is missing (known: {known})")
-    raise ValueError(f"config.json: model_type {model_type!r} is not supported (known: {known})")
+    raise ValueError(
+        f"config.json: model_type {shown(model_type)} is not supported (known: {known})"
+    )

@@ -72,17 +72,20 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
         ValueError: names the field of a scaling that is not supported.
     """
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    scaling: Mapping[str, Any] = hf.get(field) or {}
+    scaling = fields.mapping(hf, field)
     theta = fields.number({**hf, **scaling}, "rope_theta", 10000.0)
+    if theta <= 1:
+        raise ValueError(f"config.json: rope_theta must be above 1, got {theta:g}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in _KNOWN:
-        known = ", ".join(_KNOWN)
+    if not isinstance(kind, str) or kind not in _KNOWN:
         raise ValueError(
-            f"config.json: {field}.rope_type {kind!r} is not supported (known: {known})"
+            f"config.json: {field}.rope_type {fields.shown(kind)} is not supported "
+            f"(known: {', '.join(_KNOWN)})"
         )
     unknown = sorted(set(scaling) - _KNOWN[kind] - _COMMON)
     if unknown:
-        raise ValueError(f"config.json: {field}.{unknown[0]} is not supported with {kind!r} rope")
+        name = unknown[0][:80]
+        raise ValueError(f"config.json: {field}.{name} is not supported with {kind!r} rope")
     if fields.number({**hf, **scaling}, "partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json: partial_rotary_factor other than 1 is not supported")
     if kind == "default":
@@ -114,12 +117,19 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
 
 
 def stretched_max_position(rope: Rope, max_position: int) -> int:
-    """The longest context, in tokens: configs state it before linear and yarn stretching."""
+    """The longest context, in tokens: configs state it before linear and yarn stretching.
+    ValueError where that is absurd."""
+    stretched = max_position
     if rope.kind == "linear":
-        return int(max_position * rope.factor)
-    if rope.kind == "yarn":
-        return max(max_position, int(rope.original_max * rope.factor))
-    return max_position
+        stretched = int(max_position * rope.factor)
+    elif rope.kind == "yarn":
+        stretched = max(max_position, int(rope.original_max * rope.factor))
+    if not 1 <= stretched <= fields.MAX_POSITION:
+        raise ValueError(
+            f"config.json: factor {rope.factor:g} gives {stretched:g} positions; 1 to "
+            f"{fields.MAX_POSITION} are possible"
+        )
+    return stretched
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxserve import __version__
+from jaxserve.checkpoint_files import check_folder
 from jaxserve.command_line import with_underscores
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
@@ -151,6 +152,16 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
     check_batches(config)
     slo_classes(config)
     return config
+
+
+def check_checkpoint(config: ConfigDict) -> None:
+    """Whether the model's path may be a checkpoint's, before JAX is imported. Raises
+    ConfigError."""
+    if config.model.path:
+        try:
+            check_folder(config.model.path)
+        except ValueError as error:
+            raise ConfigError(f"model.path: {error}") from None
 
 
 def check_config(config: Any) -> None:

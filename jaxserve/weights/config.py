@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxserve import checkpoint_files
+from jaxserve.checkpoint_files import check_folder
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.models.hf import token_ids
+from jaxserve.models.hf import refuse_quantized, shown, token_ids
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
 from jaxserve.weights.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -30,21 +35,43 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
             supported (the message names it).
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"no such checkpoint directory: {folder}")
+    try:
+        check_folder(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     hf = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     try:
+        refuse_quantized(hf, folder)
         ids = token_ids(hf, "eos_token_id")
-        if generation.is_file():
+        if os.path.lexists(generation):
             ids += token_ids(read_json(generation), "eos_token_id")
         hf["eos_token_id"] = list(dict.fromkeys(ids))
         family = family_for(hf)
-        return family, family.config_from_hf(hf), hf
+        config = family.config_from_hf(hf)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    _check_ends(folder, config)
+    return family, config, hf
+
+
+def _check_ends(folder: Path, config: ModelConfig) -> None:
+    beyond = [one for one in config.eos_token_ids if not 0 <= one < config.vocab_size]
+    if not config.eos_token_ids:
+        log.warning(
+            "%s names no end-of-sequence token (eos_token_id in config.json or "
+            "generation_config.json): answers end at max_tokens or a stop string only",
+            folder,
+        )
+    elif beyond:
+        log.warning(
+            "%s: eos_token_id %d is outside of the vocabulary, 0 to %d: it ends no answer",
+            folder,
+            beyond[0],
+            config.vocab_size - 1,
+        )
 
 
 def load_preset(name: str) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -63,10 +90,10 @@ def checkpoint_dtype(hf: dict[str, Any]) -> jnp.dtype | None:
     stated = hf.get("dtype") or hf.get("torch_dtype")
     if stated is None:
         return None
-    name = str(stated).removeprefix("torch.")
+    name = stated.removeprefix("torch.") if isinstance(stated, str) else ""
     if name not in DTYPES:
         raise CheckpointError(
-            f"config.json: dtype {stated!r} is not supported (known: {', '.join(DTYPES)})"
+            f"config.json: dtype {shown(stated)} is not supported (known: {', '.join(DTYPES)})"
         )
     return jnp.dtype(name)
 
@@ -74,11 +101,11 @@ def checkpoint_dtype(hf: dict[str, Any]) -> jnp.dtype | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError when it is missing or not a JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = checkpoint_files.read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content

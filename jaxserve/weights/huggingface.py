@@ -6,7 +6,9 @@ and converted, and put on the devices that hold it.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +22,11 @@ from jaxserve.progress import Show, shown
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.tensors import TensorFiles
 
+log = logging.getLogger(__name__)
+
 Index = tuple[slice, ...]
+_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
+_QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
 
 
 def load_safetensors(
@@ -44,7 +50,7 @@ def load_safetensors(
     with TensorFiles(folder, family.prefix) as files:
         for spec, source in zip(specs, sources, strict=True):
             _check(files, spec, source)
-        _check_layers(files, sources, config.num_layers)
+        _check_rest(files, sources, config, folder)
         leaves = []
         with shown(progress, "weights", "B", total=total) as bar:
             for spec, source in zip(specs, sources, strict=True):
@@ -80,15 +86,33 @@ def _check(files: TensorFiles, spec: ParamSpec, source: HFTensor) -> None:
     files.check(source.name, spec.shape[::-1] if source.transpose else spec.shape)
 
 
-def _check_layers(files: TensorFiles, sources: list[HFTensor], num_layers: int) -> None:
-    """A model that is cut off writes nonsense."""
-    last, beyond = f".layers.{num_layers - 1}.", f".layers.{num_layers}."
-    for source in sources:
-        if last in source.name and files.find(name := source.name.replace(last, beyond)):
+def _check_rest(
+    files: TensorFiles, sources: list[HFTensor], config: ModelConfig, folder: Path
+) -> None:
+    """What the checkpoint has beside them: a model that is cut off writes nonsense, and so do
+    weights without their scales."""
+    used = {files.stored(source.name) for source in sources}
+    rest = sorted(
+        name
+        for name in files.names - used
+        if not name.endswith("rotary_emb.inv_freq")  # computed
+        and not (config.tied and name == "lm_head.weight")
+    )
+    for name in rest:
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) >= config.num_layers:
             raise CheckpointError(
-                f"config.json: num_hidden_layers is {num_layers}, but the checkpoint has a tensor "
-                f"{name!r}"
+                f"config.json: num_hidden_layers is {config.num_layers}, but the checkpoint has a "
+                f"tensor {name!r}"
             )
+        if _QUANTIZED.search(name):
+            raise CheckpointError(
+                f"tensor {name!r} is of quantized weights, which are not supported; use a "
+                "checkpoint with float32, float16 or bfloat16 weights"
+            )
+    if rest:
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        log.warning("%s: nothing uses tensor %r%s", folder, rest[0], more)
 
 
 def _load_leaf(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxserve.checkpoint_files import regular_file, without_safetensors
 from jaxserve.weights.config import read_json
 from jaxserve.weights.errors import CheckpointError
 
@@ -33,10 +36,11 @@ class TensorFiles:
         self._slices: dict[str, Any] = {}
         for path in _files(folder):
             try:
+                regular_file(path)
                 # framework "np" gives bfloat16 as ml_dtypes.bfloat16, which jax has registered.
                 file = self._stack.enter_context(safe_open(path, framework="np"))
                 self._slices.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise CheckpointError(f"cannot read {path}: {error}") from error
 
@@ -47,13 +51,21 @@ class TensorFiles:
         self._slices.clear()
         self._stack.close()
 
-    def find(self, name: str) -> Any | None:
-        """The tensor's slice object under its name with or without the prefix, or None."""
+    @property
+    def names(self) -> Set[str]:
+        """As they are stored."""
+        return self._slices.keys()
+
+    def stored(self, name: str) -> str | None:
+        """The name that a tensor is stored under, with or without the prefix; None if it is not."""
         shortened = name.removeprefix(self._prefix)
-        for candidate in (name, shortened, self._prefix + name):
-            if candidate in self._slices:
-                return self._slices[candidate]
-        return None
+        candidates = (name, shortened, self._prefix + name)
+        return next((each for each in candidates if each in self._slices), None)
+
+    def find(self, name: str) -> Any | None:
+        """The tensor's slice object, or None."""
+        stored = self.stored(name)
+        return None if stored is None else self._slices[stored]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """CheckpointError unless the tensor is there with this shape and a float dtype."""
@@ -79,10 +91,11 @@ class TensorFiles:
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
-    if not index.is_file():
+    if not os.path.lexists(index):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"no *.safetensors files in {folder}")
+            instead = without_safetensors(folder)
+            raise CheckpointError(f"no *.safetensors files in {folder}: {instead}")
         return files
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -91,7 +104,7 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise CheckpointError(f"{index}: weight_map: {tensor!r} is in no file, but in {name!r}")
     files = [folder / name for name in sorted(set(weight_map.values()))]
-    missing = [path.name for path in files if not path.is_file()]
+    missing = [path.name for path in files if not path.exists()]
     if missing:
         raise CheckpointError(f"{index} names {missing[0]}, which is not in {folder}")
     return files

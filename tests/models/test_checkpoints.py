@@ -147,7 +147,7 @@ def test_missing_paths(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json: it is not valid JSON"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("opt")))
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors files"):

@@ -49,7 +49,6 @@ BAD = [
     ("opt", {"activation_function": "silu"}, "activation_function 'silu'"),
     ("opt", {"enable_bias": "yes"}, "enable_bias must be true or false, got 'yes'"),
     ("opt", {"eos_token_id": "</s>"}, "eos_token_id must hold token ids"),
-    ("opt", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
     ("llama3", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ("llama3", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ("llama3", {"head_dim": 7}, "head_dim 7 must be even"),
