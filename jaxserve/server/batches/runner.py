@@ -19,7 +19,7 @@ from jaxserve.server.batches.disk import Disk
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.lines import Completion, Line, LineError, Result
 from jaxserve.server.batches.records import Outcome, Position, Work
-from jaxserve.server.requests.endings import CallRecord, Door, Ending, Endings
+from jaxserve.server.requests.endings import CallRecord, Door, Ending, Endings, RateLimitedLog
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.requests.streams import Delta, RequestFailed, Stream, StreamFailed
 
@@ -59,6 +59,7 @@ class BatchRunner:
         self._work, self._freed, self._results = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._log = RateLimitedLog()  # a disk is full for hours
         self.failure: str | None = None
 
     def start(self) -> None:
@@ -213,7 +214,7 @@ class BatchRunner:
             try:
                 return await self._disk.do(function, *arguments)
             except sqlite3.Error as error:
-                logging.warning("%s: %s; trying again", self._journal.path, error)
+                self._log.warning("disk", "%s: %s; trying again", self._journal.path, error)
                 await asyncio.sleep(RETRY_S)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import tempfile
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import openai
 import pytest
 
-from jaxserve.client import Client
+from jaxserve.client import Client, ServerError, make_line
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batches import BatchSettings
@@ -26,7 +29,7 @@ from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.files import FileStore, StoredFile
 from jaxserve.server.runner import Server
 from tests.server.access.test_keys import key
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
 MIB = 1 << 20
@@ -203,8 +206,8 @@ def test_metadata_are_bounded(alice: openai.OpenAI, metadata: dict[str, str]) ->
 def test_a_page_is_bounded_and_goes_on(
     alice: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter(range(100, 200))
-    monkeypatch.setattr(files.time, "time", lambda: next(times))
+    times = itertools.count(100)
+    monkeypatch.setattr(files, "time", SimpleNamespace(time=lambda: next(times)))
     kept = [upload(alice, b"x") for _ in range(3)]
     page = alice.get("/files?limit=2", cast_to=object)
     assert isinstance(page, dict)
@@ -255,6 +258,58 @@ def test_a_disk_that_is_full_while_a_file_comes(
     assert error.value.status_code == 507
     monkeypatch.undo()
     upload(alice, b"y" * (2 * MIB))
+
+
+def test_a_disk_that_is_full_for_lines(
+    server: Server, alice: openai.OpenAI, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LINES_A_PIECE", 1)
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages + 10}")
+    long = line("a") + line("b", prompt="x" * 3000) * 30
+    with pytest.raises(openai.APIStatusError, match="database or disk is full") as error:
+        create(alice, long)
+    assert (error.value.status_code, error.value.code) == (507, "disk_full")
+    with (
+        Client(server.address, api_key="alice") as grpc,
+        pytest.raises(ServerError, match="database or disk is full") as refused,
+    ):
+        grpc.submit_batch("mine", [make_line("x" * 100_000)])
+    assert refused.value.code == "UNAVAILABLE"
+    for table in ("batches", "lines", "results"):
+        assert journal._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
+    journal._db.execute("PRAGMA max_page_count = 100000")
+    create(alice, long)
+
+
+def test_whoever_hangs_up_has_no_place(server: Server, bob: openai.OpenAI, tmp_path: Path) -> None:
+    plain = Plain(server.http_address or "")
+    with plain.socket() as begun:
+        head = f'--{MARK}\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        begun.sendall(
+            b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer bob\r\n"
+            + f"Content-Type: {KIND['Content-Type']}\r\nContent-Length: 1000000\r\n\r\n".encode()
+            + head.encode()
+        )
+        until(lambda: not fits(bob))  # it is being read
+    until(lambda: fits(bob))  # that it is gone has been noticed
+    assert left(tmp_path) == []
+
+
+def fits(client: openai.OpenAI) -> bool:
+    """Whether there is room for a file."""
+    try:
+        client.files.delete(upload(client, b"x" * 900_000))
+    except openai.APIStatusError as error:
+        assert error.status_code == 413
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
 
 
 HOSTILE = {
@@ -368,7 +423,7 @@ def test_what_an_earlier_server_has_left(tmp_path: Path, caplog: pytest.LogCaptu
 def test_what_is_old_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path / "files", MIB, keep_s=99.0)
     old = saved(store)
-    monkeypatch.setattr(files.time, "time", lambda: old.created + 100.0)
+    monkeypatch.setattr(files, "time", SimpleNamespace(time=lambda: old.created + 100.0))
     new = saved(store)
     assert [each.id for each in store.page(None, 9)[0]] == [new.id]
     assert len(left(tmp_path)) == 2
