@@ -103,7 +103,7 @@ def test_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     found, said = advised(capsys, *argv)
     names = {one["policy"]: one for one in found["ranking"]}
     assert set(names) == {"vllm", "sarathi", "edf:watermark=0.05"}
-    assert all(len(one["seeds"]) == 1 for one in names.values()), "nothing is drawn"
+    assert any(len(one["seeds"]) > 1 for one in names.values()), "what steps take is drawn"
     assert len(found["rates"]) == 2
     assert found["rates"][1]["rate"] == pytest.approx(found["rates"][0]["rate"] / 0.8 * 1.25, 1e-3)
     assert "fitted to" in said and "on recorded" in said
