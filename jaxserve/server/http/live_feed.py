@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
-from jaxserve.sched.request import Tier
+from jaxserve.sched.request import Request, Tier
 from jaxserve.server.requests.contract import ServedEngine
 
 STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
+PARTS = 20  # of the window, in each of which it is counted who met their targets
 _MAX_TIMES = 50_000  # of tokens and of requests that are kept
 _FULL = 0.02  # share of the pool below which it counts as full
 
@@ -37,6 +38,7 @@ class LiveFeed(Observer):
         self._first: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
         self._between: deque[tuple[float, float]] = deque(maxlen=_MAX_TIMES)
         self._verdicts: deque[tuple[float, str, bool]] = deque(maxlen=_MAX_TIMES)
+        self._prompts: deque[tuple[float, int]] = deque(maxlen=_MAX_TIMES)
         self._seen = 0  # steps
 
     # On the engine's thread.
@@ -55,7 +57,8 @@ class LiveFeed(Observer):
         self._between.append((time.monotonic(), tbt))
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Whether its targets were met."""
+        """How long its prompt was, and whether its targets were met."""
+        self._prompts.append((time.monotonic(), stats.prompt_tokens))
         verdict = stats.verdict
         if verdict is not None:
             self._verdicts.append((time.monotonic(), verdict.slo_class, verdict.met))
@@ -70,7 +73,7 @@ class LiveFeed(Observer):
             "requests": self._requests(),
             "waiting": stats.waiting,
             "running": stats.running,
-            "wait_ms": {tier: 1000 * wait for tier, wait in stats.expected_wait.items()},
+            "newcomer": self._newcomer(since),
             "steps": [_strip(step) for step in tuple(self._steps)],
             "seen": self._seen,
             "pool": self._pool(stats),
@@ -107,6 +110,16 @@ class LiveFeed(Observer):
             "every": every,  # one of so many blocks is shown
             "map": (uses[::every] + ord("0")).astype(np.uint8).tobytes().decode(),
         }
+
+    def _newcomer(self, since: float) -> dict[str, float] | None:
+        """What a real-time request would wait for its first token that came now, with a prompt as
+        long as the median of those that have ended lately; None where none has."""
+        lengths = [tokens for at, tokens in tuple(self._prompts) if at >= since]
+        if not lengths:
+            return None
+        tokens = int(np.median(lengths))
+        wait = self._engine.expected_wait(Request("", (0,) * tokens, tier=Tier.REALTIME))
+        return {"prompt_tokens": tokens, "ttft_ms": 1000 * wait.seconds}
 
     def _rate(self) -> float:
         """Output tokens a second over the last ten seconds."""
@@ -177,10 +190,16 @@ def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, f
 
 
 def _attained(verdicts: deque[tuple[float, str, bool]], since: float) -> list[dict[str, Any]]:
-    met: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+    """By class how many there were and how many met their targets, and how many of each in PARTS of
+    the time since then, the latest last."""
+    parts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, PARTS), np.int64))
     for at, name, ok in tuple(verdicts):
         if at >= since:
-            count[name] += 1
-            met[name] += ok
-    return [{"class": n, "met": met[n], "count": count[n]} for n in sorted(count)]
+            part = min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)
+            parts[name][:, part] += (ok, 1)
+    found = []
+    for name, (met, count) in sorted(parts.items()):
+        totals = {"met": int(met.sum()), "count": int(count.sum())}
+        history = np.stack([met, count], axis=1).tolist()
+        found.append({"class": name, **totals, "history": history})
+    return found

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 from jaxserve.client import Client
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.first_token import Wait
 from jaxserve.sched.kinds import CacheKind, Direction
 from jaxserve.sched.pool_map import BlockUse, pool_map
-from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.server.http import console
+from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
+from jaxserve.sched.verdict import Verdict
+from jaxserve.server.http import console, live_feed
 from jaxserve.server.http.console import PAGE, Events
-from jaxserve.server.http.live_feed import STEPS, Limits, LiveFeed, decision
+from jaxserve.server.http.live_feed import PARTS, STEPS, Limits, LiveFeed, decision
 from jaxserve.server.requests.requests import EngineRequests
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine, step_stats
@@ -133,7 +137,45 @@ def test_the_feed_keeps_the_last_steps_and_minutes() -> None:
     assert snapshot["ttft_ms"] == {"p50": 500.0, "p99": 500.0}
     assert snapshot["tbt_ms"]["p50"] == pytest.approx(20.0)
     assert snapshot["tokens_per_s"] == pytest.approx(0.4)
-    assert snapshot["wait_ms"] == {"realtime": 250.0, "best_effort": 500.0}
+
+
+def ended(prompt_tokens: int, met: bool | None = None) -> RequestStats:
+    verdict = None if met is None else Verdict(SLO(), "gold", Tier.REALTIME, met, None, None)
+    length = FinishReason.LENGTH
+    return RequestStats(0, length, Tier.REALTIME, prompt_tokens, 1, 0, 0.0, 0.1, 0.1, verdict)
+
+
+def test_what_a_newcomer_of_median_length_would_wait() -> None:
+    engine, asked = FakeEngine(), list[Request]()
+    feed = LiveFeed(engine, Limits(16, 512))
+    assert feed.snapshot()["newcomer"] is None, "nobody knows how long prompts are"
+    engine.expected_wait = lambda one: asked.append(one) or Wait(0.5, 0.1)  # type: ignore[method-assign]
+    for tokens in (3, 70, 90, 1000):
+        feed.on_finish(ended(tokens))
+    assert feed.snapshot()["newcomer"] == {"prompt_tokens": 80, "ttft_ms": 500.0}
+    assert [(len(one.prompt), one.tier) for one in asked] == [(80, Tier.REALTIME)]
+
+
+def test_targets_met_have_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, now = LiveFeed(FakeEngine(), Limits(16, 512)), [1000.0]
+    monkeypatch.setattr(live_feed.time, "monotonic", lambda: now[0])
+    for second, met in ((0.0, False), (1.0, True), (200.0, True), (310.0, False), (310.0, True)):
+        now[0] = 1000.0 + second
+        feed.on_finish(ended(5, met))
+    feed.on_finish(ended(5))  # without targets
+    now[0] = 1310.5
+    (gold,) = feed.snapshot()["attainment"]
+    history = gold.pop("history")
+    assert gold == {"class": "gold", "met": 2, "count": 3}
+    assert len(history) == PARTS and history[-1] == [1, 2]
+    assert [part for part in history if part[1]] == [[1, 1], [1, 2]]
+
+
+def test_nothing_moves_the_page_out_of_the_middle() -> None:
+    """`test_console_browser.py` measures it, where there is a browser."""
+    rules = re.findall(r"\.grid \{([^}]*)\}", PAGE.read_text())
+    margins = re.findall(r"margin: ([^;]*);", rules[0])
+    assert margins == ["16px auto 28px"]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,25 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.mark.parametrize("width", [390, 820, 1180, 1920])
+def test_the_page_is_in_the_middle_whatever_its_width(
+    loaded: str, browser: Any, width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(f"http://{loaded}/")
+    playwright.expect(page.locator("#state")).to_have_text("live", timeout=PATIENCE_MS)
+    place = "e => { const r = e.getBoundingClientRect(); return [r.left, r.right]; }"
+    left, right = page.eval_on_selector("main", place)
+    assert page.eval_on_selector("header", place) == [left, right]
+    seen = page.evaluate("document.documentElement.clientWidth")
+    assert abs(left - (seen - right)) <= 1 and right - left == min(seen, 1180)
+    sections = page.eval_on_selector_all("section", f"all => all.map({place})")
+    assert all(left <= start < end <= right for start, end in sections)
+    assert page.evaluate("document.documentElement.scrollWidth") <= seen, "it scrolls sideways"
+    page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_values_change_and_a_prompt_streams(
     loaded: str, browser: Any, scheme: str, request: pytest.FixtureRequest
