@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.sched.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.reachability import Alone, targets_that_count
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.table import RUNNING, WAITING
@@ -31,6 +32,7 @@ class Known:
     generated: Any
     computed: Any
     tier: Any
+    alone: Any
     most_output: Any
     waiting: Any
     decoding: Any
@@ -38,17 +40,17 @@ class Known:
     given: float = 0.0
 
     @classmethod
-    def of(cls, request: Request, now: float, seq: int, seed: int) -> Known:
-        """One that comes now. seq: how many have come before it."""
-        slo = request.slo
+    def of(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
+        """One that comes now. alone: on this engine. seq: how many have come before it."""
 
         def one(value: Any) -> np.ndarray:
-            return np.array([np.inf if value is None else value])
+            return np.array([value])
 
+        ttft, tbt, jct = targets_that_count(request.slo, alone)
         return cls(
-            *(one(now), one(now), one(slo.ttft), one(slo.tbt), one(slo.jct)),
+            *(one(now), one(now), one(ttft), one(tbt), one(jct)),
             *(one(seq), one(len(request.prompt)), _ZERO, _ZERO),
-            *(one(int(request.tier)), one(request.sampling.max_tokens)),
+            *(one(int(request.tier)), one(alone.ttft), one(request.sampling.max_tokens)),
             waiting=_YES,
             decoding=~_YES,
             seed=seed,
@@ -97,7 +99,8 @@ class Backlog:
             *(table.ttft[rows], table.tbt[rows], table.jct[rows]),
             *(table.seq[rows], table.prompt_len[rows]),
             *(table.generated[rows], computed),
-            *(table.tier[rows].astype(np.int64), view.most_output(rows), waits),
+            *(table.tier[rows].astype(np.int64), table.alone[rows]),
+            *(view.most_output(rows), waits),
             decoding=table.decoding(rows),
             seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
         )
@@ -116,11 +119,11 @@ class Backlog:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def step_time(self, batch: BatchFeatures) -> float:
+    def step_time(self, batch: BatchFeatures) -> Any:
         """Seconds of a batch, as `View.step_time`."""
         if self.padding is not None:
             batch = batch.padded(self.padding)
-        return float(self.cost_model.batch_time(batch))
+        return self.cost_model.batch_time(batch)
 
     def standing(self, known: Known, now: float) -> np.ndarray | None:
         """As the policy has it, float64 [n]; None where it says nothing."""
@@ -144,5 +147,4 @@ class Backlog:
     @property
     def prefill_tokens(self) -> int:
         """How far prompts may fill a batch."""
-        whole = not self.policy.chunked or getattr(self.policy, "full_prefill", False)
-        return self.limits.max_batch_tokens if whole else self.limits.max_prefill_tokens
+        return self.policy.prefill_limit(self.limits)

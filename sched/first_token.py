@@ -28,6 +28,7 @@ from jaxserve.sched.backlog import Backlog, Known
 from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.cost_model import BatchFeatures
 from jaxserve.sched.output_lengths import Survival
+from jaxserve.sched.reachability import Alone
 from jaxserve.sched.request import Request
 
 _POINTS = 48  # of time, at which it is asked who has left
@@ -114,8 +115,10 @@ class FirstToken:
     # Who is before it.
 
     def _place(self, request: Request, now: float) -> float | None:
-        known = Known.of(request, now, self._count, self._backlog.known.seed)
-        found = self._backlog.standing(known, now)
+        backlog = self._backlog
+        alone = Alone.of(request, backlog.step_time, backlog.prefill_tokens)
+        known = Known.of(request, alone, now, self._count, backlog.known.seed)
+        found = backlog.standing(known, now)
         return None if found is None else float(found[0])
 
     def _own(self, request: Request) -> _Work:

@@ -28,14 +28,25 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Lapse:
+    """Of a key that is the time at which something is due: when that can be no more, and what the
+    key is then. lead: seconds that it takes at least, so that it lapses so long before. later: the
+    time at which it is due instead, where that is later. Both know of a request what a key knows,
+    and of one that waits they change only when a token of its comes."""
+
+    lead: Key
+    later: Key
+
+
+@dataclass(frozen=True)
 class Form:
     """What a unified policy does beside what its fields say, for a simulation that has the
     algorithm compiled.
 
-    key: instead of the policy's own. given: float64 by the requests' numbers in the workload, the
-    column of that name; None for zeros. expects: starts find room for all that they are expected to
-    end with, once `enough` outputs have ended. promises: and for what those that run are expected
-    to take yet.
+    key: instead of the policy's own; lapse: of it, if it has one. given: float64 by the requests'
+    numbers in the workload, the column of that name; None for zeros. expects: starts find room for
+    all that they are expected to end with, once `enough` outputs have ended. promises: and for what
+    those that run are expected to take yet.
     """
 
     key: Key | None
@@ -43,20 +54,23 @@ class Form:
     expects: bool = False
     promises: bool = False
     enough: int = 0
+    lapse: Lapse | None = None
 
 
 # As they are in the table, by name.
-FLOATS = ("arrival", "last_token", "ttft", "tbt", "jct")
+FLOATS = ("arrival", "last_token", "ttft", "tbt", "jct", "alone")
 INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
 
 
 class Columns:
     """Of the requests in `rows` [n], arrays [n].
 
-    Of `RequestTable`: arrival, last_token, ttft, tbt, jct, seconds; seq, the order of arrival;
-    prompt_len, generated, computed, tokens; tier. most_output: tokens that it may write at most,
-    see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill. given: what a
-    policy that knows each of them was given for it, else 0. seed: the view's, the same for all.
+    Of `RequestTable`: arrival, last_token, ttft, tbt, jct, alone, seconds; seq, the order of
+    arrival; prompt_len, generated, computed, tokens; tier. alone: seconds to the first token on an
+    idle engine, and each target is at least what that takes. most_output: tokens that it may write
+    at most, see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill.
+    given: what a policy that knows each of them was given for it, else 0. seed: the view's, the
+    same for all.
     """
 
     def __init__(self, view: View, rows: np.ndarray, given: np.ndarray | float) -> None:
@@ -127,5 +141,18 @@ def _unknown(name: str) -> str:
 
 def evaluate(key: Key, view: View, rows: np.ndarray, given: np.ndarray | float = 0.0) -> np.ndarray:
     """The key of each row, float64 [n]. given: see `Columns`, of these rows."""
-    found = np.fmin(np.asarray(key(Columns(view, rows, given)), np.float64), np.inf)  # nan: inf
-    return np.broadcast_to(found, rows.shape)
+    return np.broadcast_to(_number(key, Columns(view, rows, given)), rows.shape)
+
+
+def current(key: Key, lapse: Lapse | None, requests: Any, now: float) -> Any:
+    """The key of these requests, or what it is since it lapsed. requests: `Columns`, or what has
+    the same attributes. now: seconds."""
+    due = _number(key, requests)
+    if lapse is None:
+        return due
+    lapsed = now > due - _number(lapse.lead, requests)
+    return np.where(lapsed, np.maximum(due, _number(lapse.later, requests)), due)
+
+
+def _number(key: Key, requests: Any) -> np.ndarray:
+    return np.asarray(np.fmin(np.asarray(key(requests), np.float64), np.inf))  # nan: inf

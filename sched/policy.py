@@ -137,6 +137,12 @@ class Policy(abc.ABC):
         `keys.Columns` has them. For predictions, asked from any thread: it changes nothing."""
         return None
 
+    def prefill_limit(self, limits: Limits) -> int:
+        """How far prompts may fill a batch, tokens: P, or C where they are whole, or may fill it
+        (`full_prefill`)."""
+        whole = not self.chunked or getattr(self, "full_prefill", False)
+        return limits.max_batch_tokens if whole else limits.max_prefill_tokens
+
     @abc.abstractmethod
     def plan(self, view: View, now: float) -> BatchPlan:
         """The next iteration. now: seconds, on the clock of `RequestTable.arrival`."""

@@ -22,6 +22,7 @@ from jaxserve.sched.padding import Padding
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
+from jaxserve.sched.reachability import Alone
 from jaxserve.sched.request import Request
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
@@ -91,17 +92,29 @@ class Scheduler:
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
         return BlockPool(num_blocks, block_size, capacity, width)
 
-    def add(self, request: Request, output_len: int | None = None, number: int = 0) -> int:
+    def add(
+        self,
+        request: Request,
+        output_len: int | None = None,
+        number: int = 0,
+        alone: Alone | None = None,
+    ) -> int:
         """The row of a new, waiting request. output_len: tokens that it will write, if that is
         known, as it is in simulations, where number is its place in the workload; only hypothetical
-        policies are told. IndexError when the table is full."""
-        row = self.table.add(request)
+        policies are told. alone: as `alone` has it, where that has been asked. IndexError when the
+        table is full."""
+        row = self.table.add(request, self.alone(request) if alone is None else alone)
         self.pool.follow(self.table.capacity)
         self.host.follow(self.table.capacity)
         self._progress.forget(row)
         length = request.sampling.max_tokens if output_len is None else output_len
         self._lengths.tell(row, length, number)
         return row
+
+    def alone(self, request: Request) -> Alone:
+        """What it would take with nobody else there, as far as is known now; any thread may ask."""
+        chunk = self.policy.prefill_limit(self.view.limits)
+        return Alone.of(request, self.view.step_time, chunk)
 
     def schedule(self, now: float) -> Step:
         """The next step, booked. InvalidPlan if the policy over-commits, or gets nowhere

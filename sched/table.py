@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.sched.listing import Listing
 from jaxserve.sched.output_lengths import OutputLengths
+from jaxserve.sched.reachability import NOTHING, Alone, targets_that_count
 from jaxserve.sched.request import Request
 
 
@@ -36,7 +37,9 @@ class RequestTable:
 
     generated counts tokens from the moment the step that makes them is launched; computed
     likewise. last_token is the time at which the last token reached the host (the arrival before
-    the first). An absent SLO is infinite. `state` changes through `add`, `move` and `remove` only.
+    the first). alone is what an idle engine takes to the first token, 0 where there are no targets.
+    ttft, tbt and jct are the targets that count: an absent one is infinite, and one that an idle
+    engine would miss is what that takes. `state` changes through `add`, `move` and `remove` only.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -59,6 +62,7 @@ class RequestTable:
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
+        self.alone = np.zeros(capacity)
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
@@ -78,8 +82,9 @@ class RequestTable:
         """Requests so far, those that have been removed included."""
         return self._next_seq
 
-    def add(self, request: Request) -> int:
-        """Gives the request a row and returns it. IndexError when the table is full."""
+    def add(self, request: Request, alone: Alone = NOTHING) -> int:
+        """Gives the request a row and returns it. alone: what an idle engine takes for it.
+        IndexError when the table is full."""
         row = self._free[-1]  # not taken yet: what follows may fail
         self.seq[row] = self._next_seq
         self.arrival[row] = self.last_token[row] = request.arrival
@@ -91,8 +96,9 @@ class RequestTable:
         self.last_batch_order[row] = self.preempted_order[row] = 0
         self.tier[row] = request.tier
         self.greedy[row] = request.sampling.is_plain_greedy
-        for column, target in zip((self.ttft, self.tbt, self.jct), _targets(request), strict=True):
-            column[row] = np.inf if target is None else target
+        self.alone[row] = alone.ttft
+        targets = targets_that_count(request.slo, alone)
+        self.ttft[row], self.tbt[row], self.jct[row] = targets
         self._free.pop()
         self._next_seq += 1
         self.num_sampling += not self.greedy[row]
@@ -151,7 +157,3 @@ class RequestTable:
     def _by_preemption(self, rows: np.ndarray) -> np.ndarray:
         order = self.preempted_order[rows]
         return np.where(order > 0, -order, self.seq[rows])
-
-
-def _targets(request: Request) -> tuple[float | None, float | None, float | None]:
-    return request.slo.ttft, request.slo.tbt, request.slo.jct

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.sched.batch_budget import BatchBudget, Candidates, Expected
 from jaxserve.sched.filling import Filling
-from jaxserve.sched.keys import Form, Key, evaluate
+from jaxserve.sched.keys import Columns, Form, Key, Lapse, current
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.ranking import Ranking, rank
@@ -75,7 +75,8 @@ class UnifiedPolicy(Policy):
 
     key: a number for each request, see `sched/keys.py`; the smallest comes first; ties, or all if
     there is no key, by arrival. Groups are gone through, and victims chosen, in this one order.
-    Where the order changes with time, override `ranking`. requeue: instead of by arrival alone, as
+    lapse: when the key is another one, if ever. Where the order changes with time otherwise,
+    override `ranking`. requeue: instead of by arrival alone, as
     InferMax's own simulator does: a preempted request goes to the head of the waiting, and those
     running that arrived at the same time are in the order of their last batches.
 
@@ -91,6 +92,7 @@ class UnifiedPolicy(Policy):
     watermark: float = 0.01
     max_rows: int | None = None
     key: Key | None = None
+    lapse: Lapse | None = None
     requeue: bool = False
     probing: bool = False
     hypothetical: bool = False
@@ -126,7 +128,13 @@ class UnifiedPolicy(Policy):
     def ranking(self, view: View, now: float) -> Ranking:
         """Who is how urgent. now: seconds."""
         key = self.key
-        keys = None if key is None else (lambda rows: evaluate(key, view, rows))
+        if key is None:
+            return rank(view, requeue=self.requeue)
+
+        def keys(rows: np.ndarray) -> np.ndarray:
+            found = current(key, self.lapse, Columns(view, rows, 0.0), now)
+            return np.broadcast_to(found, rows.shape)
+
         return rank(view, keys, self.requeue)
 
     @property
@@ -135,14 +143,14 @@ class UnifiedPolicy(Policy):
         return any(group.preempts and Phase.WAITING in group.phases for group in self.groups)
 
     def standing(self, requests: Any, now: float) -> Any:
-        """The key, or the order of arrival."""
-        return requests.seq if self.key is None else self.key(requests)
+        """The key as it is now, or the order of arrival."""
+        return requests.seq if self.key is None else current(self.key, self.lapse, requests, now)
 
     def form(self) -> Form | None:
         """For simulations that have it compiled; None if that cannot be. A class that overrides any
         other method of this one overrides it, too, or there is no form."""
         phases = [phase for group in self.groups for phase in group.phases]
-        return Form(self.key) if len(phases) == len(set(phases)) else None
+        return Form(self.key, lapse=self.lapse) if len(phases) == len(set(phases)) else None
 
     def expected(self, view: View) -> Expected | None:
         """What requests will take, if the policy has an idea."""

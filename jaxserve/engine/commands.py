@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from jaxserve.engine.output import Output
 from jaxserve.engine.sampling import RequestRow
 from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.reachability import SloProblem
+from jaxserve.sched.reachability import Alone, SloProblem
 from jaxserve.sched.request import Request
 
 
 @dataclass(frozen=True)
 class Submit:
     """A request to serve, with all that it is served with, made on its caller's thread. texts: of
-    its continuations. row: for the device. problems: with its targets."""
+    its continuations. row: for the device. alone: what an idle engine takes for it. problems: with
+    its targets."""
 
     request: Request
     on_output: Callable[[Output], None]
     texts: Sequence[ContinuationText]
     row: RequestRow
+    alone: Alone
     problems: tuple[SloProblem, ...] = ()
 
 

@@ -153,7 +153,8 @@ class Engine:
         )
         texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
         scheduler = self._scheduler
-        problems = slo_problems(request, scheduler.view, chunked=scheduler.policy.chunked)
+        alone = scheduler.alone(request)
+        problems = slo_problems(request, alone)
         n = request.sampling.n
         with self._wake:
             if self._failure is not None:
@@ -172,7 +173,7 @@ class Engine:
                 )
             self._ids[request.id] = n
             stamped = dataclasses.replace(request, arrival=self._clock())
-            self._inbox.append(Submit(stamped, on_output, texts, row, problems))
+            self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems))
             self._wake.notify()
         self._outlook.submitted(stamped)
 

@@ -79,7 +79,7 @@ class Serving:
         mine = self._by_id[request.id] = []
         try:
             for index, text in enumerate(command.texts):
-                row = self._scheduler.add(request)
+                row = self._scheduler.add(request, alone=command.alone)
                 number, self._arrivals = self._arrivals, self._arrivals + 1
                 self._received += 1
                 one = Continuation(

@@ -3,28 +3,53 @@ objectives has to beat.
 
 The deadline of a request's token j (from 0) is arrival + TTFT + j TBT. It orders the decodes, then
 the prefills and those that wait together, and the latest deadline is preempted.
+
+In an overload such an order makes everybody late, one after the other: who is late is first. So
+whoever can no longer be in time, or never could, is due `patience` seconds after it came instead:
+it waits for those who can, but not for ever.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.keys import where
+from jaxserve.sched.keys import Key, Lapse, where
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+
+_DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
 
 
 @register(
     "edf",
-    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; preempts the latest deadline",
+    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; who is late lets others pass",
     source="earliest deadline first on InferMax 3.1",
 )
-def edf() -> UnifiedPolicy:
-    """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt."""
-    groups = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
-    return UnifiedPolicy(groups, mixed_batches=True, chunked=True, key=_deadline)
+@dataclass(frozen=True)
+class EarliestDeadline(UnifiedPolicy):
+    """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
+
+    patience: seconds after its arrival at which one that is late is due; 0: it stays where it was,
+    plain earliest deadline first. ValueError for one that is negative, or no number."""
+
+    groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
+    mixed_batches: bool = True
+    chunked: bool = True
+    patience: float = 60.0
+    key: Key | None = field(default=None, init=False, repr=False, compare=False)
+    lapse: Lapse | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.patience < math.inf:
+            raise ValueError(f"patience must be at least 0, got {self.patience}")
+        object.__setattr__(self, "key", _deadline)
+        if self.patience:
+            object.__setattr__(self, "lapse", Lapse(_lead, _overdue(self.patience)))
 
 
 def _deadline(r: Any) -> Any:
@@ -37,3 +62,15 @@ def _deadline(r: Any) -> Any:
     steps = where(later, r.tbt, 0.0) * np.maximum(r.generated, 1)
     due = where(later & np.isinf(r.ttft), r.last_token + r.tbt, r.arrival + r.ttft + steps)
     return np.minimum(due, r.arrival + r.jct)
+
+
+def _lead(r: Any) -> Any:
+    """How long before that an idle engine would have to begin with what is pending, seconds."""
+    return r.alone * (r.prompt_len + r.generated - r.computed) / r.prompt_len
+
+
+def _overdue(patience: float) -> Key:
+    def due(r: Any) -> Any:
+        return r.arrival + patience
+
+    return due

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.sched.keys import Form, evaluate
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policies.edf import edf
+from jaxserve.sched.policies.edf import EarliestDeadline
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
@@ -62,7 +62,7 @@ class Portfolio(enum.Enum):
     QUICK = "those that can be simulated in machine code"
 
 
-_UNSEARCHED = eviction_free(edf())
+_UNSEARCHED = eviction_free(EarliestDeadline())
 
 
 @register(

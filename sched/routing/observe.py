@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.sched.backlog import Backlog, Known
 from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.reachability import NOTHING
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 
@@ -98,7 +99,7 @@ def serves_by_tier(policy: Policy) -> bool:
     it says."""
     with np.errstate(all="ignore"):
         realtime, best_effort = (
-            policy.standing(Known.of(_request(tier), 1.0, seq, 0), 1.0)
+            policy.standing(Known.of(_request(tier), NOTHING, 1.0, seq, 0), 1.0)
             for tier, seq in ((Tier.REALTIME, 1), (Tier.BEST_EFFORT, 0))
         )
     if realtime is None or best_effort is None:

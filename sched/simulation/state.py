@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.reachability import NOTHING, Alone
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.counted_pool import CountedPool
@@ -31,11 +32,11 @@ class GrowingTable(RequestTable):
     """A request table that doubles when it is full, so that its size follows the live requests.
     Rows are given out in the order in which a table of fixed size gives them."""
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, alone: Alone = NOTHING) -> int:
         """Gives the request a row and returns it, in a table twice the size if this one is full."""
         if not self.num_free:
             self._double()
-        return super().add(request)
+        return super().add(request, alone)
 
     def _double(self) -> None:
         old, self.capacity = self.capacity, 2 * self.capacity

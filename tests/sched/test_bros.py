@@ -124,7 +124,7 @@ def test_one_request_is_served_however_long_it_takes() -> None:
     run = drive(late_last=False)
     first = run.add(3, 2, ttft=1.0, tbt=0.4)
     run.step()
-    long = run.add(20, 2, ttft=0.3)
+    long = run.add(20, 2, arrival=-3.0, ttft=2.5)
     assert run.step() == {long: 20}, "it is late, and nobody else is served in time with it"
     assert first in run.step()
 

@@ -39,7 +39,7 @@ def found(
         cost_model=model,
     )
     request = Request("a", (1,) * prompt, SamplingParams(**asked), slo)
-    problems = slo_problems(request, scheduler.view, chunked=scheduler.policy.chunked)
+    problems = slo_problems(request, scheduler.alone(request))
     return {problem.kind: (problem.target, problem.limit) for problem in problems}
 
 
@@ -118,7 +118,7 @@ def test_alone_on_an_idle_engine_the_limits_are_what_it_takes(
         slo = SLO(**{name: share * seconds for name, seconds in took.items()})
         sampling = SamplingParams(output, ignore_eos=True)
         request = Request("a", (1,) * prompt, sampling, slo)
-        problems = slo_problems(request, scheduler.view, chunked=policy == "sarathi")
+        problems = slo_problems(request, scheduler.alone(request))
         return {problem.kind.removesuffix("_unreachable") for problem in problems}
 
     assert kinds(1 + 1e-9) == set()

@@ -210,8 +210,8 @@ class Served(Observer):
         self._gone = []
         return step
 
-    def _added(self, request: Any, output_len: int | None = None) -> int:
-        row = self._add(request, output_len)
+    def _added(self, request: Any, **known: Any) -> int:
+        row = self._add(request, **known)
         self._device.numbers[row] = int(request.id)
         return row
 

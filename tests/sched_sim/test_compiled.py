@@ -40,6 +40,8 @@ VARIED = [
     "sarathi+ef",
     "vllm+ef",
     "edf+ef",
+    "edf:patience=0",
+    "edf:patience=0.3",
     "sarathi:reserve=chunk",
     "priority:reserve=chunk",
     "fastgen+ef",
@@ -63,7 +65,7 @@ def drawn(seed: int, count: int, rate: float) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count)) * rng.choice([0, 1], p=[0.1, 0.9])
     output = rng.integers(1, 40, count)
-    targets = {name: rng.choice([0.05, 0.4, 3.0, np.inf], count) for name in TARGETS}
+    targets = {name: rng.choice([1e-6, 0.05, 0.4, 3.0, np.inf], count) for name in TARGETS}
     terms = dataclasses.replace(
         Terms.none(count),
         tier=rng.integers(0, 2, count),

@@ -62,9 +62,10 @@ PROBE = BatchFeatures.of(np.array([1, 1, 30]), np.array([40, 90, 0]), np.array([
 SMALL, LARGE = 80, 800  # blocks
 
 
-def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
+def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool = False) -> Workload:
     """early: outputs end before their limits, but for every third. Every second request has
-    targets, every fourth is best effort, every fifth samples."""
+    targets, every fourth is best effort, every fifth samples. liars: some targets could not be met
+    by anybody."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
     lengths = Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count))
@@ -72,9 +73,10 @@ def trace(seed: int, rate: float, early: bool, count: int = 24) -> Workload:
     if early:
         limit = limit + rng.integers(1, 30, count) * (np.arange(count) % 3 > 0)
     some = np.arange(count) % 2 == 0
+    lies = liars & (np.arange(count) % 6 == 0)
     terms = Terms(
         tier=np.where(np.arange(count) % 4 == 3, Tier.BEST_EFFORT, Tier.REALTIME).astype(np.int8),
-        ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf),
+        ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf) * np.where(lies, 1e-6, 1),
         tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
         jct=np.where(np.arange(count) % 4 == 2, 2.0, np.inf),
         slo_class=np.zeros(count, np.int64),
@@ -185,7 +187,7 @@ def same(served: Served, result: SimulationResult) -> None:
 def test_the_plans_are_the_same_one_by_one(
     policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
 ) -> None:
-    workload = trace(3, rate, early)
+    workload = trace(3, rate, early, liars=not early)
     result = agree(lambda: make_policy(policy), workload, cache__num_blocks=blocks)
     if blocks == SMALL and policy not in ("orca", *HYBRID):
         assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled.blocks import PLANES, a_plane
 from jaxserve.sched.simulation.compiled.front import lately
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.lengths import learn
-from jaxserve.sched.simulation.compiled.order import leave_running, leave_waiting, wait
+from jaxserve.sched.simulation.compiled.order import Keys, leave_running, leave_waiting, wait
 from jaxserve.sched.simulation.compiled.state import Machine
 from jaxserve.sched.table import State
 
@@ -18,7 +17,7 @@ FREE, WAITING, RUNNING, DRAINING = (int(state) for state in State)
 
 
 @kernel
-def book(m: Machine, settings: np.record, key: Key) -> int:
+def book(m: Machine, settings: np.record, key: Keys) -> int:
     """The preemptions and the batch that have been planned. How many start or start again."""
     me = m.me[0]
     for i in range(me.victims):
@@ -118,7 +117,7 @@ def release(m: Machine, r: np.record) -> None:
 
 @kernel
 def receive(
-    m: Machine, settings: np.record, key: Key, side: int, count: int, token_times: np.ndarray
+    m: Machine, settings: np.record, key: Keys, side: int, count: int, token_times: np.ndarray
 ) -> None:
     """The tokens of a step have reached the host, now: of the `count` requests in flight on that
     side. Those of requests that are over belong to nobody."""
@@ -171,7 +170,7 @@ def _end(m: Machine, settings: np.record, r: np.record) -> None:
 
 
 @kernel
-def _wait_again(m: Machine, settings: np.record, key: Key, side: int, count: int) -> None:
+def _wait_again(m: Machine, settings: np.record, key: Keys, side: int, count: int) -> None:
     """Those that wait, to whom tokens have come late: some are over, other keys have changed."""
     for i in range(count):
         r = m.requests[m.flying[side, i]]

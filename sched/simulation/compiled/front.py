@@ -4,6 +4,7 @@ routers, who choose, and who dies. As `simulation/front.py`."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
@@ -35,6 +36,21 @@ _take, _add = kernel(snapshot.take), kernel(snapshot.add)
 _violation = kernel(estimate.violation)
 _drawn, _below = kernel(draws.drawn), kernel(draws.below)
 lately = kernel(observe.lately)
+
+
+class Asked(NamedTuple):
+    """As `routing.fleet.Ask`."""
+
+    prompt_len: int
+    tier: int
+    ttft: float
+    tbt: float
+    jct: float
+
+
+@kernel
+def _asked(r: np.record) -> Asked:
+    return Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct)
 
 
 @kernel
@@ -102,7 +118,7 @@ def send(world: World, index: int, number: int, now: float) -> None:
     else:
         world.requests[s.last_sent].next_sent = number
     s.last_sent = number
-    _add(s, r, now)
+    _add(s, _asked(r), now)
     world.replicas[index].changed = True
 
 
@@ -141,7 +157,7 @@ def choose(world: World, settings: np.record, number: int, now: float) -> int:
             work, short = s.best_effort_work, s.best_effort_short
             if r.tier == 0:
                 work, short = s.realtime_work, s.realtime_short
-            value = _violation(s, work, short, r, now)
+            value = _violation(s, work, short, _asked(r), now)
         if value < least or chosen == NOTHING:
             chosen, least = i, value
     return chosen
@@ -184,7 +200,7 @@ def _hear(world: World, index: int) -> None:
     number = s.first_sent
     while number != NOTHING:
         r = world.requests[number]
-        _add(s, r, r.sent)
+        _add(s, _asked(r), r.sent)
         number = r.next_sent
 
 

@@ -22,17 +22,19 @@ from jaxserve.sched import (
     output_lengths,
     progress,
     table,
+    terms,
     unified,
 )
-from jaxserve.sched.keys import Key
+from jaxserve.sched.keys import Key, Lapse
 from jaxserve.sched.routing import draws, estimate, observe, routers, snapshot
 from jaxserve.sched.simulation.compiled import kept
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
+from jaxserve.sched.simulation.compiled.order import LATER, LEAD
 from jaxserve.sched.simulation.compiled.state import REQUEST
 
 _CONFIG: Any = numba.config
-KEY = types.float64(numba.from_dtype(REQUEST))
+KEY = types.float64(numba.from_dtype(REQUEST), types.int64)
 _DIRECTORY = "~/.cache/jaxserve/numba"  # where NUMBA_CACHE_DIR does not say otherwise
 
 
@@ -91,35 +93,45 @@ def _compile(kinds: tuple[types.Type, ...], directory: Path, keeps: bool) -> Any
         _CONFIG.CACHE_DIR = before
 
 
-def compiled_key(key: Key) -> Any:
-    """The key as a function of one request's record. numba.core.errors.NumbaError or TypeError if
-    it is, or uses, what numba does not know."""
-    if not inspect.isfunction(key):
+def compiled_key(key: Key, lapse: Lapse | None = None) -> Any:
+    """The key, and what it has of a lapse, as a function of one request's record and of which of
+    them is meant (`order.DUE` and the others). numba.core.errors.NumbaError or TypeError if one is,
+    or uses, what numba does not know."""
+    parts = (key,) if lapse is None else (key, lapse.lead, lapse.later)
+    if not all(map(inspect.isfunction, parts)):
         raise TypeError("it is no plain function")
-    # What it finds outside is compiled into it: that may be another value by the next run.
-    found = inspect.getclosurevars(key)
-    outside = {**found.globals, **found.nonlocals}
-    values = tuple((name, type(value), value) for name, value in outside.items())
+    # What they find outside is compiled into them: that may be another value by the next run.
+    values = tuple(
+        (name, type(value), value)
+        for found in map(inspect.getclosurevars, parts)
+        for name, value in {**found.globals, **found.nonlocals}.items()
+    )
     try:
-        return _compiled_key(key, values)
+        return _compiled_key(parts, values)
     except TypeError:  # a value that cannot be looked up, such as an array
-        return _compiled_key.__wrapped__(key, values)
+        return _compiled_key.__wrapped__(parts, values)
 
 
 @lru_cache
-def _compiled_key(key: Key, values: tuple[Any, ...]) -> Any:
-    number = njit(error_model="numpy")(key)  # a division by 0 is inf or nan, as NumPy has it
+def _compiled_key(parts: tuple[Key, ...], values: tuple[Any, ...]) -> Any:
+    # A division by 0 is inf or nan, as NumPy has it.
+    numbers = [njit(error_model="numpy")(part) for part in parts]
+    due, lead, later = numbers if len(numbers) > 1 else numbers * 3
 
-    def not_nan(request: Any) -> float:
-        return float(np.fmin(number(request), np.inf))
+    def not_nan(request: Any, which: int) -> float:
+        if which == LEAD:
+            return float(np.fmin(lead(request), np.inf))
+        if which == LATER:
+            return float(np.fmin(later(request), np.inf))
+        return float(np.fmin(due(request), np.inf))
 
     return njit(KEY, error_model="numpy")(not_nan)
 
 
 def _digest() -> str:
     modules = (
-        *(block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, unified),
-        *(draws, estimate, observe, routers, snapshot),
+        *(block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, terms),
+        *(unified, draws, estimate, observe, routers, snapshot),
     )
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]

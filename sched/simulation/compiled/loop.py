@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from jaxserve.sched.host_terms import BURST
-from jaxserve.sched.keys import Key
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.routing.observe import PACE
 from jaxserve.sched.simulation.compiled.book import book, receive, sample
@@ -28,7 +27,7 @@ from jaxserve.sched.simulation.compiled.front import (
     timer,
 )
 from jaxserve.sched.simulation.compiled.jit import kernel
-from jaxserve.sched.simulation.compiled.order import refresh, wait
+from jaxserve.sched.simulation.compiled.order import Keys, refresh, wait
 from jaxserve.sched.simulation.compiled.plan import plan
 from jaxserve.sched.simulation.compiled.setting import REFUSED
 from jaxserve.sched.simulation.compiled.state import NOTHING, Machine, Rules, World
@@ -39,7 +38,7 @@ REFUSED_BY_ALL = -2  # as a choice
 WAITING = int(State.WAITING)
 
 
-def serve(world: World, rules: Rules, costs: Costs, key: Key, until: int) -> int:
+def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> int:
     """Lets the world go on until all requests are over (DONE), `until` of them have arrived
     (PAUSED), its arrays have no room for more (FULL), or a policy plans nothing (STUCK) or gets
     nowhere (NOWHERE)."""
@@ -77,7 +76,7 @@ def serve(world: World, rules: Rules, costs: Costs, key: Key, until: int) -> int
 
 
 @kernel
-def _place(world: World, rules: Rules, key: Key, number: int, now: float) -> bool:
+def _place(world: World, rules: Rules, key: Keys, number: int, now: float) -> bool:
     """Sends a request to a replica, for the first time or again; False if the arrays have no room
     for it there."""
     r, cursor, settings = world.requests[number], world.cursor[0], rules.settings[0]
@@ -119,6 +118,7 @@ def _machine(world: World, index: int) -> Machine:
         world.running[index],
         world.waiting[index],
         world.needs,
+        world.lapses,
         world.chosen[index],
         world.victims[index],
         world.flying[index],
@@ -134,7 +134,7 @@ def _machine(world: World, index: int) -> Machine:
 
 
 @kernel
-def _arrive(m: Machine, rules: Rules, key: Key, number: int, now: float) -> None:
+def _arrive(m: Machine, rules: Rules, key: Keys, number: int, now: float) -> None:
     """Unless it finds the queue full: who has ended counts until its last token is there."""
     me, r = m.me[0], m.requests[number]
     unfinished = me.live + (me.ended if me.landed > now else 0)
@@ -153,7 +153,7 @@ def _arrive(m: Machine, rules: Rules, key: Key, number: int, now: float) -> None
 
 
 @kernel
-def _once(m: Machine, rules: Rules, costs: Costs, key: Key, token_times: np.ndarray) -> int:
+def _once(m: Machine, rules: Rules, costs: Costs, key: Keys, token_times: np.ndarray) -> int:
     """Once round the engine's loop, ON; or STUCK, or NOWHERE."""
     me, settings, host = m.me[0], rules.settings[0], rules.host[0]
     me.woken = -math.inf
@@ -217,7 +217,7 @@ def _launch(
 def _land(
     m: Machine,
     rules: Rules,
-    key: Key,
+    key: Keys,
     side: int,
     count: int,
     end: float,

@@ -7,12 +7,19 @@ of their last batches; of those that wait the preempted first, the latest of the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from jaxserve.sched.keys import Key
 from jaxserve.sched.simulation.compiled.blocks import new_blocks, whole_reserve
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.state import Machine
+
+# Of a `Form`: its key, and of its lapse the lead and the later key.
+DUE, LEAD, LATER = range(3)
+Keys = Callable[[Any, int], float]
 
 
 @kernel
@@ -28,9 +35,12 @@ def before(a: np.record, b: np.record) -> bool:
 
 
 @kernel
-def refresh(m: Machine, settings: np.record, key: Key) -> None:
-    """Puts those that run in order, and notes who decodes. They nearly are in order already."""
+def refresh(m: Machine, settings: np.record, key: Keys) -> None:
+    """Puts those that run in order, and notes who decodes. They nearly are in order already; and of
+    those that wait, those whose keys have lapsed."""
     requests, running = m.requests, m.running
+    if settings.lapses and m.me[0].clock > m.me[0].next_lapse:
+        _lapse(m, key)
     for place in range(m.me[0].running):
         number = running[place]
         r = requests[number]
@@ -38,7 +48,9 @@ def refresh(m: Machine, settings: np.record, key: Key) -> None:
         if settings.requeue:
             r.behind, r.first, r.second = 0, r.arrival, r.last_batch_order
         if settings.keyed:
-            r.key = key(r)
+            r.key = key(r, DUE)
+        if settings.lapses and m.me[0].clock > r.key - key(r, LEAD):
+            r.key = max(r.key, key(r, LATER))
         to = place
         while to > 0 and before(r, requests[running[to - 1]]):
             running[to] = running[to - 1]
@@ -47,7 +59,7 @@ def refresh(m: Machine, settings: np.record, key: Key) -> None:
 
 
 @kernel
-def wait(m: Machine, settings: np.record, key: Key, number: int) -> None:
+def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
     """Puts a request among those that wait."""
     r, me = m.requests[number], m.me[0]
     r.waiting, r.decoding = True, False
@@ -56,7 +68,39 @@ def wait(m: Machine, settings: np.record, key: Key, number: int) -> None:
     if settings.requeue:
         r.behind, r.first = 1, -float(r.preempted_order)
     if settings.keyed:
-        r.key = key(r)
+        r.key = key(r, DUE)
+    if settings.lapses:
+        m.lapses[number] = r.key - key(r, LEAD)
+        me.next_lapse = min(me.next_lapse, m.lapses[number])
+    _take_place(m, number)
+
+
+@kernel
+def _lapse(m: Machine, key: Keys) -> None:
+    """Those that wait whose keys have lapsed by now get the place of the others."""
+    me, count = m.me[0], 0
+    me.next_lapse = math.inf
+    for i in range(me.first, me.end):
+        number = m.waiting[i]
+        if me.clock > m.lapses[number]:
+            m.lapses[number] = math.inf
+            m.requests[number].waiting = False
+            m.scratch[count] = number
+            count += 1
+        else:
+            me.next_lapse = min(me.next_lapse, m.lapses[number])
+    if count:
+        leave_waiting(m, me.end)
+    for i in range(count):
+        r = m.requests[m.scratch[i]]
+        r.waiting = True
+        r.key = max(r.key, key(r, LATER))
+        _take_place(m, m.scratch[i])
+
+
+@kernel
+def _take_place(m: Machine, number: int) -> None:
+    r, me = m.requests[number], m.me[0]
     low, high = me.first, me.end
     while low < high:
         middle = (low + high) // 2

@@ -10,11 +10,12 @@ import numba
 import numpy as np
 from numba.core.errors import NumbaError
 
-from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost_model import BatchFeatures, InferMaxCostModel, LinearCostModel
 from jaxserve.sched.keys import Form
 from jaxserve.sched.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.progress import futile
+from jaxserve.sched.reachability import JUST_MISSED, Alone
 from jaxserve.sched.routing.draws import seeded
 from jaxserve.sched.routing.observe import idle
 from jaxserve.sched.routing.routers import ROUTERS
@@ -26,6 +27,7 @@ from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_ser
 from jaxserve.sched.simulation.compiled.loop import DONE, FULL, NOWHERE, STUCK
 from jaxserve.sched.simulation.compiled.setting import BATCH, Outcome, Setting
 from jaxserve.sched.simulation.compiled.state import (
+    ASKED,
     CURSOR,
     FAULTS,
     GROUP,
@@ -55,7 +57,7 @@ class NotCompilable(ValueError):
 def key_of(form: Form) -> Any:
     """The form's key, compiled. NotCompilable if that cannot be."""
     try:
-        return compiled_key(form.key or _no_key)
+        return compiled_key(form.key or _no_key, form.lapse)
     except (NumbaError, TypeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NotCompilable((lines[1:2] or lines or [type(error).__name__])[0]) from error
@@ -73,7 +75,8 @@ def run(
     """Serves the workload to its end. key: `key_of` the form. InvalidPlan if the policy plans
     nothing where it could, or gets nowhere."""
     rules, costs = _rules(policy, form, setting), _costs(setting)
-    world = _world(workload, setting, form.given, knows=policy.hypothetical)
+    chunk = policy.prefill_limit(setting.limits)
+    world = _world(workload, setting, form.given, chunk, knows=policy.hypothetical)
     kinds = numba.typeof(world), numba.typeof(rules), numba.typeof(costs)
     serve = compiled_serve(*kinds, compiling)
     count, seen = len(workload), 0
@@ -118,7 +121,7 @@ def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
     s["num_blocks"], s["block_size"] = setting.num_blocks, setting.block_size
     for name in ("mixed_batches", "chunked", "requeue", "probing"):
         s[name] = getattr(policy, name)
-    s["keyed"] = form.key is not None
+    s["keyed"], s["lapses"] = form.key is not None, form.lapse is not None
     s["expects"], s["promises"], s["enough"] = form.expects, form.promises, form.enough
     s["overlap"], s["keeps_batches"] = setting.overlap, setting.keeps_batches
     s["routing"], s["looks"] = list(ROUTERS).index(setting.routing.name), setting.routing.looks
@@ -166,15 +169,20 @@ def _scatter(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     return scatter.factors, scatter.bounds, scatter.host, scatter.lots(setting.seed)
 
 
-def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, knows: bool) -> World:
+def _world(
+    workload: Workload, setting: Setting, given: np.ndarray | None, chunk: int, *, knows: bool
+) -> World:
+    """chunk: as `Alone.of_all` has it."""
     count, replicas = len(workload), setting.replicas
     requests = _requests(workload, setting, knows=knows)
+    _set_targets(requests, workload, setting, chunk)
     requests["given"] = 0.0 if given is None else given
     machines = np.zeros(replicas, REPLICA)
     machines["next_time"], machines["free"] = math.inf, setting.num_blocks
     machines["flying"], machines["woken"] = NOTHING, -math.inf
     room = min(_FIRST_LIVE, max(count, 2))
     machines["first"] = machines["end"] = room
+    machines["next_lapse"] = math.inf
     machines["slow"] = machines["slowdown"] = machines["pace"] = machines["attainment"] = 1.0
     machines["draw"] = [seeded(setting.seed, setting.routing.routers + i) for i in range(replicas)]
     machines["lot"] = [first_lot(i) for i in range(replicas)]
@@ -188,6 +196,7 @@ def _world(workload: Workload, setting: Setting, given: np.ndarray | None, *, kn
         running=np.zeros((replicas, room), np.int64),
         waiting=np.zeros((replicas, 2 * room), np.int64),
         needs=np.zeros(count, np.int64),
+        lapses=np.full(count, math.inf),
         chosen=np.zeros((replicas, room), np.int64),
         victims=np.zeros((replicas, room), np.int64),
         flying=np.zeros((replicas, 2, room), np.int64),
@@ -237,8 +246,6 @@ def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarra
     """knows: whether the policy knows how much each will write."""
     requests = np.zeros(len(workload), REQUEST)
     requests["arrival"] = requests["last_token"] = workload.arrival
-    for name in TARGETS:
-        requests[name] = getattr(workload, name)
     for name in ("prompt_len", "output_len", "tier", "greedy"):
         requests[name] = getattr(workload, name)
     requests["max_tokens"] = workload.limit
@@ -246,6 +253,23 @@ def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarra
     requests["offset"] = np.cumsum(workload.output_len) - workload.output_len
     requests["seed"], requests["state"] = setting.seed, int(WAITING)
     return requests
+
+
+def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chunk: int) -> None:
+    """As `RequestTable.add` does."""
+    padding, cost = setting.padding, setting.cost_model
+
+    def step_time(batch: BatchFeatures) -> Any:
+        return cost.batch_time(batch if padding is None else batch.padded(padding))
+
+    alone = Alone.of_all(workload.prompt_len, workload.limit, step_time, chunk)
+    some = np.zeros(len(workload), bool)
+    for name, asked in zip(TARGETS, ASKED, strict=True):
+        target = getattr(workload, name)
+        requests[asked] = target
+        requests[name] = np.maximum(target, getattr(alone, name) * JUST_MISSED)
+        some |= target < math.inf
+    requests["alone"] = np.where(some, alone.ttft, 0.0)
 
 
 def _larger(world: World) -> World:

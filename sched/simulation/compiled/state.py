@@ -13,15 +13,18 @@ import numpy as np
 
 from jaxserve.sched.host_terms import HostTerms
 from jaxserve.sched.keys import FLOATS, INTEGERS
+from jaxserve.sched.terms import TARGETS
 
+# asked_*: targets as they were asked for, which routers see; ttft, tbt, jct: those that count.
 # key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
 # tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
 # reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
 # it. state, lost_from: as in `sched/table.py`. losses, losses_since: as in `sched/progress.py`.
 # sent: when a router sent it to its replica; next_sent: who was sent there next, -1 for nobody;
 # again: it went elsewhere, since its replica died; failed: it ended with it.
+ASKED = tuple(f"asked_{name}" for name in TARGETS)
 REQUEST = np.dtype(
-    [(name, np.float64) for name in (*FLOATS, "given", "key", "first", "sent")]
+    [(name, np.float64) for name in (*FLOATS, *ASKED, "given", "key", "first", "sent")]
     + [
         (name, np.int64)
         for name in (
@@ -46,7 +49,8 @@ REQUEST = np.dtype(
 # flying_end: when it ends; side: which list has them. got_on: steps that computed something new;
 # most_losses: of any one request since the last of them. outputs: how many have ended; ended: with
 # the last tokens that reached the host, at `landed`. came: requests that the host has not taken
-# in. slowdown: times as long as its steps should take; pace, mean_output, attainment, seen_outputs,
+# in. next_lapse: no key of those that wait lapses before. slowdown: times
+# as long as its steps should take; pace, mean_output, attainment, seen_outputs,
 # seen_firsts: as `routing.observe.Lately`; draw: for the losses of its snapshots; dead; stranded:
 # up to whom those that it had have been looked at since; lot: its first of a `Scatter`; slow:
 # times as long as its terms say that the host takes; changed: since its last snapshot.
@@ -62,7 +66,7 @@ REPLICA = np.dtype(
         (name, np.float64)
         for name in (
             *("clock", "device_free", "next_time", "woken", "flying_end", "landed"),
-            *("slowdown", "slow", "pace", "mean_output", "attainment"),
+            *("slowdown", "slow", "pace", "mean_output", "attainment", "next_lapse"),
         )
     ]
     + [
@@ -93,7 +97,7 @@ SETTINGS = np.dtype(
         (name, np.bool_)
         for name in (
             *("mixed_batches", "chunked", "keyed", "requeue", "probing", "expects", "promises"),
-            *("overlap", "looks", "keeps_batches"),
+            *("lapses", "overlap", "looks", "keeps_batches"),
         )
     ],
     align=True,
@@ -125,11 +129,11 @@ class World(NamedTuple):
     requests, token_times: of all, [n] and [tokens]. cursor: [1]. known: what routers know of each;
     published: its snapshot that is on its way; routers: [routers]; faults. event_times, event_heap,
     event_place: see `events.py`. running: those
-    that hold cache. waiting: those that wait; needs: [n], by request, the blocks
-    for which such a one would start. chosen, victims: of the batch in the making. flying:
-    [replicas, 2, :], those that sample in the launched step, and in the one before. scratch: for
-    sorting. log: batches so far. reached, ended, mean, expected, by bin, and bins_above, bin_of, by
-    length: see `output_lengths.py`.
+    that hold cache. waiting: those that wait; needs, lapses: [n], by request, the
+    blocks for which such a one would start, and when its key lapses. chosen, victims: of the batch
+    in the making. flying: [replicas, 2, :], those that sample in the launched step, and in the one
+    before. scratch: for sorting. log: batches so far. reached, ended, mean, expected, by bin, and
+    bins_above, bin_of, by length: see `output_lengths.py`.
     """
 
     requests: np.ndarray
@@ -146,6 +150,7 @@ class World(NamedTuple):
     running: np.ndarray
     waiting: np.ndarray
     needs: np.ndarray
+    lapses: np.ndarray
     chosen: np.ndarray
     victims: np.ndarray
     flying: np.ndarray
@@ -168,6 +173,7 @@ class Machine(NamedTuple):
     running: np.ndarray
     waiting: np.ndarray
     needs: np.ndarray
+    lapses: np.ndarray
     chosen: np.ndarray
     victims: np.ndarray
     flying: np.ndarray
