@@ -16,6 +16,7 @@ from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import ConfigError, HostLost
+from jaxserve.server.access.key_lines import ApiKey, digest_of
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
 from tests.deploy.engine import Engine
@@ -24,7 +25,7 @@ from tests.server.logging_kept import logging_kept
 T = TypeVar("T")
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
-SCOPE = {
+SCOPE: dict[str, Any] = {
     "type": "http",
     "http_version": "1.1",
     "method": "POST",
@@ -159,6 +160,33 @@ def test_keys_are_asked_for_at_both_doors(monkeypatch: pytest.MonkeyPatch) -> No
         return http[0]["status"], rpc[0].code
 
     assert run(call, Engine()) == (401, "UNAUTHENTICATED")
+
+
+def test_an_id_is_each_key_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ";".join(ApiKey(name, digest_of(name.encode())).line() for name in ("alice", "bob"))
+    monkeypatch.setenv(KEYS_VARIABLE, keys)
+    engine = Engine()
+
+    async def call(replica: EngineReplica) -> tuple[Any, Any, Any]:
+        given = (*SCOPE["headers"], (b"authorization", b"Bearer alice"))
+        scope = {**SCOPE, "path": "/v1/completions", "headers": given}
+        raw = json.dumps({"prompt": "Hi", "request_id": "mine"}).encode()
+        hers = asyncio.create_task(pieces_of(replica.http(scope, raw, ask=NOTHING)))
+        await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 1)
+        again = await pieces_of(replica.http(scope, raw, ask=NOTHING))
+        message = pb.GenerateRequest(text="Hi", request_id="mine").SerializeToString()
+        key = [("authorization", "Bearer bob")]
+        his = asyncio.create_task(
+            pieces_of(replica.grpc(GENERATE, message, key, "ipv4:127.0.0.1:5", ask=NOTHING))
+        )
+        await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 2)
+        engine.run()
+        return again, await hers, await his
+
+    again, hers, his = run(call, engine)
+    assert again[0]["status"] == 409 and b"'mine' is already running" in body(again)
+    assert json.loads(body(hers))["id"] == "cmpl-mine"
+    assert {pb.GenerateResponse.FromString(each).request_id for each in his} == {"mine"}
 
 
 def test_its_health_is_the_engines() -> None:
