@@ -11,6 +11,7 @@ READY := $(VENV)/.ready
 REFERENCE := .venv-reference
 COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
+MINUTES ?= 60
 # A file's tests run in one process, which builds their engines once; files in order, since those at
 # the end are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
@@ -20,7 +21,7 @@ WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve test test-slow test-hosts test-py312 soak scale-demo scale-test lint compile-check reference format proto bench-vllm clean
+.PHONY: help serve test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference format proto bench-vllm clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -46,6 +47,9 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
+
+fuzz: $(READY) ## hostile strings and values through both doors, for an hour; MINUTES=5 for less
+	JAXSERVE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/server/test_fuzz.py $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
 	$(BIN)/python -m jaxserve.deploy.demo $(ARGS)

@@ -113,6 +113,7 @@ class FakeEngine:
     # The contract.
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
+        text.encode()  # raises for half a surrogate pair, as tokenizers do
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
