@@ -189,9 +189,9 @@ def _server() -> dict[str, Any]:
         "grace_s": 30.0,
         **_overload(),
         # Whether the process ends, with exit code 1, once the engine has failed or hung, after
-        # calls got their INTERNAL: auto (where Kubernetes or systemd has started it, which start
-        # it again) | on | off.
-        "exit_on_failure": "auto",
+        # calls got their INTERNAL, so that whoever supervises it starts it again: on | off (it
+        # stays, refuses, and is for a health check to end).
+        "exit_on_failure": "on",
         # gRPC server reflection, with which tools such as grpcurl need no proto file.
         "reflection": True,
         # Folder of the batches, which survive the server there; only one server at a time, on a

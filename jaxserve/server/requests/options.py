@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,32 +59,22 @@ def check_options(config: Any) -> None:
     if not 0 <= server.refuse_late <= MAX_SHARE:
         limits = f"must be 0 to {MAX_SHARE}, got {server.refuse_late}"
         raise ConfigError(f"server.refuse_late: {limits}")
-    if server.exit_on_failure not in ("auto", "on", "off"):
+    if server.exit_on_failure not in ("on", "off"):
         given = repr(server.exit_on_failure)
-        raise ConfigError(f"server.exit_on_failure: must be auto, on or off, got {given}")
+        raise ConfigError(f"server.exit_on_failure: must be on or off, got {given}")
 
 
 def server_options(config: Any) -> ServerOptions:
     """What a config says that `check_options` has let through."""
     server = config.server
-    on = server.exit_on_failure == "on"
-    if server.exit_on_failure == "auto":
-        on = _is_restarted()
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,
         stream_buffer_bytes=server.stream_buffer_kib * _KIB,
         write_timeout_s=server.write_timeout_s,
         stall_s=config.engine.stall_s,
-        exit_on_failure=on,
+        exit_on_failure=server.exit_on_failure == "on",
         refuse_late=server.refuse_late,
         request_log=config.telemetry.request_log,
         log_prompts=config.telemetry.log_prompts,
         reflection=server.reflection,
     )
-
-
-def _is_restarted() -> bool:
-    """Whether whoever has started this process starts it again once it ends: Kubernetes, or systemd
-    (which terminals, too, are started by; but not their processes)."""
-    of_systemd = os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
-    return of_systemd or "KUBERNETES_SERVICE_HOST" in os.environ
