@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import IO
 
 
+def private(path: Path, mode: str) -> IO[str]:
+    """Opens a file of text, which is its owner's alone if it is made."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    return open(path, mode, encoding="utf-8", opener=opener)
+
+
 def lock(path: Path, *, shared: bool = False, wait: bool = False) -> IO[str] | None:
     """Holds the file, which is made if there is none, until what is returned is closed or the
     process ends: alone, or together with others who share it. None where others hold it so that it
-    cannot be, if it is not to wait for them. Who holds it alone may remove it. OSError if it cannot
-    be made."""
+    cannot be, if it is not to wait for them. Who holds it alone may remove it. It is its owner's
+    alone. OSError if it cannot be made."""
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
-        file = path.open("a", encoding="utf-8")
+        file = private(path, "a")
         try:
             fcntl.flock(file, how)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):

@@ -1,22 +1,24 @@
 """Writes down what is served, for `python -m jaxserve.simulate --replay`.
 
 The format is in `sched/simulation/recording.py`. The engine's thread only puts events into a queue;
-a thread of its own turns them into lines, so that serving never waits for a disk.
+a thread of its own turns them into lines, so that serving never waits for a disk. Who came when and
+asked for how much is nobody else's business: files are their owner's alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
-from jaxserve.sched.file_lock import lock
+from jaxserve.sched.file_lock import lock, private
 from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.recording import (
     FEATURES,
@@ -174,7 +176,7 @@ class _Writer:
     def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
         self._path, self._header, self._max_bytes = path, header, max_bytes
         self._live: dict[int, Arrival] = {}
-        self._file: TextIO | None = None
+        self._file: IO[str] | None = None
         self._most_live = header.max_queue + header.max_rows
         self._size, self._time, self._lost = 0, 0.0, 0
 
@@ -183,8 +185,10 @@ class _Writer:
         if self._file is not None:
             self._file.close()
         if self._path.exists():
+            with contextlib.suppress(PermissionError):  # it may be somebody else's
+                self._path.chmod(0o600)  # once everybody could read them
             self._path.replace(older(self._path))
-        self._file = self._path.open("w", encoding="utf-8")
+        self._file = private(self._path, "w")
         self._size = 0
         self._put(first_line(self._header, start))
         for number, arrival in self._live.items():

@@ -181,6 +181,25 @@ def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:
     assert replay.read(older(path)).header.began == "earlier"
 
 
+def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "served.jsonl"
+    path.write_text("of an older version")
+    path.chmod(0o644)
+    mask = os.umask(0)
+    try:
+        story = Story(path, max_bytes=3000)
+        modes = {f.name: f.stat().st_mode & 0o777 for f in tmp_path.iterdir()}
+        story.arrive(0)
+        for _ in range(30):
+            story.step(0)
+        story.over()
+    finally:
+        os.umask(mask)
+    modes |= {f.name: f.stat().st_mode & 0o777 for f in tmp_path.iterdir()}
+    assert set(modes) >= {"served.jsonl", "served.jsonl.1", "served.jsonl.lock"}
+    assert set(modes.values()) == {0o600}
+
+
 def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     path.write_text(json.dumps({"recording": 0}))
