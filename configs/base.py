@@ -61,7 +61,10 @@ def _cache() -> dict[str, Any]:
         # 0: as many as memory_gib holds. Its array has a few more, one of few sizes, so that not
         # each number has steps of its own to compile.
         "num_blocks": 0,
-        # Size of the pool; 0: memory_fraction of what the device has left.
+        # Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
+        # max_model_len can use it. On CPUs, whose memory others need, too, an eighth to a quarter
+        # of it, one of few sizes, for each of which steps are compiled; but room for four such
+        # requests.
         "memory_gib": 0.0,
         # Of the memory that is free on the device, or the host, what weights, pool and steps take.
         "memory_fraction": 0.9,

@@ -269,6 +269,7 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_rows=limits.max_rows,
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,
+        modest=jax.default_backend() == "cpu",
     )
     _check_tables(config.scheduler.max_queue, demand)
     return demand

@@ -19,12 +19,14 @@ from jaxserve.sched.policy import Policy
 
 GIB = 1 << 30
 _LITTLE = 16  # part of the memory that a pool may take for nothing
+_MODEST = 4  # part of it that a modest pool takes, and requests of full length that it holds
 
 
 @dataclass(frozen=True)
 class Demand:
     """What is asked for. Bytes are per device. num_blocks: 0 for as many as fit and are of use.
-    memory_bytes: for the pool alone; 0 for what the device has left."""
+    memory_bytes: for the pool alone; 0 for what the device has left. modest: where nothing is asked
+    for, a part of that, since a host has other programs, too."""
 
     num_blocks: int
     block_size: int
@@ -33,6 +35,7 @@ class Demand:
     max_rows: int
     max_model_len: int
     max_batch_tokens: int
+    modest: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,19 @@ def pool_room(
 
 
 def pool_blocks(demand: Demand, room: Room) -> int:
-    """Blocks of the pool: those asked for, else as many as there may be and are of use."""
-    useful = demand.max_rows * int(blocks_for(demand.max_model_len, demand.block_size))
-    return demand.num_blocks or min(room.allowed, useful)
+    """Blocks of the pool: those asked for, else as many as there may be and are of use.
+
+    A modest one has at most a quarter of them, but room for four requests of full length: a power
+    of two, so that a start with a little more or less memory to spare finds its steps compiled.
+    """
+    if demand.num_blocks:
+        return demand.num_blocks
+    longest = int(blocks_for(demand.max_model_len, demand.block_size))
+    useful = demand.max_rows * longest
+    if demand.modest and not demand.memory_bytes:
+        quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
+        useful = min(useful, max(quarter, _MODEST * longest))
+    return min(room.allowed, useful)
 
 
 def array_blocks(demand: Demand, room: Room) -> int:

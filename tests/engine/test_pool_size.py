@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,31 @@ def test_there_are_few_sizes(start: int) -> None:
     assert len(tight) <= 18
     roomy = {array_blocks(demand(blocks), Room(64 * start, 64 * start)) for blocks in every}
     assert len(roomy) <= 2
+
+
+@given(st.integers(2, 10**7), st.integers(1, 1000), st.integers(1, 64))
+def test_a_modest_pool_leaves_others_most_of_the_memory(free: int, full: int, rows: int) -> None:
+    """A quarter at most, but four full requests, if there is room; and no more than is of use."""
+    wanted = Demand(0, 16, 0, 0.9, rows, 16 * full, 64, modest=True)
+    room = Room(free, free)
+    blocks = pool_blocks(wanted, room)
+    longest = 2 * full
+    assert blocks <= min(free, rows * longest)
+    assert blocks <= max(free / 4, 4 * longest)
+    assert blocks >= min(free, rows * longest, max(free // 8, 4 * longest))
+    assert array_blocks(wanted, room) >= blocks * 15 / 16 - 1
+    # Whoever asks for a size, or a number, gets that.
+    given_size = dataclasses.replace(wanted, memory_bytes=1)
+    assert pool_blocks(given_size, room) == min(free, rows * longest)
+    assert pool_blocks(dataclasses.replace(wanted, num_blocks=7), room) == 7
+
+
+def test_a_little_more_or_less_memory_changes_no_modest_pool() -> None:
+    wanted = Demand(0, 16, 0, 0.9, 32, 8192, 512, modest=True)
+    around = {array_blocks(wanted, Room(n, n)) for n in range(46_000, 60_000, 7)}
+    assert around == {8192}
+    octave = {array_blocks(wanted, Room(n, n)) for n in range(1 << 16, 1 << 17, 101)}
+    assert len(octave) == 1
 
 
 class Stop(Exception):
