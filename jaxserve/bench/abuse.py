@@ -5,9 +5,10 @@
 
 A server process of its own listens on this machine only. It gets prompts that are far too long,
 8,000 calls at once, streams that nobody reads, bytes that are no message and numbers at the edge
-of what a float holds; then its engine hangs, and that of another one fails. Each row says how calls
-ended, how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
-served, again and again), how much memory the server took more, and how many lines it logged. The
+of what a float holds; then its engine hangs, and that of another one fails. A third has two API
+keys, of which one takes all that it can get. Each row says how calls ended, how long the slowest
+refusal took, how long others waited meanwhile (a call that asks what is served, again and again),
+how much memory the server took more, and how many lines it logged. The
 exit code is 1 if something did not hold. Flags of serve.py work too: --config=, --model=, ...
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.bench import attacks
+from jaxserve.bench import attacks, tenants
 from jaxserve.bench.attacks import Tried
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.victim import Victim, victim
@@ -41,6 +42,7 @@ from jaxserve.machine import machine, versions
 STALL_S = 3.0  # so that nobody waits long for what is to happen
 MAX_WAIT_S = 0.05  # of others, while prompts are too long
 MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on its way
+MAX_FILES_MIB = 2 * tenants.FILE_MIB  # of thirty times as much
 GRACE_S = 5.0
 MAX_EXIT_S = GRACE_S + 6.0
 MAX_LINES = 20
@@ -105,10 +107,22 @@ def run(flags: Sequence[str]) -> list[Row]:
         rows.append(stop_unread(server))
     with victim(*flags, "--config.server.exit_on_failure=on") as server:
         rows.append(measured(server, "an engine that fails", lambda _: fail(server)))
+    with victim(*flags, batches=True, keys=tenants.key_lines(), key=tenants.QUIET) as server:
+        rows += keys_apart(server)
     for row in rows:
         if row.lines > MAX_LINES:
             row.problems.append(f"more than {MAX_LINES} lines were logged")
     return rows
+
+
+def keys_apart(server: Victim) -> list[Row]:
+    """What one key does to another."""
+    address = server.http_address
+    often = measured(server, "256 requests a call", lambda _: tenants.too_much_at_once(address))
+    unread = measured(server, "files unread", lambda _: tenants.unread_files(address))
+    if unread.memory_mib > MAX_FILES_MIB:
+        unread.problems.append(f"they took more than {MAX_FILES_MIB} MiB")
+    return [often, unread]
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -148,7 +162,7 @@ def watched(server: Victim) -> Iterator[dict[str, float]]:
     most, over = {"wait_s": 0.0, "memory_mib": 0.0}, threading.Event()
 
     def probe() -> None:
-        with Client(server.address) as client:
+        with Client(server.address, api_key=server.key) as client:
             while not over.wait(_PROBE_S):
                 began = time.monotonic()
                 with contextlib.suppress(ServerError, OSError):
@@ -156,7 +170,7 @@ def watched(server: Victim) -> Iterator[dict[str, float]]:
                     most["wait_s"] = max(most["wait_s"], time.monotonic() - began)
                     most["memory_mib"] = max(most["memory_mib"], server.memory_mib())
 
-    with Client(server.address) as client:
+    with Client(server.address, api_key=server.key) as client:
         client.info(timeout=_PATIENCE_S)
     thread = threading.Thread(target=probe)
     thread.start()

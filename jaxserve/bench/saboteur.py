@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.server.access.options import access_settings
 from jaxserve.server.batch_options import open_batches
 from jaxserve.server.http.door import http_settings
 from jaxserve.server.process import run_server
@@ -66,7 +67,8 @@ def main() -> int:
         engine.start()
         signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
         signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
-        return run_server(engine, config, _announce, batches, http)
+        access = access_settings(config)
+        return run_server(engine, config, _announce, batches, http, access=access)
 
 
 def _announce(server: Server) -> None:

@@ -68,3 +68,4 @@ def http_batch(caller: Caller) -> None:
     if batch["request_counts"] != {"total": count, "completed": count, "failed": 0}:
         caller.ledger.problem(f"batches: {batch['request_counts']} of {count} lines")
     whole_http(caller, "batches", "DELETE", f"/v1/files/{file}")
+    whole_http(caller, "batches", "DELETE", f"/v1/batches/{batch['id']}")

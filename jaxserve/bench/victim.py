@@ -11,17 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxserve.bench.target import BenchError
+from jaxserve.server.access.options import KEYS_VARIABLE
 
 WRITE_TIMEOUT_S = 3.0  # so that nobody waits long for a slow reader's end
 
 
 class Victim:
-    """A server process. address, http_address: where it listens."""
+    """A server process. address, http_address: where it listens. key: an API key of its, or
+    None."""
 
     def __init__(
-        self, process: subprocess.Popen[str], address: str, http_address: str, log: Path
+        self,
+        process: subprocess.Popen[str],
+        address: str,
+        http_address: str,
+        log: Path,
+        key: str | None = None,
     ) -> None:
         self.process, self.address, self.http_address = process, address, http_address
+        self.key = key
         self._log = log
 
     def memory_mib(self) -> float:
@@ -51,9 +59,11 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(*flags: str, batches: bool = False) -> Iterator[Victim]:
-    """A server, ready; killed at the end. batches: it takes them. Raises BenchError if it does not
-    start."""
+def victim(
+    *flags: str, batches: bool = False, keys: str = "", key: str | None = None
+) -> Iterator[Victim]:
+    """A server, ready; killed at the end. batches: it takes them. keys: its API keys, as the
+    environment has them. key: one of them. Raises BenchError if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         fields = (
@@ -64,7 +74,13 @@ def victim(*flags: str, batches: bool = False) -> Iterator[Victim]:
         command += [*(f"--config.{each}" for each in fields), *flags]
         with (
             log.open("w") as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, KEYS_VARIABLE: keys},
+            ) as process,
         ):
             try:
                 assert process.stdout is not None
@@ -73,6 +89,6 @@ def victim(*flags: str, batches: bool = False) -> Iterator[Victim]:
                     last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
                     raise BenchError(f"the server did not start: {' '.join(last)}")
                 address, http_address = addresses
-                yield Victim(process, address, http_address, log)
+                yield Victim(process, address, http_address, log, key)
             finally:
                 process.kill()

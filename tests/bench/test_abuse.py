@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
 
-from jaxserve.bench import abuse, attacks, cli
+from jaxserve.bench import abuse, attacks, cli, tenants
 from jaxserve.bench.abuse import Row
 from jaxserve.bench.saboteur import Saboteur
+from jaxserve.configs import base
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.server.access.options import KEYS_VARIABLE, access_settings
+from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.journal import Journal
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine, step_stats
+from tests.server.http.conftest import SETTINGS
 
 # It is ml_collections that loads config files so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -44,6 +51,33 @@ def test_bytes_that_are_no_message_are_all_refused(
     tried = asyncio.run(attacks.malformed(address))
     assert tried.problems == []
     assert tried.codes == {"INVALID_ARGUMENT": 250}
+
+
+@pytest.fixture
+def two_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(KEYS_VARIABLE, tenants.key_lines())
+    access = access_settings(base.get_config())
+    journal = Journal(tmp_path, 1 << 30)
+    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
+    with (
+        contextlib.closing(journal),
+        Server(
+            FakeEngine().run(), grace_s=0.0, http=SETTINGS, batches=settings, access=access
+        ) as s,
+    ):
+        assert s.http_address is not None
+        yield s.http_address
+
+
+def test_a_key_that_wants_all_gets_its_own(two_keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "FILE_MIB", 2)
+    tried = asyncio.run(tenants.too_much_at_once(two_keys))
+    assert tried.problems == []
+    assert tried.codes["quiet 200"] == 1
+    told = sum(tried.codes[f"loud {status}"] for status in (200, 400, 429))
+    assert told == 2 * tenants.CALLS
+    tried = asyncio.run(tenants.unread_files(two_keys))
+    assert tried.problems == [] and tried.codes == {"200": tenants.FILES}
 
 
 def test_numbers_at_the_edge_are_right_or_refused(address: str) -> None:
