@@ -22,7 +22,7 @@ def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
         "class": verdict.slo_class,
         "tier": pb.Tier.Name(verdict.tier).removeprefix("TIER_").lower(),
         "targets": {name: getattr(verdict.targets, name) for name in asked},
-        "targets_met": {name: getattr(verdict, _met(name)) for name in asked},
+        "targets_met": {name: _met(verdict, name) for name in asked},
         "met": verdict.met,
         "problems": [
             {
@@ -49,7 +49,7 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
             continue
         label, took = name.removesuffix("_ms").upper(), got[name]
         had = "none" if took is None else _number(took)
-        missed = "" if getattr(verdict, _met(name)) else ", missed"
+        missed = "" if _met(verdict, name) else ", missed"
         parts.append(f"{label} {had} of {_number(getattr(verdict.targets, name))} ms{missed}")
     notes = [
         "note: " + _LIMITS[_kind(problem)].format(*map(_number, _times(problem)))
@@ -72,8 +72,11 @@ def _kind(problem: pb.SloProblem) -> str:
     return pb.SloProblemKind.Name(problem.kind).removeprefix("SLO_PROBLEM_KIND_")
 
 
-def _met(target: str) -> str:
-    return f"{target.removesuffix('_ms')}_met"
+def _met(verdict: pb.SloVerdict, target: str) -> bool:
+    """Servers of the last release have only fields of their own for them."""
+    if verdict.HasField("targets_met"):
+        return bool(getattr(verdict.targets_met, target))
+    return bool(getattr(verdict, f"{target.removesuffix('_ms')}_met"))
 
 
 def _number(value: float) -> str:

@@ -164,11 +164,13 @@ def finish(
 def slo_verdict(verdict: Verdict) -> pb.SloVerdict:
     """What came of its targets."""
     judged = {name: getattr(verdict, name) for name in TARGETS}
+    judged = {name: met for name, met in judged.items() if met is not None}
     return pb.SloVerdict(
         slo_class=verdict.slo_class,
         tier=_TIER_VALUES[verdict.tier],
         targets=targets(verdict.slo),
-        **{f"{name}_met": met for name, met in judged.items() if met is not None},
+        targets_met=pb.TargetsMet(**{f"{name}_ms": met for name, met in judged.items()}),
+        **{f"{name}_met": met for name, met in judged.items()},  # as clients before that read it
         met=verdict.met,
         problems=[
             pb.SloProblem(

@@ -114,8 +114,9 @@ def engine() -> Iterator[Any]:
         yield FakeEngine().run()
         return
     engine = build_engine(tiny_cpu.get_config())
-    with engine:
-        yield engine
+    engine.start()
+    yield engine
+    engine.stop()
 
 
 @pytest.fixture(scope="module")

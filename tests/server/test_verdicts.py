@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.client.cli import main
+from jaxserve.client.verdicts import verdict_line, verdict_record
 from jaxserve.sched.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
@@ -45,6 +46,7 @@ def test_what_was_asked_what_was_got_and_whether_that_is_enough(
             ttft_met=True,
             tbt_met=True,
             jct_met=False,
+            targets_met=pb.TargetsMet(ttft_ms=True, tbt_ms=True, jct_ms=False),
             met=False,
             problems=[
                 pb.SloProblem(
@@ -57,8 +59,9 @@ def test_what_was_asked_what_was_got_and_whether_that_is_enough(
 def test_a_target_that_is_not_there_has_no_verdict(client: Client, engine: FakeEngine) -> None:
     engine.run()
     (one,) = client.complete("hi", max_tokens=2, slo={"jct_ms": 300.0})
-    assert one.slo is not None and one.slo.jct_met and one.slo.met
+    assert one.slo is not None and one.slo.targets_met.jct_ms and one.slo.met
     assert one.slo.slo_class == "default"
+    assert [field.name for field, _ in one.slo.targets_met.ListFields()] == ["jct_ms"]
     assert not one.slo.HasField("ttft_met") and not one.slo.HasField("tbt_met")
     (none,) = client.complete("hi", max_tokens=1)
     assert none.slo is None and not none.timings.HasField("tbt_ms")
@@ -74,7 +77,17 @@ def test_a_cancelled_request_is_judged_too(client: Client, engine: FakeEngine) -
     finish = next(stream).finish
     assert finish.reason == pb.FINISH_REASON_CANCELLED
     # Its second token has not come 100 ms after the first one.
-    assert finish.slo.ttft_met and not finish.slo.tbt_met
+    assert finish.slo.targets_met.ttft_ms and not finish.slo.targets_met.tbt_ms
+
+
+def test_a_server_of_the_last_release_is_understood() -> None:
+    verdict = pb.SloVerdict(targets=pb.Slo(ttft_ms=250, jct_ms=250), ttft_met=True, jct_met=False)
+    older = verdict_record(verdict)["targets_met"]
+    verdict = pb.SloVerdict(
+        targets=verdict.targets, targets_met=pb.TargetsMet(ttft_ms=True, jct_ms=False)
+    )
+    assert older == verdict_record(verdict)["targets_met"] == {"ttft_ms": True, "jct_ms": False}
+    assert "TTFT 0 of 250 ms, JCT 0 of 250 ms, missed" in verdict_line(verdict, pb.Timings())
 
 
 def test_the_client_prints_it(

@@ -205,8 +205,18 @@ class SloProblem(_message.Message):
     limit_ms: float
     def __init__(self, kind: _Optional[_Union[SloProblemKind, str]] = ..., target_ms: _Optional[float] = ..., limit_ms: _Optional[float] = ...) -> None: ...
 
+class TargetsMet(_message.Message):
+    __slots__ = ("ttft_ms", "tbt_ms", "jct_ms")
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TBT_MS_FIELD_NUMBER: _ClassVar[int]
+    JCT_MS_FIELD_NUMBER: _ClassVar[int]
+    ttft_ms: bool
+    tbt_ms: bool
+    jct_ms: bool
+    def __init__(self, ttft_ms: bool = ..., tbt_ms: bool = ..., jct_ms: bool = ...) -> None: ...
+
 class SloVerdict(_message.Message):
-    __slots__ = ("slo_class", "tier", "targets", "ttft_met", "tbt_met", "jct_met", "met", "problems")
+    __slots__ = ("slo_class", "tier", "targets", "ttft_met", "tbt_met", "jct_met", "met", "problems", "targets_met")
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +225,7 @@ class SloVerdict(_message.Message):
     JCT_MET_FIELD_NUMBER: _ClassVar[int]
     MET_FIELD_NUMBER: _ClassVar[int]
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_MET_FIELD_NUMBER: _ClassVar[int]
     slo_class: str
     tier: Tier
     targets: Slo
@@ -223,7 +234,8 @@ class SloVerdict(_message.Message):
     jct_met: bool
     met: bool
     problems: _containers.RepeatedCompositeFieldContainer[SloProblem]
-    def __init__(self, slo_class: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., targets: _Optional[_Union[Slo, _Mapping]] = ..., ttft_met: bool = ..., tbt_met: bool = ..., jct_met: bool = ..., met: bool = ..., problems: _Optional[_Iterable[_Union[SloProblem, _Mapping]]] = ...) -> None: ...
+    targets_met: TargetsMet
+    def __init__(self, slo_class: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., targets: _Optional[_Union[Slo, _Mapping]] = ..., ttft_met: bool = ..., tbt_met: bool = ..., jct_met: bool = ..., met: bool = ..., problems: _Optional[_Iterable[_Union[SloProblem, _Mapping]]] = ..., targets_met: _Optional[_Union[TargetsMet, _Mapping]] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "usage", "timings", "slo")

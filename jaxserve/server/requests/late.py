@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from jaxserve.sched.first_token import Wait
 from jaxserve.sched.lateness import is_late, retry_s
 from jaxserve.sched.request import Request
 from jaxserve.server.requests.contract import ServedEngine
@@ -30,10 +31,19 @@ class LateRefusal:
             return
         wait = self._engine.expected_wait(request)
         if is_late(wait, request, self._share):
-            problem = f"the first token is expected in {1000 * wait.seconds:.0f} ms"
-            way_out = "try again later, or set serve_late"
             # Not all of them at once.
             again = retry_s(wait, request, self._share) * random.uniform(1.0, 1.5)
-            raise ExpectedLate(
-                f"slo.ttft_ms: {problem}, too late for {1000 * target:g} ms; {way_out}", again
-            )
+            raise ExpectedLate(f"slo.ttft_ms: {self._comparison(wait, target)}", again)
+
+    def _comparison(self, wait: Wait, target: float) -> str:
+        """The rule of `sched/lateness.py`, with its numbers."""
+        waits, spare = wait.seconds - wait.alone, target - wait.alone
+        expected = f"the first token is expected in {_ms(wait.seconds)} ms"
+        parts = f"{_ms(wait.alone)} for its own prompt and {_ms(waits)} of waiting for others"
+        share = f"{self._share:g} (server.refuse_late) of the {_ms(spare)} ms"
+        rule = f"it may wait for {_ms(self._share * spare)} ms, {share} that {_ms(target)} ms leave"
+        return f"{expected}, {parts}; {rule}; try again later, or set serve_late"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.4g}" if seconds < 1 else f"{1000 * seconds:.0f}"
