@@ -1,12 +1,14 @@
 """The best schedule of a small workload, or whether one better than x exists (InferMax section 5).
 
-    python -m jaxserve.optimal --workload=fixed:8x4x4 --kv_tokens=16 --picture=best.png
+    python -m jaxserve.optimal --workload=fixed:4x3x3 --kv_tokens=10 --picture=best.png
     python -m jaxserve.optimal --workload=requests.csv --kv_tokens=40 --objective=mean_ttft --json
-    python -m jaxserve.optimal --workload=fixed:8x4x4 --kv_tokens=16 --better_than=0.045
+    python -m jaxserve.optimal --workload=fixed:4x3x3 --kv_tokens=10 --better_than=0.022
 
 --workload: fixed:IxOxB, a file of prompt_tokens,output_tokens, or a trace with arrivals, of which
 --num_requests takes the first. Needs OR-Tools: pip install 'jaxserve[optimal]'. The search starts
-from a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound.
+from a policy's schedule (--warm_start) and stops at --time_limit with the best found and a bound:
+the answer is `optimal` only where that is proven, which takes seconds for three requests, and may
+take hours for eight.
 
 Exit codes: 0 with an answer, 1 without one (unknown), 2 for a command line that poses no problem.
 `infeasible` is an answer.
@@ -132,7 +134,10 @@ def _text(problem: Problem, found: Solution) -> str:
             f"{found.replay.latency * 1e3:.4f} ms, mean TTFT {found.replay.mean_ttft * 1e3:.4f} ms"
         ]
     if found.bound is not None:
-        lines += [f"  no schedule is below {found.bound * 1e3:.4f} ms (gap {found.gap:.2%})"]
+        least = f"no schedule is below {found.bound * 1e3:.4f} ms (gap {found.gap:.2%})"
+        if found.status == "feasible":
+            least = f"not proven to be the best, time ran out: {least}; --time_limit gives it more"
+        lines += [f"  {least}"]
     lines += [
         f"  {found.wall_s:.1f} s, {found.literals} variables, at most {found.max_batches} batches; "
         f"time in units of {found.unit:g} s, relative error at most {found.rounding:.1e}"

@@ -67,7 +67,7 @@ from typing import Any
 
 from jaxserve.command_line import exit_code
 from jaxserve.simulate import as_json, asked, flags, output, replay
-from jaxserve.simulate.report import capacity_report, report
+from jaxserve.simulate.report import capacity_report, columns, report
 from jaxserve.simulate.runs import REFUSED
 from jaxserve.simulate.search import search
 from jaxserve.simulate.sweep import paired, sweep
@@ -76,7 +76,7 @@ from jaxserve.simulate.workers import Workers
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
-    parser = flags.parser(__doc__ or "")
+    parser = flags.parser(__doc__ or "", columns())
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     problem = flags.check(args)
     if problem:

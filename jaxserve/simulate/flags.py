@@ -40,11 +40,12 @@ NOT_REPLAYED = (  # with --replay, which says all of it
 NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
 
 
-def parser(description: str) -> Parser:
-    """The parser; `check` what it gives."""
+def parser(description: str, epilog: str = "") -> Parser:
+    """The parser; `check` what it gives. description, epilog: before and after the flags."""
     parser = Parser(
         prog="python -m jaxserve.simulate",
         description=description,
+        epilog=epilog,
     )
     add_policy(parser, ["sarathi"], "sarathi")
     add_what_is_simulated(parser)

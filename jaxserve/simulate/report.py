@@ -10,26 +10,39 @@ from jaxserve.sched.simulation.capacity import Crossing
 from jaxserve.simulate.spread import LEVEL, half_width, mean
 from jaxserve.simulate.sweep import Point, Ratios
 
-_COLUMNS = {
-    "latency_s": ("latency, s", "{:.3f}"),
-    "makespan_s": ("makespan, s", "{:.3f}"),
-    "tps": ("tokens/s", "{:.1f}"),
-    "mean_ttft_s": ("TTFT, s", "{:.4f}"),
-    "mean_tpot_s": ("TPOT, s", "{:.5f}"),
-    "num_batches": ("batches", "{:.0f}"),
-    "num_preemptions": ("preemptions", "{:.0f}"),
-    "num_refused": ("refused", "{:.0f}"),
-    "num_failed": ("failed", "{:.0f}"),
-    "saved_slots": ("slots saved", "{:.0f}"),
-    "loaded_slots": ("slots loaded", "{:.0f}"),
-    "mean_shared_blocks": ("shared blocks", "{:.1f}"),
-    "slo_attainment": ("SLO", "{:.1%}"),
-    "goodput_per_s": ("goodput/s", "{:.2f}"),
-    "goodput_bound_per_s": ("at most", "{:.2f}"),
-    "search_runs": ("tried", "{:.0f}"),
+_COLUMNS = {  # title, form, and what it is
+    "latency_s": (
+        "batches, s",
+        "{:.3f}",
+        "what all batches of the busiest replica took, idle time left out (InferMax's latency)",
+    ),
+    "makespan_s": ("makespan, s", "{:.3f}", "from the first arrival to the last token"),
+    "tps": ("tokens/s", "{:.1f}", "output tokens over batches, s"),
+    "mean_ttft_s": ("TTFT, s", "{:.4f}", "mean time from arrival to the first token"),
+    "mean_tpot_s": ("TPOT, s", "{:.5f}", "mean time of a token after the first"),
+    "num_batches": ("batches", "{:.0f}", "how many steps there were"),
+    "num_preemptions": ("preemptions", "{:.0f}", "requests that lost their cache to others"),
+    "num_refused": ("refused", "{:.0f}", "requests that were not taken"),
+    "num_failed": ("failed", "{:.0f}", "requests that ended with their replica"),
+    "saved_slots": ("slots saved", "{:.0f}", "of caches, to host memory"),
+    "loaded_slots": ("slots loaded", "{:.0f}", "and back"),
+    "mean_shared_blocks": ("shared blocks", "{:.1f}", "mean of those that several requests hold"),
+    "slo_attainment": ("SLO", "{:.1%}", "share of the requests within all of their targets"),
+    "goodput_per_s": ("goodput/s", "{:.2f}", "requests within all of their targets, a second"),
+    "goodput_bound_per_s": ("at most", "{:.2f}", "goodput that no schedule exceeds, of oracle"),
+    "search_runs": ("tried", "{:.0f}", "schedules, of oracle"),
 }
 _IF_ANY = ("num_refused", "num_failed", "saved_slots", "loaded_slots", "mean_shared_blocks")
 _RATIO = "{:.3f}"
+
+
+def columns() -> str:
+    """What the columns are, a line each."""
+    width = max(len(title) for title, _, _ in _COLUMNS.values())
+    return "\n".join(
+        ["columns of the table:"]
+        + [f"  {title:<{width}}  {what}" for title, _, what in _COLUMNS.values()]
+    )
 
 
 def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) -> str:
@@ -78,14 +91,14 @@ def _title(point: Point) -> str:
 
 def _table(lines: list[list[str]]) -> str:
     """Under a header; without the columns in which nobody has anything, `-`."""
-    header = ["policy", "rate", *(title for title, _ in _COLUMNS.values())]
+    header = ["policy", "rate", *(title for title, _, _ in _COLUMNS.values())]
     used = [i for i, column in enumerate(zip(*lines, strict=True)) if set(column) != {"-"}]
     return aligned([[line[i] for i in used] for line in [header, *lines]])
 
 
 def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
     shown = {**means, **{name: means[name] or None for name in _IF_ANY}}
-    return [_cell(form, *_of(name, shown, widths)) for name, (_, form) in _COLUMNS.items()]
+    return [_cell(form, *_of(name, shown, widths)) for name, (_, form, _) in _COLUMNS.items()]
 
 
 def _ratio_cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:

@@ -68,6 +68,13 @@ def test_lengths_and_arrivals_come_from_files(
     assert makespan > 0.5 > latency
 
 
+def test_a_schedule_that_is_not_proven_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    hard = ["--workload=fixed:512x3x3", "--kv_tokens=1024", "--time_limit=0.5", "--workers=1"]
+    assert optimal.main(hard) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("feasible: ") and "not proven to be the best, time ran out: no" in told
+
+
 def test_a_warm_start_that_does_not_keep_to_the_limits_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

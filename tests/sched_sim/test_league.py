@@ -13,6 +13,7 @@ from jaxserve.bench import cli as bench
 from jaxserve.experiments.league import collect, store
 from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers, run
+from jaxserve.sched.registry import deployable
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,7 +82,10 @@ def test_nothing_is_done_twice(league: Path, tmp_path: Path, nothing_new: None) 
 
 
 def test_a_league_that_was_killed_goes_on(
-    league: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    league: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(league, tmp_path, dirs_exist_ok=True)
     runs = tmp_path / "figures" / "league.csv"
@@ -96,7 +100,17 @@ def test_a_league_that_was_killed_goes_on(
     monkeypatch.setattr(collect, "run", count)
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
     assert len(done) == 24 - 19
+    ahead = capsys.readouterr().err.partition("\n")[0]
+    assert ahead.startswith("league: 5 of 24 runs are to be done: a minute or so on ")
     assert same(league, tmp_path)
+
+
+def test_it_says_how_long_it_will_take() -> None:
+    scale = collect.Scale()
+    whole = len(list(scale.places())) * 3 * len(deployable()) * scale.seeds
+    told = collect.ahead(scale, whole, whole, 2)
+    assert told.startswith(f"league: {whole:,} of {whole:,} runs") and "some 15 minutes" in told
+    assert "a minute or so on 8 processes" in collect.ahead(scale, whole // 9, whole, 8)
 
 
 def test_an_interrupt_loses_nothing(

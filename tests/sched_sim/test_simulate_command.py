@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +307,13 @@ def test_moves_are_in_the_table_where_there_are_any(capsys: pytest.CaptureFixtur
     assert "0" not in row.split()[-3:-1]
     assert main([*run, "--policy=vllm"]) == 0
     assert "slots" not in capsys.readouterr().out
+
+
+def test_the_help_says_what_the_columns_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    header = re.split(r"  +", capsys.readouterr().out.splitlines()[0].strip())
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out.partition("columns of the table:\n")[2]
+    explained = {line.strip().partition("  ")[0] for line in told.splitlines()}
+    assert len(header) > 5 and explained >= set(header) - {"policy", "rate"}

@@ -23,9 +23,11 @@ from jaxserve.experiments.league.runs import (
 from jaxserve.experiments.league.store import Store
 from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS
 from jaxserve.machine import machine
+from jaxserve.sched.registry import deployable
 
 # How long policies take to simulate, against others in Python. The unified ones take no time.
 SLOW = {"bros": 10.0, "accelgen": 7.0, "round": 2.0}
+CORE_MINUTES = 30.0  # that all runs of the whole league take, on one process
 LOADS = {"below": 0.7, "at": 1.0, "above": 1.5}  # times the rate that saturates
 
 
@@ -85,8 +87,10 @@ def collect(
     the end, when no process is left that could disturb them. ValueError for what cannot be
     simulated."""
     places = list(scale.places())
-    count = len(places) * len(LOADS) * len(policies) * scale.seeds
+    count = len(places) * _runs_a_place(scale, len(policies))
     total = len(places) + 2 * len(scale.workloads) + count + len(policies)
+    missing = count - _Known(scale, policies, traces, store).count(places)
+    print(ahead(scale, missing, count, jobs), file=sys.stderr)
     with tqdm(total=total, desc="league", unit="run", file=sys.stderr) as bar:
         league = _League(scale, list(policies), traces, store, jobs, bar)
         saturations = league.saturations(places)
@@ -95,6 +99,83 @@ def collect(
         plans, where = league.plans()
     store.end(runs)
     return Found(runs, saturations, cuts, plans, where)
+
+
+def ahead(scale: Scale, missing: int, count: int, jobs: int) -> str:
+    """What is to be done, in a line.
+
+    Args:
+        scale: of the league.
+        missing: runs that are not kept.
+        count: runs of the league.
+        jobs: processes.
+    """
+    whole = Scale()
+    of_whole = len(list(whole.places())) * _runs_a_place(whole, len(deployable()))
+    share = missing / of_whole * scale.seconds / whole.seconds
+    minutes = CORE_MINUTES * share / jobs
+    how_long = f"some {minutes:.0f} minutes" if minutes >= 1.5 else "a minute or so"
+    return f"league: {missing:,} of {count:,} runs are to be done: {how_long} on {jobs} processes"
+
+
+def _runs_a_place(scale: Scale, policies: int) -> int:
+    return len(LOADS) * policies * scale.seeds
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Which runs the store has: those of places whose saturation it has, too."""
+
+    scale: Scale
+    policies: Sequence[str]
+    traces: Mapping[str, str]
+    store: Store
+
+    def count(self, places: Sequence[tuple[str, str]]) -> int:
+        """Of these places."""
+        saturations = {}
+        for case in saturation_cases(self.scale, places, self.traces):
+            value = self.store.fact(*_name("saturation", case))
+            if value is not None:
+                saturations[case.system, case.workload] = Saturation(**value)
+        cases = league_cases(self.scale, self.policies, saturations, self.traces)
+        return sum(self.store.numbers(case) is not None for case in cases)
+
+
+def saturation_cases(
+    scale: Scale, places: Sequence[tuple[str, str]], traces: Mapping[str, str]
+) -> list[SaturationCase]:
+    """One a place. traces: as in `collect`."""
+    seeds, seconds, least, most = scale.seeds, scale.seconds, scale.least, scale.most
+    return [
+        SaturationCase(*place, seeds, seconds, least, most, traces.get(place[1], ""))
+        for place in places
+    ]
+
+
+def league_cases(
+    scale: Scale,
+    policies: Sequence[str],
+    saturations: Mapping[tuple[str, str], Saturation],
+    traces: Mapping[str, str],
+) -> list[LeagueCase]:
+    """Every run on the places whose saturations these are. traces: as in `collect`."""
+    return [
+        LeagueCase(
+            system,
+            workload,
+            load,
+            policy,
+            seed,
+            float(f"{saturation.rate * times:.4g}"),
+            saturation.count,
+            traces.get(workload, ""),
+        )
+        for (system, workload), saturation in saturations.items()
+        for load, times in LOADS.items()
+        for policy in policies
+        for seed in range(scale.seeds)
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,18 +188,7 @@ class _League:
     bar: tqdm
 
     def saturations(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Saturation]:
-        scale = self.scale
-        cases = [
-            SaturationCase(
-                *place,
-                scale.seeds,
-                scale.seconds,
-                scale.least,
-                scale.most,
-                self.traces.get(place[1], ""),
-            )
-            for place in places
-        ]
+        cases = saturation_cases(self.scale, places, self.traces)
 
         def keep(case: SaturationCase, found: Saturation) -> None:
             self.store.learn(asdict(found), *_name("saturation", case))
@@ -157,22 +227,7 @@ class _League:
     def runs(
         self, saturations: dict[tuple[str, str], Saturation]
     ) -> dict[LeagueCase, LeagueNumbers]:
-        cases = [
-            LeagueCase(
-                system,
-                workload,
-                load,
-                policy,
-                seed,
-                float(f"{saturation.rate * times:.4g}"),
-                saturation.count,
-                self.traces.get(workload, ""),
-            )
-            for (system, workload), saturation in saturations.items()
-            for load, times in LOADS.items()
-            for policy in self.policies
-            for seed in range(self.scale.seeds)
-        ]
+        cases = league_cases(self.scale, self.policies, saturations, self.traces)
         results = self._all(cases, run, self.store.numbers, self.store.add)
         return {case: results[case] for case in cases}
 
