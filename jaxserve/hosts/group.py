@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from jaxserve.hosts.callers import Callers
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.link import CLOSE, FAILED, PATIENCE_S, Link
+from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.seat import Seat
 
@@ -148,36 +149,43 @@ def gather(
     except OSError as error:
         where = f"cannot listen on {seat.coordinator}"
         raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
-    found: dict[int, Channel] = {}
     with listener:
         seat = dataclasses.replace(seat, port=listener.getsockname()[1])
-        if starter is not None:
-            starter.start(seat.coordinator)
-        deadline = time.monotonic() + seat.wait_s
-        while len(found) < seat.hosts - 1:
-            left = deadline - time.monotonic()
-            problem = None if starter is None else starter.problem()
-            if problem is None and left <= 0:
-                problem = (
-                    f"mesh.hosts: {len(found)} of {seat.hosts - 1} followers have come to "
-                    f"{seat.coordinator} within {seat.wait_s:g} s"
-                )
-            if problem is not None:
-                for channel in found.values():
-                    _refuse(channel, problem)
-                raise GroupError(problem)
-            listener.settimeout(min(left, _LOOK_S))
-            try:
-                connection, address = listener.accept()
-            except TimeoutError:
-                continue
-            channel = Channel(connection, PATIENCE_S)
-            index = _admitted(channel, str(address[0]), seat, profile)
-            if index is None:
-                continue
-            if index in found:
-                _refuse(found[index], f"mesh.host_index: another host has come as {index}")
-            found[index] = channel
+        callers = Callers(listener, lambda *one: _admitted(one[0], one[1], seat, profile))
+        try:
+            found = _all_of(callers, seat, starter)
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            callers.close(lambda channel: _refuse(channel, why))
+            raise
+        callers.close(Channel.close)
+        return found
+
+
+def _all_of(callers: Callers, seat: Seat, starter: Starter | None) -> dict[int, Channel]:
+    found: dict[int, Channel] = {}
+    if starter is not None:
+        starter.start(seat.coordinator)
+    deadline = time.monotonic() + seat.wait_s
+    while len(found) < seat.hosts - 1:
+        left = deadline - time.monotonic()
+        problem = None if starter is None else starter.problem()
+        if problem is None and left <= 0:
+            problem = (
+                f"mesh.hosts: {len(found)} of {seat.hosts - 1} followers have come to "
+                f"{seat.coordinator} within {seat.wait_s:g} s"
+            )
+        if problem is not None:
+            for channel in found.values():
+                _refuse(channel, problem)
+            raise GroupError(problem)
+        came = callers.next(min(left, _LOOK_S))
+        if came is None:
+            continue
+        index, channel = came
+        if index in found:
+            _refuse(found[index], f"mesh.host_index: another host has come as {index}")
+        found[index] = channel
     return dict(sorted(found.items()))
 
 

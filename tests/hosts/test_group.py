@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from jaxserve.hosts import group as group_module
+from jaxserve.hosts.callers import MOST
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, gather
@@ -187,6 +190,39 @@ def test_whoever_else_connects_is_let_go() -> None:
                 channel.receive(TIMEOUT)
     joining(right)
     assert list(gathered.result(TIMEOUT)) == [1]
+
+
+@pytest.mark.parametrize("strangers", [13, MOST + 20])
+def test_those_who_say_nothing_hold_nobody_up(strangers: int) -> None:
+    """13 took longer than the leader waits, one after the other: 5 s each, of its 60."""
+    leader, *others = seats(3)
+    leader = dataclasses.replace(leader, wait_s=TIMEOUT)
+    gathered = beside(lambda: gather(leader, PROFILE))
+    silent = []
+    for number in range(strangers):
+        while True:
+            try:
+                one = socket.create_connection((leader.address, leader.port), TIMEOUT)
+                break
+            except ConnectionRefusedError:
+                assert not gathered.done()
+        if number % 2:
+            one.sendall(b"\x10")
+        silent.append(one)
+    began = time.monotonic()
+    followers = [joining(seat) for seat in others]
+    channels = gathered.result(TIMEOUT)
+    assert list(channels) == [1, 2] and time.monotonic() - began < 4.0, (
+        "less than one hello may take"
+    )
+    Group(channels, "here:1").close()
+    for each in followers:
+        each.result(TIMEOUT)
+    for one in silent:
+        one.settimeout(TIMEOUT)
+        with contextlib.suppress(ConnectionResetError):
+            assert one.recv(1) == b"", "they are let go"
+        one.close()
 
 
 def test_nobody_waits_for_ever() -> None:
