@@ -14,6 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Journal:
     called from any thread, and raises sqlite3.Error where the disk does not do its part.
 
     max_bytes: what all of it may take before no more lines are taken in; results of those that are
-    there are kept beyond it. clock: seconds since the epoch.
+    there are kept beyond it, but of no owner's more than that. clock: seconds since the epoch.
 
     owner, of methods: name of the API key that calls, whose ids are its own and for which others'
     batches are not there; "" sees all, and of several with one id nobody's, or the first one's.
@@ -219,7 +220,12 @@ class Journal:
         """Keeps results. Those of a batch that has ended, is cancelled or gone are dropped, and a
         line that has one keeps it."""
         with self._transaction() as db:
-            for outcome in outcomes:
+            for given in outcomes:
+                outcome = (
+                    given
+                    if self._has_room(given)
+                    else replace(given, result=given.instead, failed=True)
+                )
                 cursor = db.execute(
                     "INSERT INTO results SELECT key, :line, :failed, :result FROM batches"
                     " WHERE key = :key AND state = :served ON CONFLICT DO NOTHING",
@@ -324,6 +330,16 @@ class Journal:
             problem = f"the batches of {whose(owner)} would take {size:,} bytes"
             most = f"at most {quota.max_bytes:,} are allowed (files_mib)"
             raise JournalFull(f"lines: {problem}; {most}; delete some")
+
+    def _has_room(self, outcome: Outcome) -> bool:
+        if not outcome.instead:
+            return True
+        (used,) = self._db.execute(
+            "SELECT COALESCE(SUM(bytes), 0) FROM batches WHERE owner != ''"
+            " AND owner = (SELECT owner FROM batches WHERE key = ?)",
+            (outcome.batch,),
+        ).fetchone()
+        return int(used) + len(outcome.result) <= self.max_bytes
 
     def _insert(self, status: Status, lines: Sequence[NewLine], quota: Quota | None) -> None:
         if status.state is not BatchState.OPEN:

@@ -64,6 +64,9 @@ class Line:
         return NewLine(text)
 
 
+NO_ROOM = "RESOURCE_EXHAUSTED"
+
+
 @dataclass(frozen=True)
 class LineError:
     """Why a line has no completions. code: a status code's name, as gRPC has them."""
@@ -76,6 +79,12 @@ class LineError:
         """What the engine does not serve, or failed over."""
         code = "INVALID_ARGUMENT" if isinstance(error, InvalidRequest) else "INTERNAL"
         return cls(code, str(error))
+
+    @classmethod
+    def no_room(cls, size: int) -> LineError:
+        """For a result of so many bytes."""
+        problem = f"has {size:,} bytes, for which the batches of the key have no room"
+        return cls(NO_ROOM, f"the result {problem} (server.batch_gib); delete some")
 
 
 @dataclass(frozen=True)

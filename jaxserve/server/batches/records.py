@@ -82,12 +82,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line's result, to keep. batch: the batch's key. failed: it says of an error."""
+    """A line's result, to keep. batch: the batch's key. failed: it says of an error. instead: an
+    error that is kept where there is no room for it; "" keeps it all the same."""
 
     batch: int
     line: int
     result: str
     failed: bool
+    instead: str = ""
 
 
 class BatchRefused(ValueError):

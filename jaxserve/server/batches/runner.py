@@ -190,8 +190,11 @@ class BatchRunner:
             self._finish(work, Result(line.name, completions))
 
     def _finish(self, work: Work, result: Result) -> None:
-        failed = result.error is not None
-        self._finished.append(Outcome(work.batch, work.line, result.to_json(), failed))
+        failed, text = result.error is not None, result.to_json()
+        instead = (
+            "" if failed else Result(result.name, error=LineError.no_room(len(text))).to_json()
+        )
+        self._finished.append(Outcome(work.batch, work.line, text, failed, instead))
         self._results.set()
 
     async def _write(self) -> None:

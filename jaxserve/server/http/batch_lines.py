@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.batches.lines import Completion, Line, Result
+from jaxserve.server.batches.lines import NO_ROOM, Completion, Line, Result
 from jaxserve.server.http import options
 from jaxserve.server.http.bodies import parse, validated
 from jaxserve.server.http.chat import chat_sampling
@@ -20,7 +20,7 @@ from jaxserve.server.http.schema import Body, ChatRequest, CompletionRequest, Ge
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 MAX_CUSTOM_ID = 128
-_STATUS = {"INVALID_ARGUMENT": 400}
+_STATUS = {"INVALID_ARGUMENT": 400, NO_ROOM: 413}
 
 
 class BatchRequestLine(Body):

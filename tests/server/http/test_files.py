@@ -177,6 +177,21 @@ def test_lines_and_results_count_and_what_is_refused_leaves_nothing(
     create(alice, long)
 
 
+def test_results_without_end_are_errors_and_another_key_s_are_not(
+    server: Server, alice: openai.OpenAI, bob: openai.OpenAI, engine: FakeEngine, journal: Journal
+) -> None:
+    engine.text = lambda _: "x" * 8000
+    made = [create(each, b"".join(line(str(k)) for k in range(4))).id for each in (bob, alice)]
+    journal.max_bytes = 60_000  # there is room for three results of each
+    engine.run()
+    for client, key_name, name in ((bob, "bob", made[0]), (alice, "alice", made[1])):
+        with Client(server.address, api_key=key_name) as grpc:
+            results = [each for page in grpc.get_batch(name, follow=True) for each in page.results]
+        assert sorted(each.error.code for each in results) == ["", "", "", "RESOURCE_EXHAUSTED"]
+        (error,) = client.files.content(f"{name}-errors").text.splitlines()
+        assert "for which the batches of the key have no room" in error and "413" in error
+
+
 def test_a_batch_can_be_deleted_once_it_is_over(
     engine: FakeEngine, alice: openai.OpenAI, bob: openai.OpenAI
 ) -> None:
