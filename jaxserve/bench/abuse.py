@@ -1,15 +1,14 @@
-"""What hostile and clumsy clients can do to a server, tried on one: in three minutes at most.
+"""What hostile and clumsy clients can do to a server, tried on one: in five minutes or so.
 
     python -m jaxserve.bench abuse
     python -m jaxserve.bench abuse --config=configs/tiny_cpu.py --json
 
-A server process of its own listens on this machine only. It gets prompts that are far too long,
-8,000 calls at once, streams that nobody reads, bytes that are no message and numbers at the edge
-of what a float holds; then its engine hangs, and that of another one fails. A third has two API
-keys, of which one takes all that it can get. Each row says how calls ended, how long the slowest
-refusal took, how long others waited meanwhile (a call that asks what is served, again and again),
-how much memory the server took more, and how many lines it logged. The
-exit code is 1 if something did not hold. Flags of serve.py work too: --config=, --model=, ...
+Server processes of its own listen on this machine only. They get what CASES lists, over gRPC and
+HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,
+how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
+served, and one for health over HTTP, again and again), how much memory the server took more, at
+most and for good, and how many lines it logged. The exit code is 1 if something did not hold.
+Flags of serve.py work too: --config=, --model=, ...
 """
 
 from __future__ import annotations
@@ -17,19 +16,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
+import math
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.bench import attacks, tenants
+from jaxserve.bench import attacks, http_attacks, tenants
 from jaxserve.bench.attacks import Tried
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.victim import Victim, victim
@@ -38,6 +41,7 @@ from jaxserve.client.connection import open_channel
 from jaxserve.command_line import Parser
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
+from jaxserve.server.requests.open_files import raise_limit
 
 STALL_S = 3.0  # so that nobody waits long for what is to happen
 MAX_WAIT_S = 0.05  # of others, while prompts are too long
@@ -45,22 +49,30 @@ MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on it
 MAX_FILES_MIB = 2 * tenants.FILE_MIB  # of thirty times as much
 GRACE_S = 5.0
 MAX_EXIT_S = GRACE_S + 6.0
-MAX_LINES = 20
+MAX_LINES = 30  # a traceback among them
+MAX_HEALTH_S = 0.1  # whatever a body holds
+MAX_KEPT_MIB = 80  # of bodies of 8 MiB
 _PATIENCE_S = 60.0
 _PROBE_S = 0.01
-_HEADER = ("", "calls ended", "refused in", "others waited", "memory", "lines", "held")
+_SETTLE_S = 2.0
+_HEADER = (
+    *("", "calls ended", "refused in", "others waited", "health", "memory", "kept"),
+    *("lines", "held"),
+)
 
 
 @dataclass
 class Row:
-    """What became of one attack. refused_s, others_s: the longest. memory_mib: more than before, at
-    most. lines: logged. problems: what did not hold."""
+    """What became of one attack. refused_s, others_s, health_s: the longest. memory_mib: more than
+    before, at most; kept_mib: afterwards. lines: logged. problems: what did not hold."""
 
     attack: str
     codes: dict[str, int]
     refused_s: float = 0.0
     others_s: float = 0.0
+    health_s: float = 0.0
     memory_mib: float = 0.0
+    kept_mib: float = 0.0
     lines: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -88,41 +100,56 @@ def show(args: argparse.Namespace) -> int:
     return 1 if any(row.problems for row in rows) else 0
 
 
+@dataclass(frozen=True)
+class Case:
+    """An attack, and what is to hold beside what it expects itself. others_s, health_s: that others
+    wait at most. most_mib, kept_mib: memory that the server takes more at most, and for good."""
+
+    name: str
+    attack: Callable[[Victim], Tried]
+    others_s: float = math.inf
+    health_s: float = math.inf
+    most_mib: float = math.inf
+    kept_mib: float = math.inf
+
+
 def run(flags: Sequence[str]) -> list[Row]:
     """flags: for the servers."""
-    rows = []
+    raise_limit()  # for connections of our own
     flags = [*flags, f"--config.engine.stall_s={STALL_S}", f"--config.server.grace_s={GRACE_S}"]
-    with victim(*flags, "--config.server.exit_on_failure=off") as server:
-        longest = measured(server, "prompts far too long", attacks.long_prompts)
-        if longest.others_s > MAX_WAIT_S:
-            longest.problems.append(f"others waited for more than {1000 * MAX_WAIT_S:.0f} ms")
-        rows.append(longest)
-        crowd = f"{attacks.OVERLOAD:,} calls at once"
-        rows.append(measured(server, crowd, attacks.overload))
-        rows.append(measured(server, "no messages", attacks.malformed))
-        rows.append(measured(server, "numbers at the edge", attacks.extremes))
-        rows.append(measured(server, "an engine that hangs", lambda _: hang(server)))
-        unread = f"{attacks.UNREAD} streams unread"
-        rows.append(measured(server, unread, lambda _: leave_unread(server)))
+    off, on = (f"--config.server.exit_on_failure={value}" for value in ("off", "on"))
+    with victim(*flags, off, open_files=http_attacks.OPEN_FILES) as server:
+        rows = [measured(server, case) for case in CASES]
         rows.append(stop_unread(server))
-    with victim(*flags, "--config.server.exit_on_failure=on") as server:
-        rows.append(measured(server, "an engine that fails", lambda _: fail(server)))
-    with victim(*flags, batches=True, keys=tenants.key_lines(), key=tenants.QUIET) as server:
-        rows += keys_apart(server)
+    with victim(*flags, on) as server:
+        rows += [measured(server, case) for case in LAST]
+    keys, key = tenants.key_lines(), tenants.QUIET
+    flags = [*flags, "--policy=edf", off]
+    with (
+        hostile_model(flags) as own,
+        victim(*flags, *own, batches=True, keys=keys, key=key) as server,
+    ):
+        rows += [measured(server, case) for case in KEYED if own or case is not TEMPLATE]
     for row in rows:
         if row.lines > MAX_LINES:
             row.problems.append(f"more than {MAX_LINES} lines were logged")
     return rows
 
 
-def keys_apart(server: Victim) -> list[Row]:
-    """What one key does to another."""
-    address = server.http_address
-    often = measured(server, "256 requests a call", lambda _: tenants.too_much_at_once(address))
-    unread = measured(server, "files unread", lambda _: tenants.unread_files(address))
-    if unread.memory_mib > MAX_FILES_MIB:
-        unread.problems.append(f"they took more than {MAX_FILES_MIB} MiB")
-    return [often, unread]
+@contextlib.contextmanager
+def hostile_model(flags: Sequence[str]) -> Iterator[list[str]]:
+    """Flags for the same model with a chat template that loops, or takes all memory; none for one
+    without a checkpoint."""
+    path, name = read_config(flags).model.path, "chat_template.jinja"
+    if not path:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in Path(path).expanduser().iterdir():
+            if file.name != name:
+                (Path(folder) / file.name).symlink_to(file.absolute())
+        (Path(folder) / name).write_text(http_attacks.HOSTILE_TEMPLATE)
+        yield [f"--model={folder}"]
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -136,7 +163,9 @@ def text(rows: Sequence[Row]) -> str:
                 codes or "-",
                 f"{row.refused_s:.2f} s",
                 f"{1000 * row.others_s:.0f} ms",
+                f"{1000 * row.health_s:.0f} ms",
                 f"{row.memory_mib:+.0f} MiB",
+                f"{row.kept_mib:+.0f} MiB",
                 str(row.lines),
                 "no" if row.problems else "yes",
             )
@@ -145,40 +174,67 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join([aligned(lines), *problems])
 
 
-def measured(server: Victim, name: str, attack: Callable[[str], Any]) -> Row:
-    """Tries an attack, a coroutine over the server's address, while another client calls."""
+def measured(server: Victim, case: Case) -> Row:
+    """Tries it while other clients call."""
     memory, lines = server.memory_mib(), server.lines()
     with watched(server) as most:
-        tried: Tried = asyncio.run(attack(server.address))
-    row = Row(name, dict(tried.codes), tried.longest_s, problems=tried.problems)
-    row.others_s, row.memory_mib = most["wait_s"], max(0.0, most["memory_mib"] - memory)
+        tried = case.attack(server)
+    row = Row(case.name, dict(tried.codes), tried.longest_s, problems=tried.problems)
+    row.others_s, row.health_s = most["others_s"], most["health_s"]
+    row.memory_mib = max(0.0, most["memory_mib"] - memory)
+    row.kept_mib = max(0.0, _kept(server) - memory)
     row.lines = server.lines() - lines
+    for what, limit, found in (
+        ("others waited for {:.0f} ms", 1000 * case.others_s, 1000 * row.others_s),
+        ("/health took {:.0f} ms", 1000 * case.health_s, 1000 * row.health_s),
+        ("it took {:.0f} MiB more", case.most_mib, row.memory_mib),
+        ("{:.0f} MiB were kept", case.kept_mib, row.kept_mib),
+    ):
+        if found > limit:
+            row.problems.append(f"{what.format(found)}, and {limit:.0f} is allowed")
     return row
+
+
+def _kept(server: Victim) -> float:
+    """Its memory, MiB, once it has had some time to give back."""
+    found = []
+    for _ in range(10):
+        if server.process.poll() is None:
+            found.append(server.memory_mib())
+        time.sleep(_SETTLE_S / 10)
+    return min(found, default=0.0)
 
 
 @contextlib.contextmanager
 def watched(server: Victim) -> Iterator[dict[str, float]]:
-    """The longest that another client waits for an answer, and the most memory, meanwhile."""
-    most, over = {"wait_s": 0.0, "memory_mib": 0.0}, threading.Event()
+    """The longest that other clients wait for answers, and the most memory, meanwhile."""
+    most, over = {"others_s": 0.0, "health_s": 0.0, "memory_mib": 0.0}, threading.Event()
 
-    def probe() -> None:
-        with Client(server.address, api_key=server.key) as client:
-            while not over.wait(_PROBE_S):
-                began = time.monotonic()
-                with contextlib.suppress(ServerError, OSError):
-                    client.info(timeout=_PATIENCE_S)
-                    most["wait_s"] = max(most["wait_s"], time.monotonic() - began)
+    def probe(name: str, ask: Callable[[], object]) -> None:
+        while not over.wait(_PROBE_S):
+            began = time.monotonic()
+            with contextlib.suppress(ServerError, OSError, http.client.HTTPException):
+                ask()
+            if server.process.poll() is None:
+                most[name] = max(most[name], time.monotonic() - began)
+                with contextlib.suppress(OSError):
                     most["memory_mib"] = max(most["memory_mib"], server.memory_mib())
 
     with Client(server.address, api_key=server.key) as client:
         client.info(timeout=_PATIENCE_S)
-    thread = threading.Thread(target=probe)
-    thread.start()
-    try:
-        yield most
-    finally:
-        over.set()
-        thread.join()
+        asks = {
+            "others_s": lambda: client.info(timeout=_PATIENCE_S),
+            "health_s": lambda: http_attacks.call(server, "/health"),
+        }
+        threads = [threading.Thread(target=probe, args=one) for one in asks.items()]
+        for thread in threads:
+            thread.start()
+        try:
+            yield most
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
 
 
 async def leave_unread(server: Victim) -> Tried:
@@ -267,3 +323,42 @@ def healthy(server: Victim) -> bool:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _run(attack: Callable[[Victim], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return lambda server: asyncio.run(attack(server))
+
+
+def _grpc(attack: Callable[[str], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return _run(lambda server: attack(server.address))
+
+
+def _http(attack: Callable[[str], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return _run(lambda server: attack(server.http_address))
+
+
+CASES = (
+    Case("prompts far too long", _grpc(attacks.long_prompts), others_s=MAX_WAIT_S),
+    Case(f"{attacks.OVERLOAD:,} calls at once", _grpc(attacks.overload)),
+    Case("no messages", _grpc(attacks.malformed)),
+    Case("numbers at the edge", _grpc(attacks.extremes)),
+    Case("strings that are no text", http_attacks.strings),
+    Case("integers of 400 digits", http_attacks.integers),
+    Case("bodies up to 8 MiB", http_attacks.bodies, health_s=MAX_HEALTH_S, kept_mib=MAX_KEPT_MIB),
+    Case(f"{http_attacks.SILENT:,} silent connections", http_attacks.silent),
+    Case("requests with two ends", http_attacks.framing),
+    Case("pages of other sites", http_attacks.browsers),
+    Case("an engine that hangs", _run(hang)),
+    Case(f"{attacks.UNREAD} streams unread", _run(leave_unread)),
+)
+"""On a server that anybody may call."""
+LAST = (Case("an engine that fails", _run(fail)),)
+"""On one that ends with it."""
+TEMPLATE = Case("a chat template that loops", http_attacks.template)
+KEYED = (
+    Case("256 requests a call", _http(tenants.too_much_at_once)),
+    Case("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
+    Case(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),
+    TEMPLATE,
+)
+"""On one with two API keys, whose policy sorts by what requests say of themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -60,10 +61,15 @@ class Victim:
 
 @contextlib.contextmanager
 def victim(
-    *flags: str, batches: bool = False, keys: str = "", key: str | None = None
+    *flags: str,
+    batches: bool = False,
+    keys: str = "",
+    key: str | None = None,
+    open_files: int = 0,
 ) -> Iterator[Victim]:
     """A server, ready; killed at the end. batches: it takes them. keys: its API keys, as the
-    environment has them. key: one of them. Raises BenchError if it does not start."""
+    environment has them. key: one of them. open_files: its limit; 0 is this process's. Raises
+    BenchError if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         fields = (
@@ -83,6 +89,8 @@ def victim(
             ) as process,
         ):
             try:
+                if open_files:  # it looks once its engine is built
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
                 assert process.stdout is not None
                 addresses = process.stdout.readline().split()
                 if not addresses:

@@ -130,11 +130,12 @@ def test_a_held_engine_goes_on_and_a_failed_one_does_not() -> None:
 
 
 def test_the_table_says_what_did_not_hold() -> None:
-    good = Row("calls at once", Counter({"OK": 1, "RESOURCE_EXHAUSTED": 7999}), 0.5, 0.02, 3.0, 4)
+    codes = Counter({"OK": 1, "RESOURCE_EXHAUSTED": 7999})
+    good = Row("calls at once", codes, 0.5, 0.02, 0.009, 3.0, 1.0, 4)
     bad = Row("SIGTERM, unread", {"exit 1": 1}, 31.0, problems=["it took too long"])
     lines = abuse.text([good, bad]).splitlines()
     assert [line.split()[-1] for line in lines[:3]] == ["held", "yes", "no"]
-    cells = "calls at once 1 OK, 7,999 RESOURCE_EXHAUSTED 0.50 s 20 ms +3 MiB 4 yes"
+    cells = "calls at once 1 OK, 7,999 RESOURCE_EXHAUSTED 0.50 s 20 ms 9 ms +3 MiB +1 MiB 4 yes"
     assert " ".join(lines[1].split()) == cells
     assert lines[3:] == ["SIGTERM, unread: it took too long"]
 
