@@ -45,9 +45,9 @@ _WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"
 _HEALTH = ("/health", "/ready")
-_OPEN = (*_HEALTH, "/")  # to all: the console's page has nothing of what it shows
+_PAGE = "/"  # the console's, for which no key is needed: it has nothing of what it shows
 _EVENTS = "/console/events"
-_QUIET = ("/metrics", "/console/info", _EVENTS)  # asked every few seconds: no rate counts them
+_QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
 METHODS = (*_LABELS.values(), _OTHER)
 _BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _CONSOLES = 64
@@ -91,9 +91,8 @@ class Doorkeeper:
         """The application with all that."""
 
         async def kept(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in _OPEN:
-                if scope["path"] in _HEALTH:
-                    _place(scope).known()
+            if scope["type"] != "http" or scope["path"] in _HEALTH:
+                _place(scope).known()
                 await app(scope, receive, send)
             elif scope["path"] in _QUIET:
                 await self._quietly(app, scope, receive, send)
@@ -116,7 +115,10 @@ class Doorkeeper:
 
         with contextlib.ExitStack() as places:
             try:
-                caller = self.caller(scope, self._log_of_quiet)
+                if scope["path"] == _PAGE:
+                    self._check_page(scope, self._log_of_quiet)
+                else:
+                    caller = self.caller(scope, self._log_of_quiet)
                 if scope["path"] == _EVENTS:
                     places.enter_context(caller.enter(rated=False))
                     self._consoles.enter()
@@ -138,13 +140,7 @@ class Doorkeeper:
 
     def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
         """Whose call it is. Raises NotAllowed and Unauthenticated, which go to the log."""
-        if self._browsers is not None:
-            try:
-                self._browsers.check(_all(scope, b"host"), _all(scope, b"origin"))
-            except NotAllowed as error:
-                text = "refused a call from %s: %s"
-                (log or self._log).warning("browser", text, _peer(scope), error)
-                raise
+        self._check_page(scope, log)
         found = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
             caller = self._keys.caller(found[0] if len(found) == 1 else None)
@@ -154,6 +150,17 @@ class Doorkeeper:
             raise
         _place(scope).known()
         return caller
+
+    def _check_page(self, scope: Scope, log: RateLimitedLog | None = None) -> None:
+        """Raises NotAllowed where somebody else's may have a browser call."""
+        if self._browsers is None:
+            return
+        try:
+            self._browsers.check(_all(scope, b"host"), _all(scope, b"origin"))
+        except NotAllowed as error:
+            text = "refused a call from %s: %s"
+            (log or self._log).warning("browser", text, _peer(scope), error)
+            raise
 
     def admission_of(self, scope: Scope) -> Admission | None:
         """Who counts the call; None: nobody."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 
 _SHARE = 3 / 8  # of them, for the connections of one door: HTTP's or gRPC's
@@ -12,7 +13,8 @@ def raise_limit() -> None:
     """As far as the system lets it: shells and systemd start processes with 1,024, for the sake of
     those that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(ValueError, OSError):  # some have another limit than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_of_a_door() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access, access_settings
 from jaxserve.server.access.tls import Tls
+from jaxserve.server.http import listen
 from jaxserve.server.runner import Server
 from tests.server.access.certificates import Authority, Pair, needs_openssl
 from tests.server.access.test_keys import key
@@ -103,6 +105,23 @@ def test_openai_s_client_streams_over_it(one_way: Server, authority: Authority) 
     with openai.OpenAI(base_url=url, api_key="alice", http_client=trust, max_retries=0) as client:
         stream = client.completions.create(model="fake", prompt="a", max_tokens=3, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == " w0 w1 w2"
+
+
+def test_silent_handshakes_make_room(
+    pair: Pair, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "connections_of_a_door", lambda: 4)
+    with serving(Tls(pair.cert, pair.key)) as server, contextlib.ExitStack() as stack:
+        assert server.http_address is not None
+        host, port = server.http_address.split(":")
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), PATIENCE))
+            for _ in range(12)
+        ]
+        assert get(server.http_address, "/health", trusting(authority.pair.cert)) == 200
+        for each in silent[:8]:
+            with contextlib.suppress(ConnectionError):
+                assert each.recv(1) == b""
 
 
 def test_grpc_is_encrypted(one_way: Server, authority: Authority) -> None:

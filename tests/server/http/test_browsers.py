@@ -106,10 +106,18 @@ def test_others_may_not(door: Plain, host: str, origin: str | None) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/files", "/tokenize", "/console/info", "/console/events", "/metrics"],
+    [
+        "/",
+        "/v1/completions",
+        "/v1/files",
+        "/tokenize",
+        "/console/info",
+        "/console/events",
+        "/metrics",
+    ],
 )
 def test_whatever_they_ask_for(door: Plain, path: str) -> None:
-    method = "POST" if path[1] in "vt" else "GET"
+    method = "POST" if path[1:2] in ("v", "t") else "GET"
     assert told(door, path, "evil.example", None, method) == "403 host_not_allowed"
     assert told(door, path, "localhost", "http://evil.example", method) == "403 origin_not_allowed"
     assert told(door, "/health", "evil.example") == "200"  # of balancers, by any name
