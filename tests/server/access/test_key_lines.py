@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,13 @@ def test_a_line_that_is_wrong_is_one_line(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         parse_lines(text, "the file")
     assert "\n" not in str(error.value) and "jx-secret" not in str(error.value)
+
+
+def test_the_page_has_every_limit() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    listed = {name for cell in rows for name in re.findall(r"`(\w+)", cell)}
+    assert set(LIMITS) <= listed
 
 
 def test_a_key_is_long_and_another_one_each_time() -> None:

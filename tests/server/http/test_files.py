@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import socket
 import tempfile
 import time
 import tracemalloc
@@ -46,7 +47,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 @pytest.fixture
 def server(engine: FakeEngine, journal: Journal) -> Iterator[Server]:
-    keys = [key("alice"), key("bob", files_mib=1, files=2), key("carol", files=1)]
+    keys = [key("alice"), key("bob", files_mib=1, files=2), key("dave", concurrency=1)]
     settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
     access = Access(Keys(fixed=keys))
     with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings, access=access) as server:
@@ -309,6 +310,28 @@ def test_whoever_hangs_up_has_no_place(server: Server, bob: openai.OpenAI, tmp_p
         until(lambda: not fits(bob))  # it is being read
     until(lambda: fits(bob))  # that it is gone has been noticed
     assert left(tmp_path) == []
+
+
+def test_a_download_is_an_open_call_until_it_is_read_or_left(server: Server) -> None:
+    with called(server, "dave") as dave:
+        name = upload(dave, b"x" * (MIB // 2))
+        path = f"/v1/files/{name}/content"
+        reader = Plain(server.http_address or "").socket()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer dave\r\n\r\n"
+        reader.sendall(head.encode() * 64)  # one after the other: more than any buffer holds
+        until(lambda: not may_call(dave))
+        reader.close()
+        until(lambda: may_call(dave))
+
+
+def may_call(client: openai.OpenAI) -> bool:
+    try:
+        client.models.list()
+    except openai.RateLimitError as error:
+        assert "1 calls are open" in str(error)
+        return False
+    return True
 
 
 def fits(client: openai.OpenAI) -> bool:
