@@ -33,8 +33,8 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-slow: $(READY) ## benches at toy size, most of a minute each
-	$(BIN)/python -m pytest $(WORKERS) -m slow tests/bench $(ARGS)
+test-slow: $(READY) ## notebooks, compilers, interpreted kernels and benches that take most of a minute
+	$(BIN)/python -m pytest $(WORKERS) -m slow --ignore=tests/hosts $(ARGS)
 
 test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes
 	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
@@ -43,7 +43,7 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 	@test -n "$(PYTHON312)" || { echo "make test-py312: there is no Python 3.12 here: install one \
 	(pyenv install 3.12, or your system's python3.12 and python3.12-venv), or name it: \
 	make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
-	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check $(ARGS)"
+	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check -m 'not ray' $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)

@@ -24,7 +24,10 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("backend", ["numba", "triton-interpret", "tpu-interpret"])
+@pytest.mark.parametrize(
+    "backend",
+    ["numba", "triton-interpret", pytest.param("tpu-interpret", marks=pytest.mark.slow)],
+)
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -14,8 +14,8 @@ import pytest
     ("backend", "head_dim", "pairs"),
     [
         ("numba", "64", ["2:24", "4:4"]),
-        ("triton-interpret", "16", ["4:24"]),
-        ("tpu-interpret", "128", ["2:4"]),
+        pytest.param("triton-interpret", "16", ["4:24"], marks=pytest.mark.slow),
+        pytest.param("tpu-interpret", "128", ["2:4"], marks=pytest.mark.slow),
     ],
 )
 def test_sharded_heads(backend: str, head_dim: str, pairs: list[str]) -> None:

@@ -31,6 +31,7 @@ def test_it_is_committed_without_outputs(notebook: NotebookNode) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_it_runs(notebook: NotebookNode, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The engine keeps compiled steps in the home directory; a test keeps them with its own caches.
     home = CACHES / "home"

@@ -28,6 +28,7 @@ def test_it_is_committed_without_outputs(notebook: NotebookNode) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
+@pytest.mark.slow
 def test_it_runs(notebook: NotebookNode, elsewhere: Path) -> None:
     pytest.importorskip("ortools")
     resources = {"metadata": {"path": str(elsewhere)}}

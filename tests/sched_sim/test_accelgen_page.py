@@ -22,6 +22,7 @@ def figures_of(page: str) -> list[str]:
     return [line.split("](")[1].rstrip(")") for line in page.splitlines() if line[:2] == "!["]
 
 
+@pytest.mark.slow
 def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--quick", "--jobs=1"]
     assert accelgen.main([*arguments, f"--out={tmp_path}"]) == 0
