@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.fair_share import Share
 from jaxserve.sched.padding import Padding
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.reachability import Alone, targets_that_count
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.table import RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ class Backlog:
 
     time: when this was so. free_at: when the device is predicted to be done with the steps that it
     has been given; their tokens count as computed. received: requests so far, those that have
-    ended included. blocks: int64 [n], held by each. output_lengths: `OutputLengths.counted`. The
-    cost model may be one that goes on learning.
+    ended included. blocks: int64 [n], held by each. tenants: int64 [n], places in `shares`, which
+    has all that ever came, by name. output_lengths: `OutputLengths.counted`. The cost model may be
+    one that goes on learning.
     """
 
     time: float
@@ -75,6 +77,8 @@ class Backlog:
     received: int
     known: Known
     blocks: np.ndarray
+    tenants: np.ndarray
+    shares: dict[str, Share]
     free_blocks: int
     block_size: int
     limits: Limits
@@ -87,7 +91,7 @@ class Backlog:
     def of(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
         """Of a scheduler, on the thread that plans."""
         view, table, pool = scheduler.view, scheduler.table, scheduler.pool
-        waiting = table.in_state(WAITING)
+        waiting = table.queued()
         rows = np.concatenate([table.in_state(RUNNING), waiting])
         waits = np.zeros(len(rows), bool)
         waits[len(rows) - len(waiting) :] = True
@@ -107,6 +111,8 @@ class Backlog:
         return cls(
             *(now, max(now, free_at), table.num_added, known),
             blocks=np.where(waits, 0, pool.held[rows]),
+            tenants=table.tenant[rows],
+            shares=scheduler.shares.shares(),
             free_blocks=pool.num_free,
             block_size=pool.block_size,
             limits=view.limits,

@@ -27,6 +27,7 @@ import numpy as np
 from jaxserve.sched.backlog import Backlog, Known
 from jaxserve.sched.block_sizes import blocks_for
 from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.fair_share import Share
 from jaxserve.sched.output_lengths import Survival
 from jaxserve.sched.reachability import Alone
 from jaxserve.sched.request import Request
@@ -83,7 +84,7 @@ class FirstToken:
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
-        self._came = _Came()  # since
+        self._came: dict[str, _Came] = {}  # since, by tenant
         self._count = backlog.received
         self._free_at = backlog.free_at
 
@@ -96,16 +97,14 @@ class FirstToken:
         self._count += request.sampling.n
         if place is not None:
             own = _Work(*(request.sampling.n * part for part in self._own(request)))
-            self._came.add(place, own)
+            self._came.setdefault(request.tenant, _Came()).add(place, own)
 
     def wait(self, request: Request, now: float) -> Wait:
         """Of a request that comes now. Of its continuations, of the first."""
         backlog, own = self._backlog, self._own(request)
         place = self._place(request, now)
         alone = self._prefill(own, 0, 0.0)[0]
-        total = _Work(
-            *(ours + theirs for ours, theirs in zip(own, self._before(place), strict=True))
-        )
+        total = _sum(own, self._before(place, request, own))
         rows, blocks = self._given_up(place)
         lacking = total.starts - rows - (backlog.max_rows - self._holders)
         short = total.blocks - blocks - backlog.free_blocks
@@ -126,20 +125,62 @@ class FirstToken:
         blocks = int(blocks_for(size, self._backlog.block_size))
         return _Work(1, size, size * size, 0, 1, blocks)
 
-    def _before(self, place: float | None) -> _Work:
+    def _before(self, place: float | None, request: Request, own: _Work) -> _Work:
+        """What is computed before it: what has begun, and of those that wait, of its own tenant's
+        all that stand no later, of another's no more than its share meanwhile."""
         if place is None:
             return _NOTHING
-        standing, sums = self._queue
-        found = sums[:, int(np.searchsorted(standing, place, side="right"))]
-        return _Work(*map(int, found + self._came.until(place)))
+        tenant, shares = request.tenant, self._backlog.shares
+        before = self._until(tenant, place)
+        mine = _sum(before, own).tokens
+        before = _sum(before, self._until(None, place))
+        waiting = {name for name in (*self._queues, *self._came) if name is not None}
+        others = sorted(waiting - {tenant})
+        if not others:
+            return before
+        counters = [shares[name].counter for name in others if name in shares]
+        us = shares.get(tenant, Share())
+        weight = us.weight if request.weight is None else request.weight
+        counter = us.counter
+        if tenant not in self._queues:
+            counter = max(counter, min(counters, default=0.0))
+        for name in others:
+            theirs, share = self._until(name, place), shares.get(name, Share())
+            most = max(0.0, mine / weight + counter - share.counter) * share.weight
+            if theirs.tokens > most:
+                theirs = _Work(*(int(part * most / theirs.tokens) for part in theirs))
+            before = _sum(before, theirs)
+        return before
+
+    def _until(self, tenant: str | None, place: float) -> _Work:
+        """Of a tenant's that wait and stand no later than that, or None: of those that run."""
+        found = np.zeros(6, np.int64)
+        if tenant in self._queues:
+            standing, sums = self._queues[tenant]
+            found += sums[:, int(np.searchsorted(standing, place, side="right"))]
+        if tenant is not None and tenant in self._came:
+            found += self._came[tenant].until(place)
+        return _Work(*map(int, found))
 
     @cached_property
-    def _queue(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those with more to compute than a decode, by standing, [m], and sums of `_Work` over the
-        first 0, 1, ... m of them, int64 [6, m + 1]."""
+    def _queues(self) -> dict[str | None, tuple[np.ndarray, np.ndarray]]:
+        """By tenant of those that wait, and None for those that run, those with more to compute
+        than a decode."""
         backlog, known = self._backlog, self._backlog.known
-        standing = backlog.standing(known, backlog.time)
         pending = np.flatnonzero(~known.decoding)
+        waits = known.waiting[pending]
+        found: dict[str | None, tuple[np.ndarray, np.ndarray]] = {}
+        found[None] = self._queue(pending[~waits])
+        names, waiting = list(backlog.shares), pending[waits]
+        for number in np.unique(backlog.tenants[waiting]).tolist():
+            found[names[number]] = self._queue(waiting[backlog.tenants[waiting] == number])
+        return found
+
+    def _queue(self, pending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """These, by standing, [m], and sums of `_Work` over the first 0, 1, ... m of them,
+        int64 [6, m + 1]."""
+        backlog, known = self._backlog, self._backlog.known
+        standing = self._standing
         if standing is not None:
             pending = pending[np.argsort(standing[pending], kind="stable")]
         cached = known.computed[pending]
@@ -157,6 +198,10 @@ class FirstToken:
         np.cumsum(np.stack(parts), axis=1, out=sums[:, 1:])
         return (np.zeros(0) if standing is None else standing[pending]), sums
 
+    @cached_property
+    def _standing(self) -> np.ndarray | None:
+        return self._backlog.standing(self._backlog.known, self._backlog.time)
+
     def _given_up(self, place: float | None) -> tuple[int, int]:
         """Rows and blocks that those that run would lose to it."""
         backlog = self._backlog
@@ -173,7 +218,7 @@ class FirstToken:
         """Those that run, by standing, and the blocks of the first 0, 1, ... of them."""
         backlog = self._backlog
         runs = np.flatnonzero(~backlog.known.waiting)
-        standing = backlog.standing(backlog.known, backlog.time)
+        standing = self._standing
         assert standing is not None
         runs = runs[np.argsort(standing[runs], kind="stable")]
         return standing[runs], np.concatenate([[0], np.cumsum(backlog.blocks[runs])])
@@ -288,3 +333,7 @@ class FirstToken:
 
 
 _NOTHING = _Work(0, 0, 0, 0, 0, 0)
+
+
+def _sum(a: _Work, b: _Work) -> _Work:
+    return _Work(*(ours + theirs for ours, theirs in zip(a, b, strict=True)))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import WAITING
+from jaxserve.sched.table import RUNNING
 
 # Columns, of some requests or of one, to a number each: the smallest is the most urgent.
 Key = Callable[[Any], Any]
@@ -98,7 +98,7 @@ class Columns:
     @cached_property
     def waiting(self) -> np.ndarray:
         """bool [n]."""
-        return np.asarray(self._view.table.state[self._rows] == WAITING)
+        return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or it is held back
 
     @cached_property
     def decoding(self) -> np.ndarray:

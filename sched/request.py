@@ -208,7 +208,9 @@ class SamplingParams:
 class Request:
     """One prompt to continue. arrival: seconds on the engine's clock. slo_class: by whose name it
     is reported; its targets and its tier are the request's own by now. serve_late: it is not
-    refused though its first token is expected late (`sched/lateness.py`)."""
+    refused though its first token is expected late (`sched/lateness.py`). tenant: whose it is; they
+    share a full engine by weight (`sched/fair_share.py`). weight: of that tenant from now on; None:
+    as before, 1 at first."""
 
     id: str
     prompt: tuple[int, ...]
@@ -218,6 +220,8 @@ class Request:
     arrival: float = 0.0
     slo_class: str = NO_CLASS
     serve_late: bool = False
+    tenant: str = ""
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

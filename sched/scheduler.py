@@ -7,6 +7,7 @@ still be at work. What arrives late is told with `receive`, what ends early with
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxserve.sched.block_sizes import blocks_a_plane
 from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost_model import CostModel
+from jaxserve.sched.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.host import HostMemory
 from jaxserve.sched.kinds import HIDDEN, LEFT
 from jaxserve.sched.padding import Padding
@@ -26,6 +28,7 @@ from jaxserve.sched.reachability import Alone
 from jaxserve.sched.request import Request
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
 from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
+from jaxserve.sched.turns import hold_back, waiting_tenants
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -83,6 +86,7 @@ class Scheduler:
             oracle=oracle,
         )
         self.preemptions = 0
+        self.shares = FairShares()
         self._progress = Progress(capacity)
         self._batch_order = 0
 
@@ -103,7 +107,10 @@ class Scheduler:
         known, as it is in simulations, where number is its place in the workload; only hypothetical
         policies are told. alone: as `alone` has it, where that has been asked. IndexError when the
         table is full."""
+        waiting = functools.partial(waiting_tenants, self.view)
+        tenant = self.shares.join(request.tenant, request.weight, waiting)
         row = self.table.add(request, self.alone(request) if alone is None else alone)
+        self.table.tenant[row] = tenant
         self.pool.follow(self.table.capacity)
         self.host.follow(self.table.capacity)
         self._progress.forget(row)
@@ -122,9 +129,11 @@ class Scheduler:
         return self.book(self.plan(now))
 
     def plan(self, now: float) -> BatchPlan:
-        """What the policy wants next, checked: the first half of `schedule`, which changes
-        nothing."""
+        """What the policy wants next, checked: the first half of `schedule`, which changes nothing
+        but who is held back."""
         self._progress.check()
+        if len(self.shares) > 1:
+            hold_back(self.policy, self.view, self.shares, now)
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
@@ -157,6 +166,9 @@ class Scheduler:
         feeds_back = emits & (before > 0)
         decodes = feeds_back & (counts == 1)
         generated = before + emits
+        if len(self.shares) > 1:
+            new = end - np.clip(table.lost_from[rows], start, end)  # not once more
+            self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
         table.computed[rows], table.generated[rows] = end, generated
         self._note_batch(rows, counts)
         sampling = table.num_sampling > 0 and not table.greedy[rows[emits]].all()
@@ -239,6 +251,7 @@ class Scheduler:
         sides = LEFT if plan.directions is None else plan.directions[starts]
         self.pool.open_all(rows, plan.kinds[starts], sides)
         table.move(rows, RUNNING)
+        self.shares.left(int(table.tenant[rows[-1]]))
 
     # Operations: each returns what is to be done on the device.
 

@@ -20,16 +20,18 @@ from jaxserve.sched.request import Request
 
 class State(enum.IntEnum):
     """WAITING holds no cache, RUNNING holds some. DRAINING has launched its last token and waits
-    for it to arrive; no policy sees it."""
+    for it to arrive, HELD waits while it is the turn of other tenants (`sched/turns.py`); no policy
+    sees either."""
 
     FREE = 0
     WAITING = 1
     RUNNING = 2
     DRAINING = 3
+    HELD = 4
 
 
 # Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
-FREE, WAITING, RUNNING, DRAINING = map(int, State)
+FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
 
 
 class RequestTable:
@@ -63,6 +65,7 @@ class RequestTable:
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
         self.alone = np.zeros(capacity)
+        self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
@@ -131,6 +134,15 @@ class RequestTable:
 
     def _is_timed(self, row: int) -> bool:
         return bool(min(self.ttft[row], self.tbt[row]) < np.inf)
+
+    def queued(self) -> np.ndarray:
+        """Rows that hold no cache, held back or not, in order of arrival."""
+        held = np.flatnonzero(self.state == HELD)
+        waiting = self.in_state(WAITING)
+        if not len(held):
+            return waiting
+        rows = np.concatenate([waiting, held])
+        return np.asarray(rows[np.argsort(self.seq[rows])])
 
     def pending(self, rows: np.ndarray) -> np.ndarray:
         """Tokens known but not in the cache, [len(rows)]."""

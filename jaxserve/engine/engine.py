@@ -23,13 +23,14 @@ import numpy as np
 from jaxserve.engine.commands import Cancel, Submit
 from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
-from jaxserve.engine.errors import EngineStopped, HostLost, QueueFull
+from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.executor import Executor
 from jaxserve.engine.failures import attempt, describe, refuse
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.outlook import Outlook
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.places import Places
 from jaxserve.engine.readings import Readings
 from jaxserve.engine.sampling import RequestRow
 from jaxserve.engine.serving import Serving
@@ -39,7 +40,7 @@ from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.first_token import Wait
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.reachability import slo_problems
-from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
+from jaxserve.sched.request import Grammar, Request, validate
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.watch import StepWatch
 
@@ -99,7 +100,7 @@ class Engine:
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
         self._inbox: deque[Submit | Cancel] = deque()
-        self._ids: dict[str, int] = {}  # id -> continuations not yet over
+        self._places = Places(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
 
@@ -155,23 +156,12 @@ class Engine:
         scheduler = self._scheduler
         alone = scheduler.alone(request)
         problems = slo_problems(request, alone)
-        n = request.sampling.n
         with self._wake:
             if self._failure is not None:
                 raise EngineStopped(f"the engine has failed: {self._failure}")
             if not self._open:
                 raise EngineStopped("the engine is shutting down")
-            if request.id in self._ids:
-                raise InvalidRequest("request_id", f"{request.id!r} is already being served")
-            limit = scheduler.table.capacity
-            if n > limit:
-                raise InvalidRequest("n", f"{n} continuations; at most {limit} fit the queue")
-            if sum(self._ids.values()) + n > limit:
-                raise QueueFull(
-                    f"{limit} continuations are queued or running, as many as scheduler.max_queue "
-                    "and scheduler.max_rows allow; try again later"
-                )
-            self._ids[request.id] = n
+            self._places.take(request)
             stamped = dataclasses.replace(request, arrival=self._clock())
             self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems))
             self._wake.notify()
@@ -249,10 +239,10 @@ class Engine:
         rest. True if none was left to cancel. Waits until all have ended."""
         with self._wake:
             self._open = False
-            clean = self._wake.wait_for(lambda: not self._ids, timeout=grace_s)
-            self._inbox.extend(Cancel(name) for name in self._ids)
+            clean = self._wake.wait_for(lambda: not self._places, timeout=grace_s)
+            self._inbox.extend(Cancel(name) for name in self._places.ids)
             self._wake.notify_all()
-            self._wake.wait_for(lambda: not self._ids)
+            self._wake.wait_for(lambda: not self._places)
         return clean
 
     def stop(self) -> None:
@@ -271,7 +261,7 @@ class Engine:
             self._open = False
             commands = list(self._inbox)
             self._inbox.clear()
-            self._ids.clear()
+            self._places.clear()
         for command in commands:
             if isinstance(command, Submit):
                 refuse(command.request, command.on_output, FinishReason.CANCELLED)
@@ -337,9 +327,7 @@ class Engine:
 
     def _over(self, request_id: str) -> None:
         with self._wake:
-            self._ids[request_id] -= 1
-            if not self._ids[request_id]:
-                del self._ids[request_id]
+            if self._places.end(request_id):
                 self._wake.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -362,5 +350,5 @@ class Engine:
                 request, last = command.request, FinishReason.ERROR
                 refuse(request, command.on_output, last, message, engine_failed=True)
         with self._wake:
-            self._ids.clear()
+            self._places.clear()
             self._wake.notify_all()

@@ -35,7 +35,7 @@ class Readings:
         table, pool, host = scheduler.table, scheduler.pool, scheduler.host
         failures = self._serving.failures
         return EngineStats(
-            waiting=int((table.state == State.WAITING).sum()) + queued,
+            waiting=int(np.isin(table.state, (State.WAITING, State.HELD)).sum()) + queued,
             running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,

@@ -71,7 +71,7 @@ def check_whole(on: Engine) -> None:
     on._scheduler.pool.check()
     limits = on._scheduler.view.limits
     assert sorted(on._serving._free_slots) == list(range(limits.max_rows))
-    assert not on._ids and not on._serving._by_id and not on._serving._failed
+    assert not on._places and not on._serving._by_id and not on._serving._failed
 
 
 Break = Callable[[pytest.MonkeyPatch, Callable[..., Any]], None]
@@ -187,7 +187,7 @@ def test_all_continuations_of_a_request_that_is_half_taken_in_are_told(
 ) -> None:
     added: list[int] = []
 
-    def third(_: Any, request: Request, *__: Any) -> bool:
+    def third(_: Any, request: Request, **__: Any) -> bool:
         if request.sampling.n == 3:
             added.append(1)
         return request.sampling.n == 3 and len(added) == 3

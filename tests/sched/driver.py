@@ -73,10 +73,13 @@ class Drive:
         *,
         arrival: float = 0.0,
         tier: Tier = Tier.REALTIME,
+        tenant: str = "",
+        weight: float | None = None,
         **slo: float,
     ) -> int:
-        sampling = SamplingParams(max_tokens=output)
-        request = Request("r", (1,) * prompt, sampling, SLO(**slo), tier, arrival)
+        sampling, own = SamplingParams(max_tokens=output), SLO(**slo)
+        whose: dict[str, Any] = {"tenant": tenant, "weight": weight}
+        request = Request("r", (1,) * prompt, sampling, own, tier, arrival, **whose)
         self.live += 1
         return self.scheduler.add(request)
 

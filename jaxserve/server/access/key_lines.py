@@ -21,6 +21,7 @@ LIMITS = {
     "files_mib": "MiB of its files, and of its batches, at most (a share of server.batch_gib)",
     "files": "files, and batches, that it has at most (server.batch_key_files)",
     "tier": "best_effort: it may ask for no more; realtime (that)",
+    "weight": "its share of a full engine, in those of a key that says nothing (1)",
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
     "min_tbt_ms": "the same between two tokens (any)",
     "min_jct_ms": "the same to the last one (any)",
@@ -38,7 +39,8 @@ class ApiKey:
     """Whose it is and what it may. digest: of the key, SHA-256, hex. rate: calls a minute,
     concurrency: calls, and requests of them, at once; 0 is any number. files_mib: what its files,
     and its batches, may take; files: how many of each it may have; 0 is as the server has it.
-    tier: of TIERS, the highest that it may ask for. min_*_ms: the tightest targets; 0 is any."""
+    tier: of TIERS, the highest that it may ask for. weight: of its share of a full engine; 0 is 1.
+    min_*_ms: the tightest targets; 0 is any."""
 
     name: str
     digest: str
@@ -47,6 +49,7 @@ class ApiKey:
     files_mib: int = 0
     files: int = 0
     tier: str = REALTIME
+    weight: int = 0
     min_ttft_ms: int = 0
     min_tbt_ms: int = 0
     min_jct_ms: int = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
 from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Request, Tier
+from jaxserve.server.access.keys import Caller
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.requests.requests import EngineRequests
 
@@ -41,9 +42,10 @@ class Line:
         grammar = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
         return replace(line, sampling={**line.sampling, "grammar": grammar})
 
-    async def request(self, requests: EngineRequests) -> Request:
-        """What the engine is to do. Raises InvalidRequest."""
-        return await requests.make(self.prompt, sampling=self.sampling, tier=Tier.BEST_EFFORT)
+    async def request(self, requests: EngineRequests, caller: Caller) -> Request:
+        """What the engine is to do. caller: whose batch it is of. Raises InvalidRequest."""
+        asked = {"sampling": self.sampling, "tier": Tier.BEST_EFFORT, "caller": caller}
+        return await requests.make(self.prompt, **asked)
 
     def checked(self, requests: EngineRequests, problem: InvalidRequest | None = None) -> NewLine:
         """What the journal is to keep: the line, with an error if it is too large, its door has

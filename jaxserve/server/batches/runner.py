@@ -121,7 +121,7 @@ class BatchRunner:
             work = await self._next()
             line = Line.from_json(work.request)
             try:
-                request = await line.request(self._requests)
+                request = await line.request(self._requests, Caller(name=work.owner))
                 await self._room(request.sampling.n)
                 record = self._begin(work)
                 record.asks((request,))

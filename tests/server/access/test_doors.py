@@ -35,6 +35,7 @@ KEYS = [
     key("many", concurrency=1),
     key("two", concurrency=2),
     key("low", tier="best_effort"),
+    key("heavy", weight=3),
     key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000),
 ]
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -315,6 +316,17 @@ def test_what_a_request_may_claim_is_bounded_by_its_key(
         client.complete("a", timeout=PATIENCE, **wanted)
     assert error.value.code == "INVALID_ARGUMENT" and problem in str(error.value)
     assert not engine.requests
+
+
+@pytest.mark.parametrize(("name", "weight"), [("heavy", 3.0), ("alice", 1.0)])
+def test_the_engine_knows_whose_a_request_is_and_what_its_share(
+    server: Server, engine: FakeEngine, name: str, weight: float
+) -> None:
+    engine.run()
+    assert asked(server.http_address, "POST", "/v1/completions", name, BODY)[0] == 200
+    with Client(server.address, api_key=name) as client:
+        client.complete("a", timeout=PATIENCE)
+    assert [(one.tenant, one.weight) for one in engine.requests] == [(name, weight)] * 2
 
 
 def test_what_is_within_its_key_is_served(server: Server, engine: FakeEngine) -> None:

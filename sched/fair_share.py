@@ -1,0 +1,97 @@
+"""Weighted fair shares of an engine between tenants: the Virtual Token Counter (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024).
+
+Each tenant has a counter of what was computed for it, over its weight, and of those that wait the
+one with the least is next. Who has had nothing to do is lifted to where the others are, so that
+nobody saves up a share; and as nothing is reserved, what one leaves another may have. Nothing is
+told apart here but tenants: what is taken first of one tenant's is for others to say.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+DECODE_COST = 2.0
+"""Of a token that is written, in those of a prompt (section 4.1 of the paper, w_p and w_q)."""
+KEPT = 7
+"""A tenant of weight 1 may have so many times the places that are free: with one tenant there is
+an eighth left for others to come in, with two there is a fifteenth."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a tenant. counter: what was computed for it, over its weight."""
+
+    counter: float = 0.0
+    weight: float = 1.0
+
+
+class FairShares:
+    """Tenants by number, in the order in which they first came. One thread changes it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._counter = np.zeros(0)
+        self._weight = np.zeros(0)
+        self._left = 0.0  # the counter of who left the queue last
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def join(self, name: str, weight: float | None, waiting: Callable[[], np.ndarray]) -> int:
+        """The number of a tenant that has a request now. weight: None where it is as before, 1 at
+        first. waiting(): the tenants of those that wait."""
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number == len(self._counter):
+            self._counter = np.append(self._counter, 0.0)
+            self._weight = np.append(self._weight, 1.0)
+        if weight is not None:
+            self._weight[number] = weight
+        if len(self) > 1:
+            others = waiting()
+            if not (others == number).any():
+                least = self._counter[others].min() if len(others) else self._left
+                self._counter[number] = max(self._counter[number], least)
+        return number
+
+    def left(self, number: int) -> None:
+        """A request of that tenant waits no more."""
+        self._left = float(self._counter[number])
+
+    def charge(self, tenants: np.ndarray, cost: np.ndarray) -> None:
+        """So much was computed for them, int64 [n] and float64 [n]."""
+        np.add.at(self._counter, tenants, cost / self._weight[tenants])
+
+    def shares(self) -> dict[str, Share]:
+        """Of all tenants, by name."""
+        return {
+            name: Share(float(self._counter[number]), float(self._weight[number]))
+            for name, number in self._numbers.items()
+        }
+
+    def in_turn(self, tenants: np.ndarray, cost: np.ndarray) -> Iterator[int]:
+        """Indices of n requests as they would be taken if each were computed at once: those of one
+        tenant as they are given, and of all tenants' next ones that of the least counter. tenants,
+        cost: int64 [n], of each."""
+        mine = {number: np.flatnonzero(tenants == number) for number in np.unique(tenants).tolist()}
+        heap = [(self._counter[number], int(at[0]), 0, number) for number, at in mine.items()]
+        heapq.heapify(heap)
+        while heap:
+            counter, index, place, number = heap[0]
+            yield index
+            place += 1
+            if place < len(mine[number]):
+                counter += cost[index] / self._weight[number]
+                heapq.heapreplace(heap, (counter, int(mine[number][place]), place, number))
+            else:
+                heapq.heappop(heap)
+
+
+def may_have(taken: int, capacity: int, weight: float) -> int:
+    """Places that a tenant may have in a queue of which so many are taken, where others come, too:
+    the fuller it is, the fewer (Choudhury and Hahne's dynamic threshold)."""
+    return int(min(KEPT * weight * (capacity - taken), capacity))
