@@ -63,8 +63,8 @@ def _cache() -> dict[str, Any]:
         "num_blocks": 0,
         # Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
         # max_model_len can use it. On CPUs, whose memory others need, too, an eighth to a quarter
-        # of it, one of few sizes, for each of which steps are compiled; but room for four such
-        # requests.
+        # of it, one of few sizes, for each of which steps are compiled, or less, if the last start
+        # had less; but room for four such requests.
         "memory_gib": 0.0,
         # Of the memory that is free on the device, or the host, what weights, pool and steps take.
         "memory_fraction": 0.9,

@@ -12,7 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxserve import __version__
-from jaxserve.engine import compiled_cache
+from jaxserve.engine import compiled_cache, kept
 from jaxserve.engine.blueprint import Blueprint, build_executor
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.config_errors import config_errors, first_line
@@ -85,7 +85,7 @@ def _build(
     _check_device()
     config = config.copy_and_resolve_references()
     config.engine.compilation_cache_dir = compiled_cache.use(config.engine.compilation_cache_dir)
-    chosen = choose(config, memory)
+    chosen = kept.with_pool_as_before(config, choose(config, memory))
     tokenizer = load_tokenizer(tokenizer_path(config), chosen.model.config.vocab_size)
     blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
     if group is not None:

@@ -52,7 +52,7 @@ TABLES_GIB = 1  # of host memory, for what is kept of the requests
 class Choices:
     """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
     see `array_blocks`; num_blocks: those of them that are used. dtype: of the
-    weights; cache_dtype: of the pool."""
+    weights; cache_dtype: of the pool. modest: nobody has said how large that is, see `Demand`."""
 
     model: StepModel
     dtype: jnp.dtype
@@ -67,6 +67,7 @@ class Choices:
     given_rho: float | None
     host_slots: int
     profile: System | None
+    modest: bool = False
 
 
 def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices:
@@ -112,8 +113,7 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
         device=memory,
     )
-    allocated = array_blocks(demand, room)
-    unroll = unrolls(jax.default_backend())
+    allocated, unroll = array_blocks(demand, room), unrolls(jax.default_backend())
     return Choices(
         StepModel(family, model, backend, mesh, unroll, read, max_model_len, activations),
         dtype,
@@ -128,6 +128,7 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         given,
         host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
         _profile(config, model, read if given is None else None),
+        demand.modest,
     )
 
 
@@ -269,7 +270,7 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_rows=limits.max_rows,
         max_model_len=max_model_len,
         max_batch_tokens=limits.max_batch_tokens,
-        modest=jax.default_backend() == "cpu",
+        modest=jax.default_backend() == "cpu" and not (cache.num_blocks or cache.memory_gib),
     )
     _check_tables(config.scheduler.max_queue, demand)
     return demand

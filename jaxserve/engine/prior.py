@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
-from jaxserve import __version__
 from jaxserve.engine import kept
 from jaxserve.engine.choices import Choices
 from jaxserve.engine.executor import Executor
@@ -38,7 +34,7 @@ def find_prior(
     if chosen.profile is not None:
         source = f"profile {Path(config.scheduler.profile).name}"
         return _with_rho(chosen.profile.cost_model, chosen, source)
-    directory, key = config.engine.compilation_cache_dir, _key(config, chosen)
+    directory, key = config.engine.compilation_cache_dir, kept.key_of(config, chosen)
     num_layers = chosen.model.config.num_layers
     known = kept.find(directory, key)
     beside = executor.copies_beside
@@ -70,25 +66,3 @@ def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> Prior:
         return Prior(model, layers * (k.hidden_token - k.decode_kv), source)
     read = dataclasses.replace(k, hidden_token=max(0.0, k.decode_kv + given / layers))
     return Prior(dataclasses.replace(model, coefficients=read), given, source)
-
-
-def _key(config: ConfigDict, chosen: Choices) -> dict[str, Any]:
-    """All that the times of the steps depend on."""
-    model, device = chosen.model, jax.devices()[0]
-    return {
-        "model": dataclasses.asdict(model.config),
-        "device": device.device_kind,
-        "processors": os.cpu_count() if device.platform == "cpu" else None,
-        "tensor": config.mesh.tensor,
-        "backend": model.backend,
-        "hidden_read": model.hidden_read,
-        "moves_cache": chosen.policy.moves_cache,
-        "dtype": chosen.dtype.name,
-        "cache_dtype": chosen.cache_dtype.name,
-        "block_size": chosen.block_size,
-        "max_model_len": model.max_len,
-        "rows": chosen.buckets.rows,
-        "tokens": chosen.buckets.tokens,
-        "limits": dataclasses.astuple(chosen.limits),
-        "versions": [__version__, jax.__version__],
-    }

@@ -117,7 +117,7 @@ def pool_blocks(demand: Demand, room: Room) -> int:
         return demand.num_blocks
     longest = int(blocks_for(demand.max_model_len, demand.block_size))
     useful = demand.max_rows * longest
-    if demand.modest and not demand.memory_bytes:
+    if demand.modest:
         quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
         useful = min(useful, max(quarter, _MODEST * longest))
     return min(room.allowed, useful)

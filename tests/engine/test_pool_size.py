@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,9 @@ from hypothesis import strategies as st
 
 from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
+from jaxserve.engine.choices import choose
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.engine.kept import POOLS, with_pool_as_before
 from jaxserve.engine.sizing import Demand, Room, array_blocks, pool_blocks
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 
@@ -55,10 +56,6 @@ def test_a_modest_pool_leaves_others_most_of_the_memory(free: int, full: int, ro
     assert blocks <= max(free / 4, 4 * longest)
     assert blocks >= min(free, rows * longest, max(free // 8, 4 * longest))
     assert array_blocks(wanted, room) >= blocks * 15 / 16 - 1
-    # Whoever asks for a size, or a number, gets that.
-    given_size = dataclasses.replace(wanted, memory_bytes=1)
-    assert pool_blocks(given_size, room) == min(free, rows * longest)
-    assert pool_blocks(dataclasses.replace(wanted, num_blocks=7), room) == 7
 
 
 def test_a_little_more_or_less_memory_changes_no_modest_pool() -> None:
@@ -67,6 +64,30 @@ def test_a_little_more_or_less_memory_changes_no_modest_pool() -> None:
     assert around == {8192}
     octave = {array_blocks(wanted, Room(n, n)) for n in range(1 << 16, 1 << 17, 101)}
     assert len(octave) == 1
+
+
+def test_a_start_with_less_memory_decides_for_those_after_it(
+    tmp_path: Path, shapes: dict[str, Path]
+) -> None:
+    """So that memory that comes and goes does not have each start compile everything again."""
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["llama"]), "random"
+    config.model.dtype = "float32"
+    config.scheduler.max_rows, config.engine.compilation_cache_dir = 256, str(tmp_path)
+    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 256
+
+    def blocks(mib: int, **given: float) -> int:
+        with config.unlocked():
+            config.cache.update(given)
+        chosen = choose(config, ("this host", mib << 20))
+        return with_pool_as_before(config, chosen).allocated_blocks
+
+    assert [blocks(m) for m in (30, 31, 8, 12, 16)] == [2048, 2048, 512, 512, 512]
+    assert blocks(30) == 2048, "that much is worth it"
+    (tmp_path / POOLS).write_text("[1, 2")
+    assert blocks(8) == 512
+    assert blocks(12) == 512
+    assert blocks(12, memory_gib=0.008) == 2048, "a size that is asked for is had"
 
 
 class Stop(Exception):

@@ -125,11 +125,11 @@ def test_it_is_kept_by_what_it_depends_on(tmp_path: Path) -> None:
     assert kept.find(folder, {"model": "b"}) == two
     assert kept.find(folder, {"model": "c"}) is None
     for broken in ("[broken", '["a"]', '{"a": {"speed": 1}}', '{"a": 1}'):
-        (Path(folder) / kept.FILE_NAME).write_text(broken)
+        (Path(folder) / kept.TIMING).write_text(broken)
         assert kept.find(folder, {"model": "a"}) is None
     kept.keep(folder, {"model": "a"}, two)
     assert kept.find(folder, {"model": "a"}) == two
-    assert len(json.loads((Path(folder) / kept.FILE_NAME).read_text())) == 1
+    assert len(json.loads((Path(folder) / kept.TIMING).read_text())) == 2
 
 
 def test_nothing_is_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
