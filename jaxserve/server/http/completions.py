@@ -30,9 +30,12 @@ async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> 
     """The answer, whole or as a stream of events."""
     prompts = _prompts(body)
     wanted = await _wanted(front, body, prompts, record_of(http).caller)
+    echo = [""] * len(prompts)
+    if body.echo:
+        echo = await front.requests.beside(_texts, front, prompts)
     generating = Generating(front.requests, wanted, record_of(http))
     try:
-        answer = _Answer(front, body, prompts, generating)
+        answer = _Answer(front, body, echo, generating)
     except BaseException:
         generating.end()
         raise
@@ -53,6 +56,10 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if not given:
         raise InvalidRequest("prompt", f"has no prompts; 1 to {MAX_PROMPTS} prompts are taken")
     return list(given)
+
+
+def _texts(front: Front, prompts: Sequence[str | list[int]]) -> list[str]:
+    return [each if isinstance(each, str) else front.engine.decode(each) for each in prompts]
 
 
 async def _wanted(
@@ -82,7 +89,7 @@ class _Answer:
         self,
         front: Front,
         body: CompletionRequest,
-        prompts: Sequence[str | list[int]],
+        echo: Sequence[str],
         generating: Generating,
     ) -> None:
         self._generating = generating
@@ -91,9 +98,7 @@ class _Answer:
         self._head = head("text_completion", "cmpl", front.model, generating)
         self._usage = UsageCount(wanted)
         self._stream = body.stream_options
-        self._echo = [""] * len(prompts)
-        if body.echo:
-            self._echo = [p if isinstance(p, str) else front.engine.decode(p) for p in prompts]
+        self._echo = echo
         self._only_prompt = options.only_prompt(body)
         self._logprobs = None
         if body.logprobs is not None:

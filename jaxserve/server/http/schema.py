@@ -10,6 +10,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,7 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from jaxserve.sched.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.sched.request import (
+    MAX_CHOICES,
+    MAX_GRAMMAR,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_PROMPTS = 128
 """Prompts of one call."""
@@ -186,7 +193,16 @@ class Unused(Body):
     use_beam_search: Literal[False] | None = None
 
 
-JsonSchemaText = dict[str, Any] | StrictBool | Text
+def _short(schema: dict[str, Any]) -> dict[str, Any]:
+    """As the engine has it, which makes its text of it; here no event loop waits for that."""
+    size = len(json.dumps(schema))
+    if size > MAX_GRAMMAR:
+        raise ValueError(f"has {size} characters; at most {MAX_GRAMMAR} are allowed")
+    return schema
+
+
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_short)]
+JsonSchemaText = JsonSchema | StrictBool | Text
 
 
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
@@ -197,7 +213,7 @@ class NamedSchema(Body):
 
     name: Text
     description: Text | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[JsonSchema, Field(alias="schema")]
     strict: StrictBool | None = None
 
 
