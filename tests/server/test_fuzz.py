@@ -148,7 +148,7 @@ def hammered(strategy: st.SearchStrategy[Any], examples: int, send: Callable[[An
     """What comes of so many; with JAXSERVE_FUZZ_MINUTES of as many as fit a tenth of them."""
 
     @settings(
-        max_examples=1000 if MINUTES else examples,
+        max_examples=40 if MINUTES else examples,
         deadline=None,
         derandomize=not MINUTES,
         database=None,
