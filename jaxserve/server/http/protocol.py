@@ -165,9 +165,13 @@ class Connection(H11Protocol):
             return
         self.lingers = True
         self.flow.resume_reading()
-        if self._real.can_write_eof():
-            self._real.write_eof()
         self._stop_waiting()
+        if self._real.can_write_eof():
+            try:
+                self._real.write_eof()
+            except OSError:  # the client has reset it
+                self._real.abort()
+                return
         self._wait(LINGER_S)
 
     def _wait(self, seconds: float) -> None:

@@ -11,8 +11,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import h11
 import openai
 import pytest
 
@@ -372,3 +375,15 @@ def test_the_id_of_an_answer_is_in_its_line(
     assert answer._request_id is not None and answer._request_id.startswith("req_")
     ids = f"x_request_id={answer._request_id}"
     until(lambda: ids in caplog.text, "no line has it")
+
+
+def test_an_answer_whose_client_has_reset_the_connection_is_no_failure() -> None:
+    """There is nothing left to close by halves."""
+    connection: Any = protocol.Connection.__new__(protocol.Connection)
+    connection.conn = SimpleNamespace(their_state=h11.SEND_BODY)
+    connection.flow = Mock()
+    real = connection._real = Mock(is_closing=lambda: False)
+    real.write_eof.side_effect = OSError(errno.ENOTCONN, "not connected")
+    connection._timer, connection.lingers = None, False
+    connection.close()
+    real.abort.assert_called_once()
