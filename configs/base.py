@@ -208,9 +208,10 @@ def _server() -> dict[str, Any]:
         "batch_keep_days": 7.0,
         # GiB on the disk, beyond which no more lines are taken.
         "batch_gib": 4.0,
-        # What the batches of one API key may take of it, and its files of as much again, and how
-        # many of each it may have, where its line in the file of keys does not say.
+        # What the batches of one API key may take of it, and its files of as much again, where its
+        # line in the file of keys does not say.
         "batch_key_share": 0.25,
+        # How many batches it may have, and how many files; without keys, all of them.
         "batch_key_files": 10_000,
         # Targets with a name, which a request may give instead of its own: any of ttft=, tbt= and
         # jct=, and tier=best_effort. Classes of one's own go beside these,

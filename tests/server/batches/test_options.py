@@ -68,6 +68,6 @@ def test_what_is_in_range_is_what_the_server_gets(tmp_path: Path) -> None:
 
 def test_a_second_server_is_one_line_before_the_model_is_loaded(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1)
-    said = refused(f"--config.server.batch_dir={tmp_path}", "--model=no/such")
+    said = refused(f"--config.server.batch_dir={tmp_path}")
     journal.close()
     assert said.startswith(f"serve.py: server.batch_dir: {tmp_path}: in use by another")
