@@ -77,7 +77,8 @@ class FairShares:
         """Indices of n requests as they would be taken if each were computed at once: those of one
         tenant as they are given, and of all tenants' next ones that of the least counter. tenants,
         cost: int64 [n], of each."""
-        mine = {number: np.flatnonzero(tenants == number) for number in np.unique(tenants).tolist()}
+        some = np.flatnonzero(np.bincount(tenants)).tolist()
+        mine = {number: np.flatnonzero(tenants == number) for number in some}
         heap = [(self._counter[number], int(at[0]), 0, number) for number, at in mine.items()]
         heapq.heapify(heap)
         while heap:

@@ -27,9 +27,10 @@ def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> Non
         lanes = [fresh[table.tier[fresh] == tier] for tier in Tier]
         parts = [_next(policy, view, shares, lane) for lane in lanes if len(lane)]
         seen = np.concatenate(parts)
-    hidden = np.setdiff1d(fresh, seen)
-    table.move(hidden[table.state[hidden] == WAITING], HELD)
-    table.move(seen[table.state[seen] == HELD], WAITING)
+    wanted = np.full(len(table.state), HELD)
+    wanted[seen] = WAITING
+    for state in (HELD, WAITING):
+        table.move(fresh[(wanted[fresh] == state) & (table.state[fresh] != state)], state)
 
 
 def waiting_tenants(view: View) -> np.ndarray:

@@ -11,9 +11,7 @@ from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.lengths import learn
 from jaxserve.sched.simulation.compiled.order import Keys, leave_running, leave_waiting, wait
 from jaxserve.sched.simulation.compiled.state import Machine
-from jaxserve.sched.table import State
-
-FREE, WAITING, RUNNING, DRAINING = (int(state) for state in State)
+from jaxserve.sched.table import DRAINING, FREE, RUNNING, WAITING
 
 
 @kernel
