@@ -166,7 +166,7 @@ class Connection(H11Protocol):
         self.lingers = True
         self.flow.resume_reading()
         self._stop_waiting()
-        if self._real.can_write_eof():
+        if self._real.can_write_eof() and not self._real.get_write_buffer_size():
             try:
                 self._real.write_eof()
             except OSError:  # the client has reset it
