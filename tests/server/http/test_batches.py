@@ -107,6 +107,9 @@ def test_a_line_that_is_wrong_fails_by_itself(
         "many": line("many", prompt=["a", "b"]),
         "long": line("long", prompt="a" * 9999),
         "empty": line("empty", prompt=""),
+        "huge": line("huge", prompt="a", top_k=10**400),
+        "bias": line("bias", prompt="a", logit_bias={"9" * 5000: 1}),
+        "number": line("number", prompt="a", temperature=10**400),
         "": "not JSON",
     }
     batch = create(client, [line("good", prompt="a"), *wrong.values()])
