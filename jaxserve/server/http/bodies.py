@@ -18,7 +18,7 @@ from fastapi import Request, Response, params
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from jaxserve.server.http.errors import ApiError, validation_message
+from jaxserve.server.http.errors import SHOWN, ApiError, validation_message
 
 MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
@@ -28,6 +28,8 @@ MAX_DEPTH = 128
 """Lists and objects within each other. A schema nests by two or three for each level of its own."""
 INLINE_BYTES = 16 << 10
 """Longer ones are parsed beside the event loop; to go there and back takes some 0.1 ms."""
+SHOWN_DEEP = 16
+"""Names of a way into a body that an error has at most."""
 _PIECE = 256 << 10  # bytes that are counted at once
 _DEEPER = np.zeros(256, np.int8)  # by character
 _DEEPER[list(b"[{")], _DEEPER[list(b"]}")] = 1, -1
@@ -134,7 +136,7 @@ def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            where = ".".join(map(str, place)) or None
+            where = ".".join(str(each)[:SHOWN] for each in place[:SHOWN_DEEP]) or None
             half = f"U+{ord(value[error.start]):04X}, half a surrogate pair"
             problem = f"{where or 'the body'}: has {half}, which is no text"
             raise ApiError(400, problem, param=where, code="invalid_value") from None

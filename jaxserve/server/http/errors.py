@@ -220,7 +220,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 # What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
 _TYPE = re.compile(r"str|bool|SloFields|(list|dict|function-[a-z]+)\[.*\]|constrained-\w+")
 _UNKNOWN = "extra_forbidden"
-_SHOWN = 80  # characters of a name that somebody made up
+SHOWN = 80
+"""Characters of a name that somebody made up, in an error."""
 # In place of its words, which are its classes' and not the API's.
 _WORDS = {
     _UNKNOWN: "this server has no such field",
@@ -255,7 +256,7 @@ def validation_message(found: Sequence[Any]) -> tuple[str | None, str, str]:
     names = [name for name in way if not _TYPE.fullmatch(name)]
     if unknown or not _TYPE.fullmatch(last):
         names.append(last)
-    where = ".".join(name[:_SHOWN] for name in names if name)
+    where = ".".join(name[:SHOWN] for name in names if name)
     if not where:
         return None, "the body: must be an object, sent as Content-Type: application/json", code
     words = _WORDS.get(first["type"], "")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.http import bodies
-from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, parse
+from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, SHOWN_DEEP, parse
 from jaxserve.server.http.doorkeeper import MAX_BODY_BYTES
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import (
@@ -66,6 +66,14 @@ def test_half_a_surrogate_pair_is_refused_and_its_field_named(
         assert (status, answer["error"]["param"]) == (400, param)
         assert "U+D800, half a surrogate pair" in answer["error"]["message"]
     assert not engine.requests
+
+
+def test_an_error_shows_only_the_beginning_of_long_names() -> None:
+    long = {"a" * 70_000: {"b": SURROGATE}}
+    for raw in (json.dumps(long), json.dumps({"a" * 70_000: 1})):
+        assert len(str(refused(raw.encode()))) < 200
+    deep = '{"a":' * 100 + '"\\ud800"' + "}" * 100
+    assert refused(deep.encode()).param == ".".join("a" * SHOWN_DEEP)
 
 
 def test_whole_pairs_and_all_other_text_are_served(plain: Plain, running: FakeEngine) -> None:
