@@ -1,9 +1,12 @@
-"""Products of few rows, less than a chunk of prompts has, with weights of bfloat16, where the
-platform has a kernel for them."""
+"""Products of few rows, less than a chunk of prompts has, with weights of bfloat16 or float32,
+where the platform has a kernel for them."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.backends import resolve_backend
 
@@ -20,11 +23,25 @@ def few_rows_kernel(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     )
 
 
-def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
-    """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16, on one device; sums in
-    float32. transposed: the weights are [out, in]."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def few_rows(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
+    """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one
+    device; sums in float32. transposed: the weights are [out, in]."""
     from jaxserve.pallas_kernels import numba_panels, numba_rows
 
     if numba_rows.takes(x.shape[0], weights, transposed=transposed):
         return numba_rows.few_rows(x, weights, transposed=transposed)
     return numba_panels.panels(x, weights, transposed=transposed)
+
+
+@few_rows.defjvp
+def _derived(
+    transposed: bool, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """For training: a kernel says nothing of its derivative."""
+    (x, weights), (dx, dweights) = primals, tangents
+    numbers = (((1,), (1 if transposed else 0,)), ((), ()))
+    product = functools.partial(
+        jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.float32
+    )
+    return few_rows(x, weights, transposed), product(dx, weights) + product(x, dweights)

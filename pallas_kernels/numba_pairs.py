@@ -1,7 +1,7 @@
-"""CPUs with products of pairs of bfloat16 (AVX512-BF16): tiles of them in vector registers, for
-kernels that numba compiles.
+"""CPUs with products of pairs of bfloat16 (AVX512-BF16), or of float32 (AVX512): tiles of them in
+vector registers, for kernels that numba compiles.
 
-An instruction adds to each of 16 sums of float32 the products of two pairs of bfloat16; so the
+Of bfloat16 an instruction adds to each of 16 sums of float32 the products of two pairs; so the
 right factor wants two rows of it interleaved, column by column.
 """
 
@@ -49,6 +49,11 @@ _PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
 def has_pairs() -> bool:
     """Whether this processor has the instruction."""
     return bool(llvm.get_host_cpu_features().get(_FEATURE, False))
+
+
+def has_vectors() -> bool:
+    """Whether it has vectors of LANES floats."""
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
 def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
@@ -141,21 +146,22 @@ def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
     return types.none(*[types.int64] * 4), generate
 
 
-def _add_pairs(lines: int) -> Any:
+def _adding(lines: int, wide: bool) -> Any:
     @intrinsic
-    def add_pairs(
+    def add(
         _: Any, sums: Any, sums_row: Any, x: Any, x_row: Any, packed: Any, packed_row: Any,
-        pairs: Any, ahead: Any, ahead_row: Any, other: Any,
+        words: Any, ahead: Any, ahead_row: Any, other: Any,
     ) -> Any:  # fmt: skip
-        """sums [TILE_ROWS, TILE_COLUMNS] += x [TILE_ROWS, 2 * pairs] @ two rows a pair, as
-        `interleave` packs them. All are addresses, sums and packed multiples of LINE; the next row
-        is so many bytes further. With each pair a line is fetched from `ahead` on, or two, the
-        second so many bytes behind the first."""
+        """sums [TILE_ROWS, TILE_COLUMNS] += x [TILE_ROWS, words] @ packed. A word is a float32, or
+        a pair of bfloat16, of which `interleave` packs two rows. All are addresses, sums and packed
+        multiples of LINE; the next row is so many bytes further. With each word a line is fetched
+        from `ahead` on, or two, the second so many bytes behind the first."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            sums, sums_row, x, x_row, packed, packed_row, pairs, ahead, ahead_row, other = args
-            kind = ir.FunctionType(_SUMS, [_SUMS, _PAIRS, _PAIRS])
-            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            sums, sums_row, x, x_row, packed, packed_row, words, ahead, ahead_row, other = args
+            factor = _SUMS if wide else _PAIRS
+            kind = ir.FunctionType(_SUMS, [_SUMS, factor, factor])
+            name = "llvm.fma.v16f32" if wide else "llvm.x86.avx512bf16.dpbf16ps.512"
             dot = cgutils.get_or_insert_function(builder.module, kind, name)
             tile = []
             for m in range(TILE_ROWS):
@@ -165,10 +171,10 @@ def _add_pairs(lines: int) -> Any:
                     found = _load(builder, at, _SUMS, LINE)
                     tile.append((at, cgutils.alloca_once_value(builder, found)))
             x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(TILE_ROWS)]
-            with cgutils.for_range(builder, pairs) as loop:
+            with cgutils.for_range(builder, words) as loop:
                 line = builder.add(packed, builder.mul(packed_row, loop.index))
                 right = [
-                    _load(builder, builder.add(line, _constant(part * LINE)), _PAIRS, LINE)
+                    _load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
                     for part in range(2)
                 ]
                 column = builder.mul(loop.index, _constant(4))
@@ -176,19 +182,22 @@ def _add_pairs(lines: int) -> Any:
                 for i in range(lines):
                     _prefetch(builder, builder.add(fetched, other) if i else fetched)
                 for m in range(TILE_ROWS):
-                    pair = _load(builder, builder.add(x_rows[m], column), _INDEX, 4)
-                    left = builder.bitcast(_spread(builder, pair), _PAIRS)
+                    word = _load(builder, builder.add(x_rows[m], column), _INDEX, 4)
+                    left = builder.bitcast(_spread(builder, word), factor)
                     for part in range(2):
                         where = tile[2 * m + part][1]
                         old = builder.load(where)
-                        builder.store(builder.call(dot, [old, left, right[part]]), where)
+                        factors = [left, right[part]]
+                        given = [*factors, old] if wide else [old, *factors]
+                        builder.store(builder.call(dot, given), where)
             for at, where in tile:
                 _store(builder, builder.load(where), at)
             return context.get_dummy_value()
 
         return types.none(*[types.int64] * 10), generate
 
-    return add_pairs
+    return add
 
 
-add_pairs_1, add_pairs_2 = _add_pairs(1), _add_pairs(2)
+add_pairs_1, add_pairs_2 = _adding(1, wide=False), _adding(2, wide=False)
+add_numbers_1, add_numbers_2 = _adding(1, wide=True), _adding(2, wide=True)

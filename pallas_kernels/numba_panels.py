@@ -1,8 +1,9 @@
-"""Products of some tens of rows with weights of bfloat16 on CPUs, compiled by numba.
+"""Products of some tens of rows with weights of bfloat16 or float32 on CPUs, compiled by numba.
 
 XLA's library lays the weights out anew for each product, by itself and before it multiplies, which
 takes as long as multiplying so few rows. Here each panel of columns is laid out by whoever
-multiplies it, block by block, in its core's cache.
+multiplies it, block by block, in its core's cache. Of float32 those [out, in] are left to the
+library, which reads them as they are.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ from jaxserve.pallas_kernels.numba_pairs import (
     LINE,
     TILE_COLUMNS,
     TILE_ROWS,
+    add_numbers_1,
+    add_numbers_2,
     add_pairs_1,
     add_pairs_2,
     has_pairs,
+    has_vectors,
     interleave,
     transpose,
 )
 
 MOST_ROWS = 128
-DEPTH = 64
+ROWS_OF_FLOAT32 = range(3, 65)  # the library is as fast with fewer, or more
+DEPTH = 32  # words
 PANEL = 128  # columns of a share
-FEW = 16  # shares, below which they are halved
 
 _lock = threading.Lock()  # steps are compiled by several threads
 
@@ -55,32 +59,36 @@ _lock = threading.Lock()  # steps are compiled by several threads
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
     """Whether `panels` has the product of so many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
-    whole = depth % (2 * LANES if transposed else 2) == columns % TILE_COLUMNS == 0
+    if columns % TILE_COLUMNS:
+        return False
+    if weights.dtype == jnp.float32:
+        return rows in ROWS_OF_FLOAT32 and not transposed and has_vectors()
+    whole = depth % (2 * LANES if transposed else 2) == 0
     return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and has_pairs()
 
 
 def panels(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
-    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16, on one CPU
-    device. transposed: the weights are [out, in]. Sums are in float32."""
+    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16 or float32,
+    on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
     call = jax.ffi.ffi_call(
-        target(transposed=transposed),
+        target(transposed=transposed, wide=weights.dtype == jnp.float32),
         jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
         vmap_method="sequential",
     )
     return call(x, weights)
 
 
-def target(*, transposed: bool) -> str:
+def target(*, transposed: bool, wide: bool) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
-    [in, out], transposed: [out, in], of bfloat16; result: [T, out], float32."""
+    [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
     with _lock:
-        return _registered(transposed)
+        return _registered(transposed, wide)
 
 
 @functools.cache
-def _registered(transposed: bool) -> str:
-    name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}"
+def _registered(transposed: bool, wide: bool) -> str:
+    name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, numba_pairs.__file__)
 
@@ -96,7 +104,7 @@ def _registered(transposed: bool) -> str:
         len(digest)
         i = take(block)
         while i >= 0:
-            _panel(operands(block), i, transposed)
+            _panel(operands(block), i, transposed, wide)
             done(block)
             i = take(block)
         return 0
@@ -106,36 +114,39 @@ def _registered(transposed: bool) -> str:
 
 
 @njit(**FAST)
-def _panel(given: Any, i: int, transposed: bool) -> None:
-    """Share i: PANEL columns of the result, or what is left of them."""
+def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
+    """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
+    number, or two of one column that follow each other."""
+    a_word = 1 if wide else 2
     count, depth = dims(given[0], 2)
-    columns = dims(given[2], 2)[1]
+    words, columns = depth // a_word, dims(given[2], 2)[1]
     x_at, weights_at = data_address(given[0]), data_address(given[1])
     out_at = data_address(given[2]) + 4 * i * PANEL
-    weights_at += 2 * i * PANEL * (depth if transposed else 1)
+    weights_at += i * PANEL * (4 * words if transposed else 4 // a_word)
     mine = min(PANEL, columns - i * PANEL)
     padded = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    row_bytes = 4 * mine  # of sums, and of pairs of numbers of 16 bits
-    memory = allocate((padded * (row_bytes + 2 * DEPTH) + DEPTH // 2 * row_bytes + LINE) // 8)
+    row_bytes = 4 * mine  # of sums, and of words
+    memory = allocate((padded * (row_bytes + 4 * DEPTH) + DEPTH * row_bytes + LINE) // 8)
     sums_at = (memory + LINE - 1) // LINE * LINE
     packed_at = sums_at + padded * row_bytes
-    some_at = packed_at + DEPTH // 2 * row_bytes
+    some_at = packed_at + DEPTH * row_bytes
     carray(pointer(sums_at), (padded * mine,), np.float32)[:] = np.float32(0)
-    carray(pointer(some_at), (padded * DEPTH,), np.uint16)[:] = np.uint16(0)
-    for k in range(0, depth, DEPTH):
-        deep = min(DEPTH, depth - k)
+    carray(pointer(some_at), (padded * DEPTH,), np.uint32)[:] = np.uint32(0)
+    # From a word's row, or a column's numbers, to the next.
+    next_row = 4 * words if transposed else 4 * columns
+    for k in range(0, words, DEPTH):
+        deep = min(DEPTH, words - k)
         for row in range(count):
-            copy(some_at + 2 * row * DEPTH, x_at + 2 * (row * depth + k), 2 * deep)
-        row_at, next_row = weights_at + 2 * k * columns, 2 * columns
-        if transposed:
-            row_at, next_row = weights_at + 2 * k, 2 * depth
-        _pack(row_at, next_row, packed_at, row_bytes, mine, deep, transposed)
-        ahead = row_at + (2 * DEPTH if transposed else DEPTH * next_row)
-        if k + DEPTH >= depth:
-            ahead, next_row = packed_at, 0
+            copy(some_at + 4 * row * DEPTH, x_at + 4 * (row * words + k), 4 * deep)
+        row_at = weights_at + (4 * k if transposed else k * next_row)
+        _pack(row_at, next_row, packed_at, row_bytes, mine, deep, transposed, wide)
+        ahead = row_at + (4 * DEPTH if transposed else DEPTH * next_row)
+        if k + DEPTH >= words:
+            ahead = 0
         _add(
-            sums_at, some_at, packed_at, row_bytes, padded, mine, deep, ahead, next_row, transposed
-        )
+            sums_at, some_at, packed_at, row_bytes, padded, mine, deep, ahead, next_row,
+            transposed, wide,
+        )  # fmt: skip
     for row in range(count):
         copy(out_at + 4 * row * columns, sums_at + row * row_bytes, row_bytes)
     free(memory)
@@ -143,43 +154,58 @@ def _panel(given: Any, i: int, transposed: bool) -> None:
 
 @njit(**FAST)
 def _pack(
-    at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int, transposed: bool
-) -> None:
-    """Weights from an address on, [deep, mine], transposed [mine, deep], as pairs."""
+    at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int,
+    transposed: bool, wide: bool,
+) -> None:  # fmt: skip
+    """Weights from an address on, words [deep, mine], transposed [mine, deep], as [deep, mine]."""
     if transposed:
         for j in range(0, mine, LANES):
-            for k in range(0, deep, 2 * LANES):
-                to = packed_at + k // 2 * packed_row + 4 * j
-                transpose(at + j * next_row + 2 * k, next_row, to, packed_row)
+            for k in range(0, deep, LANES):
+                to = packed_at + k * packed_row + 4 * j
+                transpose(at + j * next_row + 4 * k, next_row, to, packed_row)
+    elif wide:
+        for k in range(deep):
+            copy(packed_at + k * packed_row, at + k * next_row, packed_row)
     else:
-        for k in range(0, deep, 2):
-            row_at, to = at + k * next_row, packed_at + k // 2 * packed_row
+        for k in range(deep):
+            row_at, to = at + k * next_row, packed_at + k * packed_row
             for j in range(0, mine, TILE_COLUMNS):
-                interleave(row_at + 2 * j, row_at + next_row + 2 * j, to + 4 * j)
+                interleave(row_at + 2 * j, row_at + next_row // 2 + 2 * j, to + 4 * j)
 
 
 @njit(**FAST)
 def _add(
     sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
-    ahead: int, next_row: int, transposed: bool,
+    ahead: int, next_row: int, transposed: bool, wide: bool,
 ) -> None:  # fmt: skip
-    """sums [rows, mine] += x [rows, DEPTH] @ packed. Meanwhile as many weights are fetched from
-    `ahead` on, a line or two with every pair; next_row 0: there are none, it is packed itself."""
-    step, other = (next_row, LINE) if transposed else (2 * next_row, next_row)
-    if next_row == 0:
-        step, other = 0, 0
+    """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are fetched
+    from `ahead` on, a line or two with every word; 0: there are none, it is packed itself."""
+    step, other = (next_row, LINE) if transposed else (next_row, LINE if wide else next_row // 2)
+    if ahead == 0:
+        ahead, step, other = packed_at, 0, 0
     for row in range(0, rows, TILE_ROWS):
         for j in range(0, mine, TILE_COLUMNS):
-            sums_here, x_here = sums_at + row * row_bytes + 4 * j, x_at + 2 * row * DEPTH
+            sums_here, x_here = sums_at + row * row_bytes + 4 * j, x_at + 4 * row * DEPTH
             packed_here = packed_at + 4 * j
-            ahead_here = ahead + j * (next_row if transposed else 2)
-            if rows == TILE_ROWS:
+            ahead_here = ahead + (j * step if transposed else (4 if wide else 2) * j)
+            turn = ahead_here + row // TILE_ROWS % 2 * other
+            if wide and rows == TILE_ROWS:
+                add_numbers_2(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
+                    ahead_here, step, other,
+                )  # fmt: skip
+            elif wide:
+                add_numbers_1(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
+                    step, 0,
+                )  # fmt: skip
+            elif rows == TILE_ROWS:
                 add_pairs_2(
-                    sums_here, row_bytes, x_here, 2 * DEPTH, packed_here, row_bytes, deep // 2,
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
                     ahead_here, step, other,
                 )  # fmt: skip
             else:
                 add_pairs_1(
-                    sums_here, row_bytes, x_here, 2 * DEPTH, packed_here, row_bytes, deep // 2,
-                    ahead_here + row // TILE_ROWS % 2 * other, step, 0,
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
+                    step, 0,
                 )  # fmt: skip

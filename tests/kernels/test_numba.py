@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels import (
     numba_ffi,
     numba_rows,
 )
-from jaxserve.pallas_kernels.numba_pairs import has_pairs
+from jaxserve.pallas_kernels.numba_pairs import has_pairs, has_vectors
 from tests.kernels import edges
 from tests.kernels.batches import Shape, make_batch, steps
 from tests.kernels.cases import BACKENDS, Case
@@ -36,6 +36,9 @@ M_PERTURB = -6  # of glibc's mallopt: new and freed memory are filled with what 
 # Groups of heads and a head_dim that fill no whole vectors; tiles of queries and of context.
 LONG = Case("long", Shape(6, 2, head_dim=40, rows=4, width=20, tokens=150), window=40, cap=2.0)
 WHOLE = Case("whole", Shape(4, 4, head_dim=64, rows=4, width=20, tokens=150))
+needs_vectors = pytest.mark.skipif(
+    not has_vectors(), reason="this processor has no vectors of 512 bits"
+)
 needs_pairs = pytest.mark.skipif(
     not has_pairs(), reason="this processor does not multiply pairs of bfloat16"
 )
@@ -108,11 +111,39 @@ def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
     x = jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.bfloat16)
     weights = jnp.asarray(rng.normal(size=shape[::-1] if transposed else shape), jnp.bfloat16)
     assert few_rows_kernel(rows, weights, transposed=transposed)
-    got = jax.jit(few_rows, static_argnames="transposed")(x, weights, transposed=transposed)
+    got = jax.jit(few_rows, static_argnums=2)(x, weights, transposed)
     assert got.dtype == jnp.float32
     left, right = np.asarray(x, np.float64), np.asarray(weights, np.float64)
     want = left @ (right.T if transposed else right)
     assert np.abs(np.asarray(got) - want).max() <= 1e-6 * np.abs(want).max() * shape[0] ** 0.5
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(3, (64, 32)), (8, (32, 416)), (13, (97, 160)), (64, (768, 384))]
+)
+def test_few_rows_of_float32(rows: int, shape: tuple[int, int]) -> None:
+    """And what training needs of them."""
+    rng = np.random.default_rng(rows)
+    x, dx = (jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.float32) for _ in range(2))
+    weights = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    assert few_rows_kernel(rows, weights, transposed=False)
+    got = jax.jit(few_rows, static_argnums=2)(x, weights, False)
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    assert np.abs(np.asarray(got) - want).max() <= 1e-6 * np.abs(want).max() * shape[0] ** 0.5
+    _, along = jax.jvp(lambda x: few_rows(x, weights, False), (x,), (dx,))
+    np.testing.assert_allclose(along, dx @ weights, rtol=1e-3, atol=1e-3)
+    slope = jax.grad(lambda w: few_rows(x, w, False).sum())(weights)
+    np.testing.assert_allclose(slope, np.tile(x.sum(0)[:, None], shape[1]), rtol=1e-3, atol=1e-3)
+
+
+@needs_vectors
+def test_products_of_float32_that_few_rows_has_not() -> None:
+    weights = jnp.zeros((64, 64), jnp.float32)
+    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    assert [rows for rows in (1, 2, 3, 64, 65) if taken(rows)] == [3, 64]
+    assert not taken(8, transposed=True)
+    assert not taken(8, weights=weights[:, :48])
 
 
 def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
