@@ -101,7 +101,7 @@ def test_what_the_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
-@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("head_dim", [80, pytest.param(96, marks=pytest.mark.slow)])
 def test_heads_that_are_padded(attention: Attention, head_dim: int) -> None:
     shape = Shape(2, 2, head_dim=head_dim, rows=3, width=3, tokens=3)
     case = Case("padded", shape, "bfloat16", parts=("norm", "rotary"))

@@ -43,6 +43,17 @@ CUTS = {
     "one-tile": lambda tiles: tuned.Cutting(tiles, 1, 1, 1),
     "one-program": lambda tiles: tuned.Cutting(1, 1, 1, tiles),
 }
+# All ways for K and V; for the others the one that cuts anywhere, and the rest where there is time.
+CUT = [
+    pytest.param(
+        *which.values,
+        shares,
+        id=f"{which.id}-{shares}",
+        marks=() if which.values[0] is PAGED or shares == "three-tiles" else pytest.mark.slow,
+    )
+    for which in WHICH
+    for shares in CUTS
+]
 
 
 def test_what_a_kernel_does_not_write_is_nan_here() -> None:
@@ -65,8 +76,7 @@ def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("shares", CUTS)
-@pytest.mark.parametrize(("attention", "case"), WHICH)
+@pytest.mark.parametrize(("attention", "case", "shares"), CUT)
 def test_however_work_is_cut_the_result_is_the_same(
     attention: Attention, case: Case, shares: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
