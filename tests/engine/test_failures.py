@@ -162,6 +162,19 @@ def test_a_caller_that_raises_is_alone(when: str, roomy: Engine, texts: list[lis
     assert sorted(ended) == [0, 1], "each is told once that it has ended"
 
 
+def test_an_end_that_cannot_be_reported_is_one_all_the_same(
+    roomy: Engine, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = roomy.stats().request_failures
+    method(Continuation, "stats", _is_victim)(monkeypatch, lambda: None)
+    others = neighbours(roomy)
+    _, victim = send(roomy, [5] * 9, **VICTIM)
+    assert [stream.wait().tokens() for stream in others] == texts
+    assert victim.wait().reason is FinishReason.LENGTH
+    check_whole(roomy)
+    assert roomy.stats().request_failures == before + 1
+
+
 def test_a_cancel_that_fails_frees_what_there_is(
     roomy: Engine, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

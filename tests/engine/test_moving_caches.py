@@ -12,10 +12,20 @@ from jaxserve.engine import choices, moves
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.model_options import load_shape
 from jaxserve.engine.moves import ROOM
+from jaxserve.engine.output import FinishReason
 from jaxserve.engine.sizing import Demand, moving_workspace, pool_room
+from jaxserve.sched.blocks import BlockPool
 from jaxserve.sched.registry import make_policy
 from tests.engine.conftest import Texts
-from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts
+from tests.engine.harness import (
+    SAMPLING,
+    SCARCE,
+    engine,
+    generate,
+    prompts,
+    send,
+    wait_until_idle,
+)
 from tests.moving_caches import MovingCaches
 
 HOST = {"cache__host_gib": 0.001}
@@ -103,3 +113,36 @@ def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
     without = pool_room(demand, config, "float32", **sizes)
     fewer = pool_room(demand, config, "float32", other_work=160 * slot, **sizes)
     assert fewer.allowed == without.allowed - 10
+
+
+def test_moves_that_fail_leave_nothing_behind(
+    shapes: dict[str, Path], alone: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half booked or half carried out: what is on the host goes with those who had it there."""
+    expected = alone("opt")
+    monkeypatch.setattr(choices, "make_policy", lambda name: MovingCaches(2))
+    with engine(shapes["opt"], **ROOMY, cache__rho="0") as running:
+        for owner, name, at in ((BlockPool, "grow_all", 20), (running.executor, "save", 9)):
+            whole, calls = getattr(owner, name), list[int]()
+
+            def failing(*args: Any, at: int = at, to: Any = whole, seen: Any = calls) -> Any:
+                seen.append(1)
+                if len(seen) == at:
+                    raise MemoryError("no more of it")
+                return to(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, failing)
+                streams = [send(running, prompt, **SAMPLING)[1] for prompt in prompts()]
+                reasons = {stream.wait().reason for stream in streams}
+            assert FinishReason.ERROR in reasons and len(calls) >= at
+            wait_until_idle(running)
+            host = running._scheduler.host
+            assert host.num_used == 0 and running._scheduler.is_empty
+            host.check()
+            running._scheduler.pool.check()
+        assert running.stats().step_failures == 2
+        assert generate(running, prompts(), **SAMPLING) == expected
+        wait_until_idle(running)
+        kept = set(running.executor._mover._host.keys)  # type: ignore[attr-defined]
+        assert kept <= set(running._scheduler.host._dropped), "nobody forgets the others"
