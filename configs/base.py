@@ -98,7 +98,8 @@ def _scheduler() -> dict[str, Any]:
         # Requests of one batch, at most max_batch_tokens.
         "max_rows": 32,
         # Requests waiting; beyond them calls get RESOURCE_EXHAUSTED. What is kept of them and of
-        # max_rows may take 1 GiB, which is some hundred thousand of them.
+        # max_rows may take 1 GiB, which is some hundred thousand of them. Where several API keys
+        # call, one cannot have all of the places.
         "max_queue": 256,
         # What steps take is learned while serving. This is what is believed before: a profile
         # that python -m jaxserve.profile wrote; empty: what a few steps take that are timed at
