@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxserve.engine import (
 )
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import JaxExecutor
+from jaxserve.progress import Show
 from jaxserve.sched.simulation.profiles import System
 from tests.cost_models import FLAT
 from tests.engine.harness import SHAPES, engine, write_shape
@@ -125,6 +127,34 @@ def test_config_errors(
         build.build_engine(config, progress=False)
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "terminal", "how"),
+    [("text", True, Show.BAR), ("text", False, Show.LINES), ("json", True, Show.LINES)],
+)
+def test_how_far_it_is_has_lines_where_no_bar_can_be_seen(
+    shapes: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    terminal: bool,
+    how: Show,
+) -> None:
+    asked: list[Show] = []
+
+    def stop(*_: object, progress: Show, **more: object) -> None:
+        asked.append(progress)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(build, "build_executor", stop)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.engine.compilation_cache_dir, config.telemetry.log_format = "", form
+    for progress, wanted in ((True, how), (False, Show.NOTHING)):
+        with pytest.raises(ConfigError, match="far enough"):
+            build.build_engine(config, progress=progress)
+        assert asked.pop() is wanted
 
 
 def _out_of_memory() -> Exception:
