@@ -69,12 +69,14 @@ class Target:
     errors: Errors
     seen: dict[Any, int] = field(default_factory=dict)
     connection: http.client.HTTPConnection | None = None
+    used: float = 0.0
 
     def send(
         self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
     ) -> tuple[int, Any]:
         """One call, and what every answer has to be."""
-        if self.connection is None:
+        idle, self.used = time.monotonic() - self.used, time.monotonic()
+        if self.connection is None or idle > 5:  # the server closes what is idle for long
             assert self.server.http_address is not None
             self.connection = http.client.HTTPConnection(self.server.http_address, timeout=PATIENCE)
         self.connection.request(method, path, body, {"Content-Type": kind})
