@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
@@ -18,6 +17,8 @@ from jaxserve.sched.request import SLO, InvalidRequest, Tier
 from jaxserve.sched.routing.fleet import Ask
 from jaxserve.server import convert
 from jaxserve.server.http import options
+from jaxserve.server.http.bodies import parse
+from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import ChatRequest, CompletionRequest, Generation
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.chat_template import load_chat_template
@@ -57,10 +58,10 @@ class Asks:
 
     def _of_body(self, kind: type[Generation], body: bytes) -> Ask:
         try:
-            call = kind.model_validate_json(body)
+            call = parse(body, kind)
             slo, slo_class = options.targets(call)
             return self._ask(self._tokens(call), slo, options.tier(call), slo_class)
-        except (ValidationError, InvalidRequest, QueueFull):  # the replica will say what is wrong
+        except (ApiError, InvalidRequest, QueueFull):  # the replica will say what is wrong
             return NOTHING
 
     def _of_message(self, message: pb.GenerateRequest) -> Ask:

@@ -81,6 +81,9 @@ def test_targets_and_tiers_are_the_requests_own_or_its_class(asks: Asks) -> None
         (COMPLETIONS, b'{"prompt": 3}'),
         (COMPLETIONS, b'{"prompt": "a", "slo_class": "nobodys"}'),
         (COMPLETIONS, b'{"prompt": "a", "slo": {"ttft_ms": -1}}'),
+        (COMPLETIONS, b'{"prompt": "\\ud800"}'),
+        (COMPLETIONS, b'{"prompt": "a", "top_k": 1' + b"0" * 400 + b"}"),
+        (CHAT, b'{"messages": [' + b"1," * 2_000_000 + b"1]}"),
     ],
 )
 def test_of_what_will_be_refused_nothing_is_said(asks: Asks, path: str, body: bytes) -> None:
