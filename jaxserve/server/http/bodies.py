@@ -17,8 +17,10 @@ import numpy as np
 from fastapi import Request, Response, params
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from jaxserve.server.http.errors import SHOWN, ApiError, validation_message
+from jaxserve.server.http.generating import ClientGone
 
 MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
@@ -80,7 +82,10 @@ class _ReadRequest(Request):
 async def _read(request: Request, kind: type[Parsed], beside: Beside) -> Parsed:
     if not _is_json(request.headers.get("content-type", "")):
         raise _no_object()
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
     if len(raw) <= INLINE_BYTES:
         return parse(raw, kind)
     del request._body  # it is kept here only

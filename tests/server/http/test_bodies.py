@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
+import socket
+import struct
 import threading
 from typing import Any
 
@@ -21,8 +24,10 @@ from jaxserve.server.http.schema import (
     CompletionRequest,
     DetokenizeRequest,
 )
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.runner import Server
 from tests.server.fake_engine import FakeEngine
-from tests.server.http.conftest import Plain
+from tests.server.http.conftest import SETTINGS, Plain
 
 SURROGATE = "\ud800"
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -259,3 +264,22 @@ def test_others_are_answered_while_a_body_is_parsed(
     go_on.set()
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_who_hangs_up_within_a_body_is_no_failure_of_the_servers(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    options = ServerOptions(request_log=True)
+    with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
+        assert server.http_address is not None
+        with Plain(server.http_address).socket() as sending:
+            head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+            kind = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            sending.sendall((head + kind).encode())
+            assert b"100" in sending.recv(4096)  # it reads the body now
+            reset = struct.pack("ii", 1, 0)
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    (line,) = [each for each in caplog.messages if each.startswith("call ended")]
+    assert "ending=cancelled" in line
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
