@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ MAX_N = 16
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 65_536  # characters
 MAX_CHOICES = 1024
+_MOST = sys.float_info.max  # an integer may be larger, and no float can be made of it then
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it; with much less there is no float32 for the result."""
 
@@ -59,7 +60,7 @@ class SLO:
     def __post_init__(self) -> None:
         for name in ("ttft", "tbt", "jct"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not 0 < value <= _MOST:
                 raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
 
 
@@ -267,8 +268,8 @@ def too_many_tokens(length: int, most: int) -> InvalidRequest:
 def _in_range(
     name: str, value: float, low: float, high: float | None, *, low_open: bool = False
 ) -> None:
-    ok = math.isfinite(value) and (value > low if low_open else value >= low)
-    if not ok or (high is not None and value > high):
+    ok = (value > low if low_open else value >= low) and value <= (_MOST if high is None else high)
+    if not ok:
         above = f"more than {low:g}" if low_open else f"at least {low:g}"
         below = "" if high is None else f" and at most {high:g}"
         raise InvalidRequest(name, f"must be {above}{below}, got {value}")

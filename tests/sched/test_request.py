@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"presence_penalty": 101.0}, "presence_penalty"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"temperature": -(10**400)}, "temperature"),
         ({"logprobs": 21}, "logprobs: .*at most 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: .*at least 0"),
         ({"n": 17}, "n: .*at most 16"),
@@ -47,7 +49,7 @@ def test_sampling_limits(fields: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ttft", "tbt", "jct"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 10**400])
 def test_slo_limits(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=rf"slo\.{name}: must be a positive time"):
         SLO(**{name: value})
