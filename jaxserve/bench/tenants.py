@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.bench.attacks import MIB, Tried
 from jaxserve.server.access.key_lines import ApiKey, digest_of
 
-LOUD, QUIET = "loud", "quiet"  # names of the keys, and the keys
+LOUD, CROWD, QUIET = "loud", "crowd", "quiet"  # names of the keys, and the keys
 CONCURRENCY = 2
 FILES, FILE_MIB = 30, 60
 CALLS, PROMPTS, N = 16, 128, 2
@@ -29,10 +29,11 @@ _FORM = (
 
 
 def key_lines() -> str:
-    """As the environment's JAXSERVE_API_KEYS has them. LOUD may have CONCURRENCY requests, QUIET
-    any number."""
-    loud = ApiKey(LOUD, digest_of(LOUD.encode()), concurrency=CONCURRENCY)
-    return f"{loud.line()};{ApiKey(QUIET, digest_of(QUIET.encode())).line()}"
+    """As the environment's JAXSERVE_API_KEYS has them. LOUD may have CONCURRENCY requests, the
+    others any number."""
+    limits = {LOUD: CONCURRENCY, CROWD: 0, QUIET: 0}
+    keys = (ApiKey(name, digest_of(name.encode()), concurrency=n) for name, n in limits.items())
+    return ";".join(key.line() for key in keys)
 
 
 async def too_much_at_once(address: str) -> Tried:
@@ -57,6 +58,26 @@ async def too_much_at_once(address: str) -> Tried:
     full, never = HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_REQUEST
     tried.expect(set(statuses[::2]) <= {full, never}, "more was served than the key may have")
     tried.expect(set(statuses[1::2]) <= {full, HTTPStatus.OK}, "a refusal was not typed")
+    return tried
+
+
+async def many_prompts(address: str) -> Tried:
+    """CROWD's call of 128 requests, and QUIET's of one, again and again while that runs."""
+    tried, waits = Tried(), [0.0]
+    many = {"prompt": ["Once upon a time"] * PROMPTS, "max_tokens": 128, "ignore_eos": True}
+    few = {"prompt": "Once upon a time", "max_tokens": 8}
+    began = time.monotonic()
+    crowd = asyncio.create_task(asyncio.to_thread(_posted, address, CROWD, many))
+    while not crowd.done():
+        asked = time.monotonic()
+        status = await asyncio.to_thread(_posted, address, QUIET, few)
+        tried.codes[f"{QUIET} {status}"] += 1
+        waits.append(time.monotonic() - asked)
+    tried.codes[f"{CROWD} {await crowd}"] += 1
+    took = time.monotonic() - began
+    starved = f"another key waited for {max(waits):.1f} s of the {took:.1f} s that it took"
+    tried.expect(max(waits) < took / 2, starved)
+    tried.expect(set(tried.codes) == {f"{CROWD} 200", f"{QUIET} 200"}, "a call was refused")
     return tried
 
 

@@ -76,6 +76,9 @@ def test_a_key_that_wants_all_gets_its_own(two_keys: str, monkeypatch: pytest.Mo
     assert tried.codes["quiet 200"] == 1
     told = sum(tried.codes[f"loud {status}"] for status in (200, 400, 429))
     assert told == 2 * tenants.CALLS
+    monkeypatch.setattr(tenants, "PROMPTS", 2)
+    tried = asyncio.run(tenants.many_prompts(two_keys))
+    assert tried.codes["crowd 200"] == 1 and set(tried.codes) <= {"crowd 200", "quiet 200"}
     tried = asyncio.run(tenants.unread_files(two_keys))
     assert tried.problems == [] and tried.codes == {"200": tenants.FILES}
 
