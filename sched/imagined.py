@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from jaxserve.sched.cost_model import BatchFeatures
 
 NUM_COLUMNS = 6
+LOOK = 64  # sizes that are asked for at once
 
 
 def columns(tokens: np.ndarray, start: np.ndarray, decodes: np.ndarray) -> np.ndarray:
@@ -33,3 +35,25 @@ def features(sums: np.ndarray, **moved: Any) -> BatchFeatures:
 def prefix(ok: np.ndarray) -> int:
     """How many there are before the first that is not."""
     return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+def longest(seconds: Callable[[np.ndarray], np.ndarray], limit: float, most: int) -> int:
+    """The most tokens that a piece of a prompt may have; 0 if there are none.
+
+    Args:
+        seconds: of the batch with a piece of so many tokens, int64 [n] to float64 [n]; a larger
+            one takes no less.
+        limit: seconds that it may take.
+        most: tokens.
+    """
+    if limit == np.inf:
+        return max(most, 0)
+    low, high = 0, most + 1  # so many do, and so many are too many
+    while high - low > 1:
+        tokens = np.linspace(low + 1, high - 1, min(LOOK, high - low - 1), dtype=np.int64)
+        count = prefix(seconds(tokens) <= limit)
+        if count < len(tokens):
+            high = int(tokens[count])
+        if count:
+            low = int(tokens[count - 1])
+    return low

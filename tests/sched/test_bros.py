@@ -5,6 +5,7 @@ A token takes 0.1 s, and blocks hold one.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ def drive(*, m: int = 1000, **options: Any) -> Drive:
     return Drive("bros", blocks=2 * m, block_size=1, **options)
 
 
+def flood(run: Drive, steps: int) -> None:
+    """A real-time request that takes all of the time there is comes with each step."""
+    for number in range(steps):
+        run.add(10, 1, arrival=float(number), ttft=1.0)
+        run.step(float(number))
+
+
 def size(run: Drive) -> int:
     assert isinstance(run.policy, Bros)
     return run.policy.size
@@ -45,7 +53,7 @@ def test_the_most_urgent_come_first() -> None:
 
 
 def test_those_that_wait_and_those_that_run_are_in_one_order() -> None:
-    run = drive(initial=1, growth=0)
+    run = drive(c=2, p=2)
     runs = run.add(2, 9, ttft=1.0, tbt=5.0)
     assert run.step(0.0) == {runs: 2}
     waits = run.add(2, 1, ttft=4.0)
@@ -77,51 +85,118 @@ def test_polling_two_queues_gives_what_sorting_all_would(
     assert (np.diff(queue.residual) >= 0).all()
 
 
-def test_the_batch_ends_before_the_most_urgent_deadline() -> None:
-    run = drive(initial=2, growth=2, rows=5)
+def test_the_batch_ends_at_the_most_urgent_deadline() -> None:
+    run = drive()
+    first, second = run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
+    third = run.add(1, 2, ttft=9.0, tbt=5.0)
+    assert run.step() == {first: 6, second: 4}, "nor the third, which takes another tenth"
+    assert run.step() == {first: 1, second: 1, third: 1}
+
+
+def test_whole_prompts_leave_what_is_too_short_for_them() -> None:
+    run = drive(chunked=False)
     first, second = run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
     third = run.add(1, 2, ttft=9.0, tbt=5.0)
     assert run.step() == {first: 6}, "nor the third, which would have fitted"
-    assert size(run) == 2
-    assert run.step() == {first: 1, second: 5} and size(run) == 4, "two are the most it holds"
-    assert run.step() == {second: 1, third: 1} and size(run) == 5, "as many as may hold caches"
+    assert run.step() == {first: 1, second: 5, third: 1}
 
 
-def test_best_effort_requests_get_nothing_after_an_early_return() -> None:
-    run = drive()
+def test_size_bounds_best_effort_requests_after_an_early_return() -> None:
+    """Real-time ones, which decode beside them, are not held back by it."""
+    run = drive(initial=2, growth=1, headroom=False)
+    high = [run.add(1, 20, **LATER) for _ in range(2)]
+    low = [run.add(1, 20, tier=BEST) for _ in range(4)]
+    assert run.step() == dict.fromkeys(high, 1) and size(run) == 3
+    assert run.step() == dict.fromkeys([*high, *low[:1]], 1) and size(run) == 4
+    urgent = run.add(6, 2, ttft=0.65, tbt=100.0)
+    assert run.step() == {urgent: 6} and size(run) == 2, "the others are not late"
+    assert run.step() == dict.fromkeys([*high, urgent], 1)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_best_effort_requests_get_nothing_after_an_early_return(chunked: bool) -> None:
+    run = drive(chunked=chunked)
     run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
-    run.add(1, 2, tier=BEST)
-    assert len(run.step()) == 1
-    assert len(run.step()) == 3
+    low = run.add(1, 2, tier=BEST)
+    assert low not in run.step() and size(run) == 64
+    assert low in run.step()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_late_prompt_that_does_not_fit_is_no_early_return(chunked: bool) -> None:
+    run = drive(chunked=chunked, headroom=False, initial=1, growth=1)
+    high, low = run.add(1, 99, ttft=9.0, tbt=1.0), run.add(1, 99, tier=BEST)
+    run.step()
+    late = run.add(15, 2, ttft=0.5)
+    assert run.step() == ({high: 1, late: 9} if chunked else {high: 1, low: 1})
+    assert size(run) == 3
+    assert run.step() == ({high: 1, late: 6, low: 1} if chunked else {high: 1, low: 1})
+    run.scheduler.finish(high)
+    assert run.step()[late] == (1 if chunked else 15)
 
 
 def test_a_deadline_that_cannot_be_met_limits_nobody() -> None:
     run = drive(late_last=False)
     lost, early = (run.add(6, 2, ttft=ttft, tbt=9.0) for ttft in (0.5, 2.0))
     late = run.add(9, 2, ttft=2.1)
-    assert run.step() == {lost: 6, early: 6}, "1.2 s, and 2.1 with the third"
-    assert run.step() == {lost: 1, late: 9, early: 1}
+    assert run.step() == {lost: 6, early: 6, late: 8}, "1.2 s, and 2 with most of the third"
+    assert run.step() == {lost: 1, late: 1, early: 1}
 
 
 def test_late_prompts_come_last() -> None:
-    run = drive()
+    run = drive(headroom=False)
     lost, early = run.add(15, 2, ttft=0.5), run.add(6, 2, ttft=2.0, tbt=5.0)
-    assert run.step() == {early: 6}, "2.1 s with the other"
-    assert lost in run.step()
+    assert run.step() == {early: 6, lost: 14}, "2.1 s with all of the other"
+    assert run.step() == {early: 1, lost: 1}
+
+
+def test_late_prompts_and_best_effort_ones_leave_headroom() -> None:
+    """A third of a TTFT of 3 s: for the step on the device, this one, and the newcomer's own."""
+    run = drive(rows=20)
+    slo = {"ttft": 3.0, "tbt": 3.0}
+    high = run.add(2, 99, **slo)
+    lost, low = run.add(5, 99, arrival=-9.0, **slo), run.add(9, 9, tier=BEST)
+    assert run.step() == {high: 2, lost: 5, low: 3}
+    assert run.step() == {high: 1, lost: 1, low: 6}
+    others = [run.add(1, 9, **slo) for _ in range(9)]
+    more = run.add(25, 9, tier=BEST)
+    alone = dict.fromkeys([high, lost, *others], 1)
+    assert run.step() == {**alone, low: 1, more: 18}, "a newcomer would be late anyway"
+
+
+@pytest.mark.parametrize("turn", [0, 5])
+def test_late_prompts_have_their_turn(turn: int) -> None:
+    """Requests that take all the time there is come with each step."""
+    run = drive(late_turn=turn)
+    late = run.add(20, 1, arrival=-9.0, ttft=1.0)
+    flood(run, 60)
+    turns = [number for number, plan in enumerate(run.plans) if late in plan]
+    assert turns[:4] == ([5, 11, 17, 23] if turn else [])
+    assert (late in run.ended) == bool(turn)
+    run.to_the_end()
+
+
+def test_a_whole_prompt_that_never_fits_keeps_nobody_waiting() -> None:
+    run = drive(late_turn=2, chunked=False)
+    high = run.add(1, 99, ttft=9.0, tbt=1.0)
+    run.step()
+    run.add(15, 1, arrival=-9.0, ttft=1.0)
+    for number in range(1, 20):
+        one = run.add(2, 1, arrival=float(number), ttft=1.0)
+        assert run.step(float(number)) == {high: 1, one: 2}
 
 
 def test_late_decodes_keep_their_place() -> None:
-    run = drive(initial=1, growth=0)
+    run = drive(c=3, p=3)
     first = run.add(2, 3, ttft=9.0, tbt=0.01)
     run.step()
     second = run.add(3, 2, ttft=2.0)
-    assert run.step() == {first: 1}, "its token is late already"
-    assert run.step() == {first: 1}
-    assert run.step() == {second: 3}
+    assert run.step() == {first: 1, second: 2}, "its token is late already"
+    assert run.step() == {first: 1, second: 1}
 
 
 def test_one_request_is_served_however_long_it_takes() -> None:
-    run = drive(late_last=False)
+    run = drive(late_last=False, chunked=False)
     first = run.add(3, 2, ttft=1.0, tbt=0.4)
     run.step()
     long = run.add(20, 2, arrival=-3.0, ttft=2.5)
@@ -131,7 +206,7 @@ def test_one_request_is_served_however_long_it_takes() -> None:
 
 def test_a_step_on_the_device_counts_as_over() -> None:
     """0.5 s of it are to come when the next is planned."""
-    run = drive()
+    run = drive(chunked=False)
     flying = run.add(5, 3, ttft=0.5, tbt=5.0)
     run.scheduler.schedule(0.0)
     first, second = run.add(4, 2, ttft=1.0, tbt=5.0), run.add(2, 2, ttft=3.0)
@@ -142,7 +217,7 @@ def test_a_step_on_the_device_counts_as_over() -> None:
 
 
 def test_targets_of_those_that_name_none() -> None:
-    run = drive(ttft=1.0, tbt=2.0)
+    run = drive(ttft=1.0, tbt=2.0, chunked=False)
     first = run.add(6, 3)
     second = run.add(5, 3)
     assert run.step() == {first: 6}
@@ -152,7 +227,7 @@ def test_targets_of_those_that_name_none() -> None:
 
 
 def test_best_effort_prompts_that_take_too_long_are_passed_over() -> None:
-    run = drive()
+    run = drive(chunked=False, headroom=False)
     first = run.add(3, 9, tbt=1.0, ttft=1.0)
     low = run.add(4, 9, tier=BEST)
     assert run.step() == {first: 3, low: 4}
@@ -263,7 +338,10 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
 
 @pytest.mark.parametrize(
     "policy",
-    ["max_age=2", "floor=3", "initial=1:growth=0", "late_last=false", "sharing=false"],
+    [
+        *("max_age=2", "floor=3", "initial=1:growth=0", "late_last=false", "sharing=false"),
+        *("chunked=false", "late_turn=1:headroom=false"),
+    ],
 )
 @quick
 @given(case=cases, host=st.sampled_from((0, 20, 1000)))
@@ -280,9 +358,62 @@ def test_it_serves_everything(policy: str, case: Case, host: int) -> None:
         ("floor=0", "floor must be more than 0, got 0.0"),
         ("initial=0", "initial must be at least 1, got 0"),
         ("growth=-1", "growth must be at least 0, got -1"),
+        ("late_turn=-1", "late_turn must be at least 0, got -1"),
         ("watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_parameters_that_are_none_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=f"policy 'bros': {problem}"):
         make_policy(f"bros:{text}")
+
+
+EIGHTH = LinearCostModel(Coefficients(0.125, 0, 0, 0, 0, 0, 0, 0, 0), 1)
+eighths = st.integers(1, 24).map(lambda n: n / 8)  # seconds, which add up exactly
+
+
+@st.composite
+def arriving(draw: st.DrawFn) -> list[tuple[float, int, int, Tier, float, float]]:
+    """Arrival, prompt, output, tier and targets."""
+    one = st.tuples(
+        st.sampled_from((0.0, 0.0, 0.125, 1.0)),
+        *(st.integers(1, 20), st.integers(1, 6), st.sampled_from(Tier)),
+        *(eighths, eighths),
+    )
+    found, now = [], 0.0
+    for gap, *rest in draw(st.lists(one, min_size=1, max_size=12)):
+        now += gap
+        found.append((now, *rest))
+    return found
+
+
+@settings(quick, max_examples=60)
+@given(jobs=arriving(), late_last=st.booleans(), c=st.sampled_from((8, 1000)))
+def test_no_time_that_deadlines_leave_is_lost(jobs: Any, late_last: bool, c: int) -> None:
+    """Where memory and places are not short: a batch ends before the most urgent deadline that can
+    be met; one that leaves anything behind has all tokens that a batch may have, or would miss that
+    deadline with another one; best-effort requests get what real-time ones leave; and all end."""
+    options = {"cost_model": EIGHTH, "headroom": False, "late_last": late_last}
+    run = drive(rows=64, c=c, p=c, **options)
+    scheduler, table, now, coming = run.scheduler, run.table, 0.0, deque(jobs)
+    while coming or run.live:
+        while coming and (coming[0][0] <= now or not run.live):
+            arrival, prompt, output, tier, ttft, tbt = coming.popleft()
+            now = max(now, arrival)
+            run.add(prompt, output, arrival=arrival, tier=tier, ttft=ttft, tbt=tbt)
+        rows = np.flatnonzero(np.isin(table.state, (WAITING, RUNNING)))
+        pending, high = table.pending(rows), table.tier[rows] == Tier.REALTIME
+        due = Targets(1.0, 1.0).residual(scheduler.view, rows, now)
+        limit = due[high & (due >= pending / 8)].min(initial=np.inf)
+        step = scheduler.schedule(now)
+        given = np.zeros(table.capacity, np.int64)
+        given[step.rows] = step.plan.num_tokens
+        tokens, left = int(given.sum()), pending - given[rows]
+        assert tokens / 8 <= limit
+        assert not left.any() or tokens == c or (tokens + 1) / 8 > limit
+        assert not left[high].any() or not given[rows[~high]].any()
+        now += tokens / 8
+        done = scheduler.release_finished(step)
+        scheduler.receive(step.emitting, now)
+        for row in done.tolist():
+            scheduler.finish(row)
+            run.live -= 1

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sched.driver import Drive
-from tests.sched.test_bros import BEST, LATER, drive
-
-
-def flood(run: Drive, steps: int) -> None:
-    """A real-time request that takes all of the time there is comes with each step."""
-    for number in range(steps):
-        run.add(10, 1, arrival=float(number), ttft=1.0)
-        run.step(float(number))
+from tests.sched.test_bros import BEST, LATER, drive, flood
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ A block holds four tokens, and a token takes 0.1 s.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,8 +188,9 @@ def test_best_effort_requests_take_places_of_those_with_more_to_bring_back(on: b
     run.scheduler.finish(first)
     run.live -= 1
     low = run.add(4, 3, tier=BEST)
-    small = make_policy("bros", initial=1, growth=0, watermark=0.0, replace=on)
-    run.policy = run.scheduler.policy = small
+    run.policy = run.scheduler.policy = make_policy("bros", watermark=0.0, replace=on)
+    view = run.scheduler.view
+    run.scheduler.view = replace(view, limits=replace(view.limits, max_rows=1))
     assert list(run.step()) == [low if on else last]
     run.to_the_end()
 

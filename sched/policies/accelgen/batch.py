@@ -7,11 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, prefix
+from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, longest
 from jaxserve.sched.policy import View
 from jaxserve.sched.table import WAITING
-
-LOOK = 64  # sizes that are asked for at once
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,12 @@ class Batch:
     def longest(self, start: int, limit: float, most: int) -> int:
         """The most tokens of a prompt, `start` of them cached, with which it takes no longer than
         `limit` seconds; at most `most`."""
-        low, high = 0, most + 1  # so many do, and so many are too many
-        if limit == np.inf:
-            return max(most, 0)
-        while high - low > 1:
-            sizes = min(LOOK, high - low - 1)
-            tokens = np.linspace(low + 1, high - 1, sizes, dtype=np.int64)
-            added = columns(tokens, np.full_like(tokens, start), np.zeros(len(tokens), bool))
-            count = prefix(self._seconds(self._sums + added) <= limit)
-            if count < len(tokens):
-                high = int(tokens[count])
-            if count:
-                low = int(tokens[count - 1])
-        return low
+
+        def seconds(tokens: np.ndarray) -> np.ndarray:
+            nothing = np.zeros(len(tokens), bool)
+            return self._seconds(self._sums + columns(tokens, np.full_like(tokens, start), nothing))
+
+        return longest(seconds, limit, most)
 
     def add(self, work: Work) -> None:
         """Puts them in; the caller has checked that they fit."""

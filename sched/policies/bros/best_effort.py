@@ -9,11 +9,12 @@ from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.packing import Batch, Work
 
 
-def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
+def fill(batch: Batch, room: Room, work: Work, limit: float, *, chunked: bool) -> None:
     """Adds them in order while rows, tokens, blocks and `limit`, seconds of the whole batch, last.
-    A prompt that is too long, or a cache that takes too long to come back, is passed over. Starts
-    leave the watermark free, and none overtakes one that found no room. One that decodes takes the
-    block it lacks from the latest to arrive."""
+    If `chunked`, the first prompt that is too long is cut to what those that decode leave;
+    otherwise it is passed over, as a cache is that takes too long to come back. Starts leave the
+    watermark free, and none overtakes one that found no room: the whole prompt must fit. One that
+    runs takes the blocks it lacks from the latest to arrive."""
     while len(work):
         count = batch.fits(work)
         timely = prefix(batch.times(work[:count]) <= limit)
@@ -25,7 +26,16 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
             return
         head, work = work[found : found + 1], work[found:]
         if found == timely:  # no rows, tokens or time are left for the head
-            if not batch.rows_left or (head.decodes[0] and not head.loaded[0]):
+            if not batch.rows_left or head.cheap[0]:
+                return
+            if chunked and work.cheap.any():
+                fill(batch, room, work[work.cheap], limit, chunked=False)
+                work = work[~work.cheap & ~room.is_out(work.rows)]
+                continue
+            piece = batch.piece(head, limit) if chunked else None
+            if piece is not None and _memory(batch, room, head if head.starts[0] else piece):
+                room.take(piece)
+                batch.add(piece)
                 return
             shorter = work.decodes | (work.tokens < head.tokens[0])
             work = work[work.loaded < head.loaded[0] if head.loaded[0] else shorter]
@@ -38,23 +48,34 @@ def fill(batch: Batch, room: Room, work: Work, limit: float) -> None:
             work = work[(work.new == 0) | (seq[work.rows] < seq[head.rows[0]])]
 
 
-def fill_first(batch: Batch, room: Room, rows: np.ndarray, urgent: np.ndarray) -> None:
-    """Adds these rows in order, whatever it takes: blocks and places come from other best-effort
-    requests, then from real-time ones. urgent: real-time rows, the most urgent first."""
+def fill_first(
+    batch: Batch, room: Room, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
+) -> None:
+    """Adds these rows in order, whatever time it takes, the last one if `chunked` cut to the tokens
+    of a batch. Blocks and places come from other best-effort requests, then from real-time ones,
+    then from those of these rows that come last. urgent: real-time rows, the most urgent first."""
     theirs = room.running[~np.isin(room.running, rows)]
     others = theirs[~np.isin(theirs, urgent)]
     victims = [*others[::-1].tolist(), *urgent[np.isin(urgent, theirs)][::-1].tolist()]
+    victims += rows[np.isin(rows, room.running)][::-1].tolist()
     while True:
         work = room.offers_first(rows)
-        work = work[: batch.fits(work)]
+        count = batch.fits(work)
+        work, head = work[:count], work[count : count + 1]
+        piece = batch.piece(head, np.inf, work) if chunked and len(head) else None
+        work = work if piece is None else Work.joined([work, piece])
         fits = (np.cumsum(work.new) <= room.free) & (np.cumsum(work.starts) <= room.slots)
         found = prefix(fits)
         room.take(work[:found])
         batch.add(work[:found])
         rows = work.rows[found:]
-        if not len(rows) or not victims:
+        if not len(rows):
             return
-        room.drop(victims.pop(0))
+        victims = [row for row in victims if not batch.chosen[row] and row != rows[0]]
+        if not victims:
+            return
+        room.drop(victims[0])
+        rows = rows[rows != victims.pop(0)]
 
 
 def _memory(batch: Batch, room: Room, work: Work) -> int:

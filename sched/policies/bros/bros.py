@@ -1,13 +1,13 @@
 """BROS: real-time requests by their deadlines, best-effort ones in what they leave (Algorithm 1).
 
-In each iteration real-time requests are packed in order of the time they have left, whole prompts
-and decodes alike, as long as the batch is predicted to end before the most urgent deadline. Then
+In each iteration real-time requests are packed in order of the time they have left, prompts and
+decodes alike, as long as the batch is predicted to end before the most urgent deadline. Then
 best-effort requests fill it. docs/bros-policy.md lists all that is otherwise than in the paper.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxserve.sched.policies.bros.best_effort import fill, fill_first
 from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.lending import SharedRoom
 from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
-from jaxserve.sched.policies.bros.real_time import pack
+from jaxserve.sched.policies.bros.real_time import Late, Packed, Rules, pack
 from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
@@ -26,13 +26,15 @@ from jaxserve.sched.table import RUNNING, WAITING
 BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
 _FAR = 1e12  # seconds: behind all that are not late
 MEAN_WEIGHT = 0.1  # of the last batch in the moving average
+WAITS = 3  # batches until a first token: that on the device, the one being planned, and its own
 
 
 @dataclass
 class _Memory:
-    """size: B, requests a batch may hold now. rows, seconds: of the last batch. mean: seconds of
-    batches lately. now: of the last plan. owed: tokens of best-effort work that the floor is
-    behind."""
+    """size: B, requests that best-effort ones may fill a batch up to. rows, seconds: of the last
+    batch. mean: seconds of batches lately. now: of the last plan. owed: tokens of best-effort work
+    that the floor is behind. passed: requests that have started since a late prompt got anything.
+    until: when the last batch ends, on the clock of plans, if it brings no token."""
 
     size: int
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -40,6 +42,8 @@ class _Memory:
     mean: float = 0.0
     now: float | None = None
     owed: float = 0.0
+    passed: int = 0
+    until: float = -np.inf
 
 
 @register(
@@ -49,14 +53,23 @@ class _Memory:
 )
 @dataclass(frozen=True)
 class Bros(Policy):
-    """ttft, tbt: targets, seconds, of real-time requests that name none. initial: requests of a
-    batch at first, and after one that would have missed the most urgent deadline; growth: by how
-    many that rises with each other batch. watermark: share of the pool that best-effort starts
-    leave free while others run.
+    """ttft, tbt: targets, seconds, of real-time requests that name none. initial: best-effort
+    requests join a batch up to so many in all at first, and after an early return, a batch that
+    left out somebody who was not late; growth: by how many that rises with each other batch.
+    watermark: share of the pool that best-effort starts leave free while others run.
+
+    chunked: whether prompts are cut to what the deadlines leave of a batch's time; false: they are
+    whole, as in the paper. One that fits no deadline then waits until the others stop coming.
 
     late_last: whether those that wait for a first token and can no longer have it in time come
     behind all others; false: in their place, as in the paper. In an overload far more requests are
-    in time then, and the late ones wait for its end.
+    in time then. late_turn: after how many starts of others they come before all other prompts,
+    until one of them has got something, so that none waits for the end of an overload; 0: never,
+    nor where prompts are whole.
+
+    headroom: whether late prompts and best-effort requests leave a batch short enough for a
+    real-time request that comes right after it was planned, with the median TTFT of those that are
+    there; false: only those that are there count, as in the paper.
 
     replace: whether best-effort requests take places of real-time ones in a full batch, of those
     that would have more to bring back from the host, and can wait for the next one.
@@ -81,7 +94,10 @@ class Bros(Policy):
     growth: int = 16
     watermark: float = 0.01
     late_last: bool = True
+    late_turn: int = 16
     replace: bool = True
+    headroom: bool = True
+    chunked: bool = True
     in_order: bool = True
     sharing: bool = True
     max_age: float | None = None
@@ -89,7 +105,6 @@ class Bros(Policy):
     _memory: _Memory = field(init=False, repr=False, compare=False)
     moves_cache: bool = field(default=True, init=False)
     counts_blocks: bool = field(default=False, init=False)
-    chunked = False
     takes_room = True
 
     def __post_init__(self) -> None:
@@ -97,7 +112,7 @@ class Bros(Policy):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")
-        for name, least in (("initial", 1), ("growth", 0)):
+        for name, least in (("initial", 1), ("growth", 0), ("late_turn", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.watermark < 1:
@@ -113,13 +128,13 @@ class Bros(Policy):
 
     @property
     def size(self) -> int:
-        """B, requests that the next batch may hold."""
+        """B, requests up to which best-effort ones may fill the next batch."""
         return self._memory.size
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Real-time requests first, but for best-effort ones that must not wait; then the rest."""
         table = view.table
-        clock = now + self._in_flight(view)
+        clock = now + self._in_flight(view, now)
         waiting, w_best = _tiers(view, table.in_state(WAITING))
         running, r_best = _tiers(view, table.in_state(RUNNING))
         queue = Targets(self.ttft, self.tbt).poll(view, waiting, running, clock)
@@ -127,20 +142,21 @@ class Bros(Policy):
         others = others[np.argsort(table.seq[others])]
         if not self.in_order:
             others = others[np.argsort(view.host.tokens[others], kind="stable")]
-        batch = Batch(view, self._memory.size)
+        batch = Batch(view, view.limits.max_rows)
         room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
         first = self._first(view, others, now, clock)
         if len(first):
-            fill_first(batch, room, first, queue.rows)
+            fill_first(batch, room, first, queue.rows, chunked=self.chunked)
         forced = len(batch)
-        spare = self._memory.mean if self.replace else np.inf
-        early, limit = pack(batch, room, queue, others, late_last=self.late_last, spare=spare)
-        if not early:
-            fill(batch, room, room.offers(others), limit)
+        rules = self._rules(view, queue.rows)
+        packed = pack(batch, room, queue, others, rules)
+        if not packed.early:
+            batch.rows_left = min(batch.rows_left, max(self.size - len(batch), 0))
+            fill(batch, room, room.offers(others), packed.limit, chunked=self.chunked)
             if not len(batch):  # nobody could take a place
-                pack(batch, room, queue, others, late_last=self.late_last, spare=np.inf)
+                packed = pack(batch, room, queue, others, replace(rules, spare=np.inf))
         done = batch.work()
-        self._remember(batch, done, early, forced)
+        self._remember(batch, done, packed, forced, clock)
         sides = view.table.tier[done.rows] == BEST_EFFORT
         return BatchPlan(
             done.rows,
@@ -160,11 +176,25 @@ class Bros(Policy):
         due = np.where(requests.waiting, np.where(late, due + _FAR, due), -np.inf)
         return np.where(np.equal(requests.tier, BEST_EFFORT), np.inf, due)
 
-    def _in_flight(self, view: View) -> float:
-        """Seconds until the step on the device ends; 0 if there is none."""
-        rows, table = self._memory.rows, view.table
-        flying = np.count_nonzero(table.generated[rows] > table.received[rows])
-        return self._memory.seconds if flying else 0.0
+    def _in_flight(self, view: View, now: float) -> float:
+        """Seconds until the step on the device ends; 0 if there is none. One that brings no token
+        says nothing when it has ended, so that it takes what was predicted."""
+        memory, table = self._memory, view.table
+        rows = memory.rows
+        if np.count_nonzero(table.generated[rows] > table.received[rows]):
+            return memory.seconds
+        return max(memory.until - now, 0.0)
+
+    def _rules(self, view: View, rows: np.ndarray) -> Rules:
+        """For these real-time rows."""
+        late, headroom, memory = Late.IN_PLACE, np.inf, self._memory
+        if self.late_last:
+            turn = self.chunked and 0 < self.late_turn <= memory.passed  # whole ones may not fit
+            late = Late.TURN if turn else Late.LAST
+        if self.headroom and len(rows):
+            ttft = view.table.ttft[rows]
+            headroom = float(np.median(np.where(np.isinf(ttft), self.ttft, ttft))) / WAITS
+        return Rules(late, self.chunked, memory.mean if self.replace else np.inf, headroom)
 
     def _first(self, view: View, rows: np.ndarray, now: float, clock: float) -> np.ndarray:
         """Those of these best-effort rows that come before real-time ones, in their order."""
@@ -187,14 +217,19 @@ class Bros(Policy):
         memory.owed = min(memory.owed + floor * elapsed, most if wanted else 0.0)
         return memory.owed
 
-    def _remember(self, batch: Batch, done: Work, early: bool, forced: int) -> None:
-        """The batch, whose first `forced` rows came before real-time ones, and what follows from it
-        for the next."""
+    def _remember(
+        self, batch: Batch, done: Work, packed: Packed, forced: int, clock: float
+    ) -> None:
+        """The batch, which begins at `clock`, whose first `forced` rows came before real-time ones,
+        and what follows from it for the next."""
         memory, view = self._memory, batch.view
-        most = view.limits.max_rows
-        memory.size = self.initial if early else min(memory.size + self.growth, most)
+        grown = min(memory.size + self.growth, view.limits.max_rows)
+        memory.size = self.initial if packed.early else grown
+        memory.passed = memory.passed + packed.started if packed.waits else 0
         rows, end = done.rows, done.start + done.tokens
         memory.rows, memory.seconds = rows, batch.seconds
+        known = view.table.prompt_len[rows] + view.table.generated[rows]
+        memory.until = -np.inf if (end == known).any() else clock + batch.seconds
         memory.mean += (memory.seconds - memory.mean) * MEAN_WEIGHT
         if self.floor is not None:
             new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from jaxserve.sched.block_sizes import slots_for
 from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, prefix
+from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, longest, prefix
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 from jaxserve.sched.table import WAITING
@@ -70,6 +70,19 @@ class Work:
         """A slice of them, or those that a mask or indices choose."""
         return Work(*(getattr(self, field.name)[part] for field in fields(self)))
 
+    @property
+    def cheap(self) -> np.ndarray:
+        """Who decodes, and brings nothing back, bool [n]."""
+        return self.decodes & (self.loaded == 0)
+
+    def cut(self, view: View, tokens: np.ndarray) -> Work:
+        """So many tokens of each now, int64 [n], and blocks for these."""
+        kinds = np.zeros(len(self), np.int64)
+        all_of_it, piece = (
+            view.pool.needed(self.rows, self.start + n, kinds) for n in (self.tokens, tokens)
+        )
+        return replace(self, tokens=tokens, new=self.new - all_of_it + piece)
+
     def columns(self) -> np.ndarray:
         """What each adds to the features of a batch, int64 [SAVED + 1, n]; see `_features`."""
         moved = np.stack([self.loaded, self.copied, np.zeros_like(self.tokens)])
@@ -115,6 +128,20 @@ class Batch:
         """Seconds of the batch with each of them, and none of the others, added, float64 [n]."""
         sums = self._sums + work.columns()
         return np.asarray(self.view.step_time(_features(sums)), np.float64)
+
+    def piece(self, one: Work, limit: float, beside: Work | None = None) -> Work | None:
+        """As much of a prompt as leaves the batch, and `beside`, within rows, tokens and `limit`
+        seconds; None if that is nothing."""
+        beside = self._nothing if beside is None else beside
+        sums = self._sums + beside.columns().sum(axis=1, keepdims=True)
+        left = min(int(one.tokens[0]), self.tokens_left - int(beside.tokens.sum()))
+
+        def seconds(tokens: np.ndarray) -> np.ndarray:
+            parts = replace(one[np.zeros(len(tokens), np.int64)], tokens=tokens)
+            return np.asarray(self.view.step_time(_features(sums + parts.columns())), np.float64)
+
+        tokens = longest(seconds, limit, left) if len(beside) < self.rows_left else 0
+        return one.cut(self.view, np.array([tokens])) if tokens > 0 else None
 
     def add(self, work: Work) -> None:
         """Puts them in; the caller has checked that they fit."""

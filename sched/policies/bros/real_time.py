@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
+
 import numpy as np
 
 from jaxserve.sched.block_sizes import slots_for
@@ -11,44 +14,101 @@ from jaxserve.sched.policies.bros.packing import Batch, Work, alone
 from jaxserve.sched.policies.bros.urgency import Queue
 
 
-def pack(
-    batch: Batch, room: Room, queue: Queue, others: np.ndarray, *, late_last: bool, spare: float
-) -> tuple[bool, float]:
-    """Adds real-time requests in order until the batch would end after the most urgent deadline.
-    None waits for one that cannot be met even with nobody else added to the batch, and one request
-    at least is served. Whether it would, and the seconds until the most urgent deadline that a
-    batch of one's own could meet: best-effort requests wait for that.
+class Late(enum.Enum):
+    """Where prompts come whose deadline cannot be met."""
+
+    IN_PLACE = "by the time they have left, so first of all (the paper)"
+    LAST = "behind all others"
+    TURN = "one of them behind the decodes, before all other prompts; the others behind all"
+
+
+def _ranks(place: Late, late: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    """Who comes before others who have less time left: the lower number, int64 [n]. late, decodes:
+    bool [n], in order of the time left."""
+    if place is Late.IN_PLACE:
+        return np.zeros(len(late), np.int64)
+    ranks = np.where(late, 3, 0)
+    if place is Late.TURN:
+        ranks[~late & ~decodes] = 2
+        ranks[np.flatnonzero(late)[:1]] = 1
+    return ranks
+
+
+@dataclass(frozen=True)
+class Rules:
+    """late: where prompts come whose deadline cannot be met. chunked: whether prompts may be cut.
+    spare: seconds more than the batch that those have who give up their places. headroom: seconds
+    that late prompts and best-effort requests may make of the batch, unless it takes longer
+    already."""
+
+    late: Late
+    chunked: bool
+    spare: float
+    headroom: float
+
+
+@dataclass(frozen=True)
+class Packed:
+    """early: whether somebody was left out, or cut, who is not late. limit: seconds that
+    best-effort requests may make of the batch: until the most urgent deadline that a batch of one's
+    own could meet, or as much as leaves headroom. waits: whether there are late prompts, and none
+    has got anything. started: other requests that start."""
+
+    early: bool = False
+    limit: float = np.inf
+    waits: bool = False
+    started: int = 0
+
+
+def pack(batch: Batch, room: Room, queue: Queue, others: np.ndarray, rules: Rules) -> Packed:
+    """Adds real-time requests in order until the batch would end after the most urgent deadline;
+    the prompt that would make it do so is cut. None waits for a deadline that cannot be met even
+    with nobody else added to the batch, and one request at least is served.
 
     others: best-effort rows in the order in which they are served; in a full batch they get the
-    places of real-time ones that have more on the host, and more than `spare` seconds after the
-    batch.
-    late_last: whether prompts whose deadline cannot be met are considered last."""
+    places of real-time ones that have more on the host, and have time."""
     view = batch.view
     here = ~room.is_out(queue.rows)
     rows, residual = queue.rows[here], queue.residual[here]
     if not len(rows):
-        return False, np.inf
+        return Packed()
     work = Work.of(view, rows)
     savable = residual >= alone(view, work)
     limit = first = float(residual[savable].min(initial=np.inf))
     if len(batch):
         savable = residual >= batch.with_each(work)
         first = float(np.min(residual[savable], initial=np.inf))
-    if late_last:
-        order = np.argsort(~savable & ~work.decodes, kind="stable")
-        work, residual = work[order], residual[order]
-    chosen = np.flatnonzero(room.affordable(work))
-    chosen = chosen[: batch.fits(work[chosen])]
-    times = batch.times(work[chosen])
-    count = prefix(times <= first)
-    early = count < len(chosen)
-    if early:
-        chosen = chosen[: max(count, 1)]
-    elif len(chosen) and len(chosen) == batch.rows_left:
-        chosen = chosen[_stay(batch, work[chosen], residual[chosen] - times[-1] - spare, others)]
+    late = ~savable & ~work.decodes
+    order = np.argsort(_ranks(rules.late, late, work.decodes), kind="stable")
+    chosen = order[room.affordable(work[order])]
     ready = work[chosen]
-    batch.add(room.provide(ready, np.delete(work.rows, chosen)))
-    return early, limit
+    fits = batch.fits(ready)
+    times = batch.times(ready[:fits])
+    count = prefix(times <= first)
+    early = bool(savable[chosen[count:fits]].any())
+    done, head = ready[:count], ready[count : count + 1]
+    taken = float(times[count - 1]) if count else batch.seconds
+    headroom = rules.headroom if taken <= rules.headroom else np.inf  # it is lost already
+    piece = None
+    if len(head) and not head.decodes[0] and rules.chunked:
+        most = [min(first, headroom) if late[chosen[count]] else first]
+        most += [first, np.inf] if count == 0 else []  # one is always served
+        found = (batch.piece(head, seconds, done) for seconds in most)
+        piece = next((one for one in found if one is not None), None)
+    elif count == 0:
+        piece = head[:fits]
+    if piece is not None and len(piece):
+        done, chosen = Work.joined([done, piece]), chosen[: count + len(piece)]
+    else:
+        chosen = chosen[:count]
+        if count == batch.rows_left:
+            slack = residual[chosen] - taken - rules.spare
+            stays = _stay(batch, done, slack, others)
+            done, chosen = done[stays], chosen[stays]
+    behind = np.delete(work.rows[order], np.flatnonzero(np.isin(order, chosen)))
+    batch.add(room.provide(done, behind))
+    waits = bool(late.any() and not late[chosen].any())
+    return Packed(early, min(limit, headroom), waits, int(done.starts.sum()))
 
 
 def _stay(batch: Batch, work: Work, slack: np.ndarray, others: np.ndarray) -> np.ndarray:
