@@ -187,6 +187,18 @@ def test_the_late_come_behind_those_who_can_wait() -> None:
     assert run.step(0.5) == {calm: 6, lost: 4}
 
 
+@pytest.mark.parametrize("turn", [0, 4])
+def test_the_late_have_their_turn(turn: int) -> None:
+    """A request that takes all tokens of a batch comes with each step."""
+    run = drive(c=10, late_turn=turn)
+    lost = run.add(9, 1, ttft=0.2)
+    for number in range(1, 20):
+        run.add(10, 1, arrival=float(number), ttft=1.9)
+        run.step(float(number))
+    assert [n for n, plan in enumerate(run.plans) if lost in plan][:1] == ([4] if turn else [])
+    run.to_the_end()
+
+
 def test_a_step_on_the_device_counts_as_over() -> None:
     """0.5 s of it are to come when the next is planned: the other two have 0.2 s less than it."""
     run = drive(c=5)
@@ -210,7 +222,7 @@ def jct_jobs(case: Case) -> list[dict[str, float]]:
 
 
 VARIANTS = ("accelgen", "accelgen_nochunk", "accelgen_noorder", "accelgen_nobatch")
-SETTINGS = ("late_last=false", "sparing=false", "paced=true", "gamma=9")
+SETTINGS = ("late_last=false", "sparing=false", "paced=true", "gamma=9", "late_turn=1")
 
 
 @pytest.mark.parametrize("policy", [*VARIANTS, *(f"accelgen:{setting}" for setting in SETTINGS)])
@@ -256,6 +268,7 @@ def checked(run: Drive, long: int, timely: bool) -> None:
         ("ttft=0", "ttft must be more than 0, got 0.0"),
         ("tbt=-1", "tbt must be more than 0, got -1.0"),
         ("long=0", "long must be at least 1, got 0"),
+        ("late_turn=-1", "late_turn must be at least 0, got -1"),
         ("pivot=0", "pivot must be at least 1, got 0"),
         ("gamma=-1", "gamma must be at least 0, got -1.0"),
         ("watermark=1", "watermark must be at least 0 and below 1, got 1.0"),

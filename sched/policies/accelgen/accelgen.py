@@ -50,7 +50,8 @@ class AccelGen(Policy):
     None to find it. watermark: share of the pool that starts leave free while others run.
 
     late_last: whether urgent prompts that can no longer meet their targets come behind all others.
-    More of them do then in an overload, and the late ones wait for its end. sparing: whether urgent
+    More of them do then in an overload, and the late ones wait for its end; late_turn: unless one
+    of them comes first after so many starts of others, 0 for never. sparing: whether urgent
     requests take memory only from those who have missed a target, or miss none without their
     caches, not from whoever has most time left. paced: whether the time that a job may wait is
     spread evenly over its iterations, instead of all of it being there until it is gone.
@@ -68,6 +69,7 @@ class AccelGen(Policy):
     pivot: int | None = None
     watermark: float = 0.01
     late_last: bool = True
+    late_turn: int = 0
     sparing: bool = True
     paced: bool = False
     chunked: bool = True
@@ -87,8 +89,9 @@ class AccelGen(Policy):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.gamma < 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+        for name in ("gamma", "late_turn"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
         object.__setattr__(self, "_gauge", Gauge(self.pivot))
@@ -179,6 +182,9 @@ class AccelGen(Policy):
             filling.limit = min(limit, float(now.limit.min(initial=np.inf)))
         else:  # whole, they come in however large they are
             filling.limit, now = np.inf, replace(now, limit=np.full(len(now), np.inf))
+        turn = self.late_turn and self._seen.passed >= self.late_turn
+        if turn:
+            filling.fill(late[:1])
         starts = filling.fill(now, savable[urgent])
         if not self.chunked:
             filling.limit = limit
@@ -189,9 +195,11 @@ class AccelGen(Policy):
             filling.choose(others, self.gamma)
         elif starts:
             filling.fill(others)
-        if starts:
+        if starts and not turn:
             filling.room.leave_growth()
             filling.fill(late)
+        done = filling.batch.work()
+        self._seen.note_late(late.rows, done.rows[done.starts])
 
     def _booked(self, view: View, batch: Batch, room: Room, clock: float) -> BatchPlan:
         """The plan, and what the next one has to know of it."""

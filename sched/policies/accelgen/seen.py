@@ -26,6 +26,7 @@ class Seen:
         self._out: dict[int, tuple[int, float]] = {}  # row: whose it was, since when
         self._last = np.zeros(0, np.int64)
         self._tokens = self._losses = 0
+        self.passed = 0  # requests that have started since a late prompt did
 
     def longest(self, otherwise: float) -> float:
         """T_max, of the last batches; otherwise: before the first."""
@@ -71,6 +72,11 @@ class Seen:
             self._seconds.append(seconds)
         if self._tokens > FORGET:
             self._tokens, self._losses = self._tokens // 2, self._losses // 2
+
+    def note_late(self, late: np.ndarray, started: np.ndarray) -> None:
+        """Rows of late prompts that wait for their start, and those that start now."""
+        waits = len(late) and not np.isin(late, started).any()
+        self.passed = self.passed + len(started) if waits else 0
 
     def note_absences(
         self, view: View, lost: Iterable[int], back: np.ndarray, clock: float
