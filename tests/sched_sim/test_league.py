@@ -13,6 +13,7 @@ from jaxserve.bench import cli as bench
 from jaxserve.experiments.league import collect, store
 from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers, run
+from jaxserve.sched import registry
 from jaxserve.sched.registry import deployable
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,13 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def refuse(case: object, *_: object) -> None:
     raise AssertionError(f"{case} was done again")
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies of the tests' own files are not known to other tests."""
+    registry.policies()  # those in the box are, however late they are imported
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 @pytest.fixture
