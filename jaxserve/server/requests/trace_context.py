@@ -1,4 +1,5 @@
-"""What a call says of the trace that it belongs to (W3C Trace Context, Level 2)."""
+"""What a call says of the trace that it belongs to (W3C Trace Context, Level 2; a state's keys as
+in Level 1, to which OpenTelemetry keeps)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ _PARENT, _STATE = "traceparent", "tracestate"
 _A_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 _STATE_LENGTH, _MEMBERS = 512, 32  # section 3.3.1.5: others pass no more on for sure
 _MEMBER = re.compile(
-    r"[a-z0-9][a-z0-9_*/@-]{0,255}="  # section 3.3.1.3.1, one @ or several
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})="
     r"[ !-+\--<>-~]{0,255}[!-+\--<>-~]"
 )
 
