@@ -25,7 +25,7 @@ from jaxserve.engine.compiles import CompileCounter
 from jaxserve.engine.detokenize import Tokenizer
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.executor import Executor
-from jaxserve.engine.failures import attempt, describe, refuse
+from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
 from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.outlook import Outlook
@@ -332,7 +332,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Ends every request with the error; nobody is left waiting, whatever else goes wrong."""
-        log.error("the engine failed: %s", error, exc_info=error)
+        log.error("the engine failed: %s", with_traceback(error))
         self.abandon(error)
         if isinstance(error, HostLost):
             return

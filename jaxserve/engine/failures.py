@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -67,7 +68,7 @@ class Failures:
         now, logged = time.monotonic(), self._logged
         if len(logged) < _LINES or now - logged[0] > _WINDOW_S:
             logged.append(now)
-            log.error("%s: %s", what, describe(error), exc_info=error)
+            log.error("%s: %s", what, with_traceback(error))
 
 
 class Observers:
@@ -102,8 +103,18 @@ def describe(error: BaseException) -> str:
         said = str(error)
     except BaseException:
         said = ""
-    text = f"{type(error).__name__}: {said}".encode(errors="backslashreplace").decode()
+    text = _encodable(f"{type(error).__name__}: {said}")
     return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 3]}..."
+
+
+def with_traceback(error: BaseException) -> str:
+    """For a log."""
+    return _encodable("".join(traceback.format_exception(error)))
+
+
+def _encodable(text: str) -> str:
+    """With what is no Unicode escaped: whoever takes logs in may fail over it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def attempt(act: Callable[..., None], *args: object) -> None:
