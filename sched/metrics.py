@@ -252,6 +252,43 @@ def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
     }
 
 
+def overtaken(times: Times, group: np.ndarray) -> float:
+    """The longest that a request waited while later ones of its own group were served.
+
+    It waits from its arrival to its first token, from each token to the next, and from its last one
+    to the end where the run was cut off. What counts is the time from the beginning of such a wait
+    to the last token in it of a request of the group that came later.
+
+    Args:
+        times: of n requests.
+        group: int64 [n], which group each is of, as its tier or class.
+
+    Returns:
+        Seconds; 0 if nobody was ever overtaken.
+    """
+    return max((_overtaken(times.take(group == one)) for one in np.unique(group)), default=0.0)
+
+
+def _overtaken(times: Times) -> float:
+    """As `overtaken`, of one group."""
+    order = np.argsort(times.token_times, kind="stable")
+    when, place = times.token_times[order], np.argsort(np.argsort(times.due, kind="stable"))
+    came = np.repeat(place, times.tokens)[order]
+    judged = times.judged()
+    begin = np.insert(judged.token_times, judged.offsets, judged.due)
+    begin = np.delete(begin, judged.offsets + judged.tokens + np.arange(len(judged)))
+    low, high = np.searchsorted(when, begin, "right"), np.searchsorted(when, judged.token_times)
+    mine, wait, longest = np.repeat(place, judged.tokens), judged.token_times - begin, 0.0
+    some = np.flatnonzero(low < high)  # others were served in between
+    for i in some[np.argsort(-wait[some], kind="stable")].tolist():
+        if wait[i] <= longest:
+            break
+        later = np.flatnonzero(came[low[i] : high[i]] > mine[i])
+        if len(later):
+            longest = max(longest, float(when[low[i] + later[-1]] - begin[i]))
+    return longest
+
+
 def span(times: Times) -> float:
     """Seconds from the first due time to the last token, or to the end where the run was cut off;
     0 without a token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from jaxserve.sched.metrics import (
     Times,
     attained,
     load_metrics,
+    overtaken,
     request_p99_tbt,
     summarise,
     tokens_in_time,
@@ -283,3 +285,37 @@ def test_no_steps() -> None:
     found = step_metrics([])
     assert found["all"] == {"count": 0, "step_ms": None, "host_ms": None}
     assert found["fullest_decode"]["rows"] == 0
+
+
+def test_who_is_overtaken() -> None:
+    """The second waits from 0.1 to 0.9 while the third is served, the fourth is of another group;
+    the first waits longer, but for nobody who came later."""
+    times = load((0.0, [0.5, 3.0]), (0.1, [1.0, 1.5]), (0.2, [0.4, 0.9]), (0.3, [0.6, 2.9]))
+    assert overtaken(times, np.array([0, 0, 0, 1])) == pytest.approx(1.0), "0.5 to 1.5"
+    assert overtaken(times, np.array([0, 1, 1, 0])) == pytest.approx(2.4), "0.5 to 2.9"
+    assert overtaken(times, np.array([0, 1, 1, 2])) == pytest.approx(0.8)
+    assert overtaken(times, np.arange(4)) == 0.0
+    going = dataclasses.replace(
+        load((0.0, []), (1.0, [2.0, 3.0]), refused=(0,)), going=np.array([True, False]), end=9.0
+    )
+    assert overtaken(going, np.zeros(2)) == 3.0, "it has nothing yet"
+    assert overtaken(load((0.0, []), (1.0, [2.0]), refused=(0,)), np.zeros(2)) == 0.0
+
+
+ticks = st.integers(0, 12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(ticks, st.lists(st.integers(1, 8), min_size=1, max_size=4)), max_size=6))
+def test_overtaking_is_what_going_through_all_of_them_says(
+    found: list[tuple[int, list[int]]],
+) -> None:
+    times = load(*((due, (due + np.cumsum(gaps)).tolist()) for due, gaps in sorted(found)))
+    longest = 0.0
+    for i, (due, own) in enumerate(
+        zip(times.due, np.split(times.token_times, np.cumsum(times.tokens)), strict=False)
+    ):
+        for begin, end in itertools.pairwise([due, *own]):
+            others = times.token_times[int(times.tokens[: i + 1].sum()) :]
+            longest = max([longest, *(others[(others > begin) & (others < end)] - begin)])
+    assert overtaken(times, np.zeros(len(times))) == longest

@@ -79,6 +79,9 @@ def test_a_toy_league(league: Path) -> None:
     for row in rows:
         twins = [r for r in rows if (r["workload"], r["load"]) == (row["workload"], row["load"])]
         assert len({(r["rate"], r["count"]) for r in twins}) == 1
+    # How long somebody was overtaken is said, as the runs have it.
+    assert "| longest overtaken, s | median, s |" in text and "*Overtaken*: the longest" in text
+    assert all(float(row["overtaken"]) >= 0 for row in rows)
     assert (league / "figures" / "league-opt.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -52,7 +52,8 @@ def _family(policy: str) -> str:
 
 def reading(standings: Standings) -> Iterator[str]:
     """The sentences, in order. NotCarried names those of which the numbers say otherwise."""
-    found = [claim(standings) for claim in CLAIMS]
+    claims = [*CLAIMS, *([overtaking] if standings.knows("overtaken") else [])]
+    found = [claim(standings) for claim in claims]
     wrong = [sentence for holds, sentence in found if not holds]
     if wrong:
         raise NotCarried("the numbers do not carry: " + " | ".join(wrong))
@@ -210,6 +211,19 @@ def plans(s: Standings) -> tuple[bool, str]:
     return quick >= len(s.entrants) // 2, (
         f"A plan for {size:,} requests takes {quick} of {len(s.entrants)} policies less than "
         f"{PLAN_MS:g} ms" + (f"; longer: {names}." if slow else ".")
+    )
+
+
+def overtaking(s: Standings) -> tuple[bool, str]:
+    """How long the order keeps somebody waiting."""
+    longest = {name: s.overtaken(name)[0] for name in s.entrants}
+    names = dict.fromkeys([*s.ranked(s.points)[:2], "sarathi", "priority", "bros", "random"])
+    said = [f"`{name}` {longest[name]:.1f} s ({s.overtaken(name)[1]:.1f} s)" for name in names]
+    worst = max(longest, key=lambda name: longest[name])
+    return longest["sarathi"] < longest["random"], (
+        "The longest that a request waits while later ones of its own class are served, over all "
+        f"runs (median): {_listed(said)}; longest of all with `{worst}`, {longest[worst]:.1f} s. "
+        "Traces last some 40 s at the saturating rate, which bounds what can be seen of it."
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.experiments.common.grid import say_compiling
 from jaxserve.experiments.league.workloads import LONGEST, make
-from jaxserve.sched.metrics import attained
+from jaxserve.sched.metrics import attained, overtaken
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
@@ -50,7 +50,8 @@ class LeagueNumbers:
     output tokens/s, both from the first arrival to the last token. ttft_p99, tbt_p99: seconds,
     over requests, and over times between tokens. latency: mean normalised latency, seconds a
     token. worst: seconds from arrival to last token of the request that took longest.
-    preemptions: a request."""
+    preemptions: a request. overtaken: seconds, the longest that a request waited while later ones
+    of its own tier and class were served (`metrics.overtaken`); None in numbers of before."""
 
     attainment: float
     goodput: float
@@ -62,6 +63,7 @@ class LeagueNumbers:
     preemptions: float
     realtime: float | None
     best_effort: float | None
+    overtaken: float | None = None
 
 
 def simulated(case: LeagueCase) -> SimulationResult:
@@ -94,6 +96,7 @@ def run(case: LeagueCase) -> LeagueNumbers:
         return found and found["slo"]["attainment"]
 
     tbt = summary["tbt_ms"]
+    group = terms.slo_class.astype(np.int64) * len(Tier) + terms.tier
     return LeagueNumbers(
         attainment=_short(summary["slo_attainment"]),
         goodput=_short(summary["goodput_per_s"]),
@@ -105,6 +108,7 @@ def run(case: LeagueCase) -> LeagueNumbers:
         preemptions=_short(summary["num_preemptions"] / len(terms)),
         realtime=of(Tier.REALTIME),
         best_effort=of(Tier.BEST_EFFORT),
+        overtaken=_short(overtaken(result.requests.times, group)),
     )
 
 

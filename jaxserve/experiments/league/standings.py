@@ -70,6 +70,17 @@ class Standings:
         best = self._best[point]
         return self.mean(point, policy, "goodput") / best if best else 1.0
 
+    def knows(self, name: str) -> bool:
+        """Whether any run has that number of `LeagueNumbers`."""
+        return any(getattr(one, name) is not None for one in self.found.runs.values())
+
+    def overtaken(self, policy: str) -> tuple[float, float]:
+        """The longest and the median over all of its runs, seconds. ValueError if none has it."""
+        runs = self.found.runs.items()
+        values = [one.overtaken for case, one in runs if case.policy == policy]
+        some = [value for value in values if value is not None]
+        return max(some), median(some)
+
     def where(self, **given: str) -> list[Point]:
         """The points with that system, workload, load or kind."""
         wanted = given.items()

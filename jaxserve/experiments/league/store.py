@@ -128,18 +128,20 @@ def _csv(rows: list[list[str]]) -> str:
 
 
 def _read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
-    """By their cases. A last line that was cut off does not count."""
+    """By their cases. A last line that was cut off does not count, and columns that leagues of
+    before did not have are empty."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
     lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
-    if lines and lines[0] != _HEADER:
+    header = lines[0] if lines else _HEADER
+    if not {*_CASE, "code"} <= set(header) <= set(_HEADER):
         raise ValueError(f"{path}: not the runs of a league")
     rows = {}
     for line in lines[1:]:
-        if len(line) != len(_HEADER):
-            raise ValueError(f"{path}: {len(_HEADER)} columns expected, got {len(line)}")
-        row = dict(zip(_HEADER, line, strict=True))
+        if len(line) != len(header):
+            raise ValueError(f"{path}: {len(header)} columns expected, got {len(line)}")
+        row = dict.fromkeys(_HEADER, "") | dict(zip(header, line, strict=True))
         rows[tuple(row[name] for name in _CASE)] = row
     return rows
 

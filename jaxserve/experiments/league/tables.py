@@ -25,6 +25,8 @@ def overall(standings: Standings) -> str:
     worst, plans, and the cut-down cases."""
     sizes = sorted(next(iter(standings.found.plans.values())))
     header = ["policy", *LOADS, "all", "worst", "where", "optimum"]
+    fair = standings.knows("overtaken")
+    header += ["longest overtaken, s", "median, s"] if fair else []
     header += [f"plan of {size:,}, ms" for size in sizes]
     rows = []
     for policy in standings.policies:
@@ -38,6 +40,7 @@ def overall(standings: Standings) -> str:
                 f"{100 * standings.relative(worst, policy):.1f}",
                 f"{worst.workload}, {worst.load}, {_short(worst.system)}",
                 "-" if gap is None else f"{100 * gap:+.1f}",
+                *(f"{value:.2f}" for value in (standings.overtaken(policy) if fair else ())),
                 *(f"{plans[size]:.2f}" for size in sizes),
             ]
         )
@@ -64,15 +67,20 @@ def winners(standings: Standings) -> str:
 
 def typical(standings: Standings, system: str, load: str) -> str:
     """A row a policy: medians over the workloads on that system at that load."""
-    points = standings.where(system=system, load=load)
+    points, numbers = standings.where(system=system, load=load), _known(standings)
     rows = []
     for policy in standings.policies:
         row = [f"`{label(policy)}`", f"{100 * standings.share(policy, points):.1f}"]
-        for name, _, factor, form in NUMBERS:
+        for name, _, factor, form in numbers:
             value = standings.typical(policy, points, name)
             row.append("-" if value is None else format(factor * value, form))
         rows.append(row)
-    return table(["policy", "of the best, %", *(title for _, title, _, _ in NUMBERS)], rows)
+    return table(["policy", "of the best, %", *(title for _, title, _, _ in numbers)], rows)
+
+
+def _known(standings: Standings) -> list[tuple[str, str, float, str]]:
+    """Those of NUMBERS that the runs have."""
+    return [number for number in NUMBERS if standings.knows(number[0])]
 
 
 # Of `LeagueNumbers`: what the page calls it, in which unit, and how it is written.
@@ -85,13 +93,14 @@ NUMBERS = (
     ("latency", "normalised latency, s", 1.0, ".3g"),
     ("worst", "worst request, s", 1.0, ".4g"),
     ("preemptions", "preemptions a request", 1.0, ".2g"),
+    ("overtaken", "overtaken, s", 1.0, ".3g"),
 )
 
 
 def details(standings: Standings, system: str, workload: str, load: str) -> str:
     """A row a policy, the best first: means over the seeds with their intervals."""
     point = Point(system, workload, load)
-    numbers = [*NUMBERS, *(TIERS if _two_tiers(workload) else ())]
+    numbers = [*_known(standings), *(TIERS if _two_tiers(workload) else ())]
     rows = []
     for policy in [*standings.own, *standings.ranked([point])]:
         row = [f"`{label(policy)}`"]
