@@ -23,7 +23,7 @@ from jaxserve.client.messages import make_request
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
 RETRY_KEY = "grpc-retry-pushback-ms"
-_PATIENCE_S = 60.0
+_PATIENCE_S = 240.0  # the last of those that are served has long to wait
 
 
 async def crowd(address: str, processes: int, calls: int) -> tuple[Counter[str], int, float]:
@@ -62,7 +62,7 @@ async def crowd(address: str, processes: int, calls: int) -> tuple[Counter[str],
 
 async def one_process(address: str, calls: int) -> None:
     """The command."""
-    raw = make_request("Once upon a time", max_tokens=64, ignore_eos=True).SerializeToString()
+    raw = make_request("Once upon a time", max_tokens=400, ignore_eos=True).SerializeToString()
     codes: Counter[str] = Counter()
     hints, longest, served = 0, 0.0, []
     loop = asyncio.get_running_loop()
