@@ -159,7 +159,7 @@ def test_text_is_the_same_however_late_copies_are_made(
     assert min(policy.did[what] for what in ("join", "checkpoint", "restore", "drop")) > 0
 
 
-def test_what_a_copy_raises_fails_the_engine(
+def test_what_a_copy_raises_ends_those_of_the_step(
     shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
@@ -169,7 +169,7 @@ def test_what_a_copy_raises_fails_the_engine(
     with engine(shapes["opt"], **HOST) as running:
         monkeypatch.setattr(host_copies, "_copy", fail)
         streams = [send(running, prompt, **SAMPLING)[1] for prompt in prompts()[:2]]
-        for stream in streams:
-            last = stream.wait().last()
-            assert last.finish_reason == FinishReason.ERROR
-            assert last.error == "MemoryError: nothing left to copy to"
+        ends = [stream.wait().last() for stream in streams]
+        assert {last.finish_reason for last in ends} == {FinishReason.ERROR}
+        # One who came behind the step that failed has a policy that still counts on the other.
+        assert "MemoryError: nothing left to copy to" in {last.error for last in ends}
