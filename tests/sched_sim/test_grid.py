@@ -97,11 +97,11 @@ def test_a_page_is_written_or_a_line_says_why(
     text = (tmp_path / "squares.md").read_text()
     assert "Toy sizes" in text and text.endswith("![A figure.](figures/a.png)\n")
     assert "[squares.json](figures/squares.json)" in text and "more elsewhere.\n" in text
-    assert page.write_page("squares", parser, [f"--out={tmp_path}", "--numbers=x"], make) == 1
+    assert page.write_page("squares", parser, [f"--out={tmp_path}", "--numbers=x"], make) == 2
     assert capsys.readouterr().err == "jaxserve.experiments.squares: no such numbers\n"
     with pytest.raises(SystemExit):
         page.write_page("squares", parser, ["--jobs=0"], make)
     said = "jaxserve.experiments.squares: --jobs must be at least 1, got 0\n"
     assert capsys.readouterr().err.startswith(said)
-    assert page.write_page("squares", parser, [f"--out={__file__}"], make) == 1
+    assert page.write_page("squares", parser, [f"--out={__file__}"], make) == 2
     assert capsys.readouterr().err.endswith(f"--out: {__file__} is not a folder\n")
