@@ -176,6 +176,25 @@ def test_late_prompts_have_their_turn(turn: int) -> None:
     run.to_the_end()
 
 
+def test_late_prompts_leave_memory_for_those_in_time_but_in_their_turn() -> None:
+    run = drive(m=20, late_watermark=0.5, late_turn=2)
+    slo = {"ttft": 9.0, "tbt": 9.0}
+    high, low = run.add(4, 9, **slo), run.add(7, 9, tier=BEST)
+    assert run.step() == {high: 4, low: 7}
+    late = run.add(6, 9, arrival=-9.0, **slo)
+    assert late not in run.step(), "half of 20 less the 5 of the first is 5, whatever low has"
+    first, second = run.add(1, 1, **slo), run.add(1, 1, **slo)
+    assert {first, second} < run.step().keys() and {first, second} == set(run.ended)
+    assert run.step()[late] == 6
+    run.to_the_end()
+
+
+def test_a_late_prompt_with_nobody_in_time_may_have_all_memory() -> None:
+    run = drive(m=20, late_watermark=0.5)
+    late = run.add(15, 3, arrival=-9.0, ttft=1.0)
+    assert run.step() == {late: 15}
+
+
 def test_a_whole_prompt_that_never_fits_keeps_nobody_waiting() -> None:
     run = drive(late_turn=2, chunked=False)
     high = run.add(1, 99, ttft=9.0, tbt=1.0)
@@ -340,7 +359,7 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
     "policy",
     [
         *("max_age=2", "floor=3", "initial=1:growth=0", "late_last=false", "sharing=false"),
-        *("chunked=false", "late_turn=1:headroom=false"),
+        *("chunked=false", "late_turn=1:headroom=false:late_watermark=0.5"),
     ],
 )
 @quick
@@ -360,6 +379,7 @@ def test_it_serves_everything(policy: str, case: Case, host: int) -> None:
         ("growth=-1", "growth must be at least 0, got -1"),
         ("late_turn=-1", "late_turn must be at least 0, got -1"),
         ("watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+        ("late_watermark=-1", "late_watermark must be at least 0 and below 1, got -1.0"),
     ],
 )
 def test_parameters_that_are_none_are_refused(text: str, problem: str) -> None:

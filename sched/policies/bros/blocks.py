@@ -17,19 +17,22 @@ class Room:
     """free: blocks. slots: requests that may yet hold cache. running: rows that hold cache, in
     order of arrival, but for those that lose it."""
 
-    def __init__(self, view: View, batch: Batch, watermark: float) -> None:
+    def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
         self.view, self._batch = view, batch
         self.running = view.table.in_state(RUNNING)
         self.free = view.pool.num_free
         self.slots = view.limits.max_rows - len(self.running)
-        self._watermark = int(watermark * view.pool.num_blocks)
+        blocks = view.pool.num_blocks
+        self._watermark = int(watermark * blocks)
+        self._late_watermark = int(max(watermark, late_watermark) * blocks)
         self._dropped: list[int] = []
 
-    def starting(self, new: np.ndarray, left: Any, *, alone: bool) -> np.ndarray:
+    def starting(self, new: np.ndarray, left: Any, *, alone: bool, late: Any = False) -> np.ndarray:
         """Which of those who start, in order, find their new blocks among so many, a number or
-        one for each, and leave the watermark, bool [n]; alone: which the first need not."""
+        one for each, and leave the watermark, that of the late ones if they are, bool [n]; alone:
+        which the first need not."""
         over = left - np.cumsum(new)
-        ok = over >= self._watermark
+        ok = over >= np.where(late, self._late_watermark, self._watermark)
         if len(new) and alone:
             ok[0] = over[0] >= 0
         return ok
@@ -52,11 +55,11 @@ class Room:
         """What these best-effort rows would do, those left out that cannot be in this step."""
         return Work.of(self.view, rows[~self._batch.chosen[rows] & ~self.is_out(rows)])
 
-    def affordable(self, work: Work) -> np.ndarray:
+    def affordable(self, work: Work, late: np.ndarray) -> np.ndarray:
         """Which real-time requests, in order of urgency, find blocks and a place: a mask [n]. All
         best-effort caches may go for them. Starts leave what those that run need now and the
-        watermark, and none overtakes one that found no room; those that run take what they lack
-        from the end of the queue."""
+        watermark, that of the late ones if they are (bool [n]), and none overtakes one that found
+        no room; those that run take what they lack from the end of the queue."""
         theirs, blocks = self.best_effort(), self.free + self.lendable()
         starts, runs = np.flatnonzero(work.starts), np.flatnonzero(~work.starts)
         need, mask = np.cumsum(work.new[runs]), np.zeros(len(work), bool)
@@ -70,7 +73,7 @@ class Room:
             mask[runs] = stays & ((np.arange(len(runs)) < count) | (work.new[runs] == 0))
             return mask
         mask[runs] = True
-        ok = self.starting(work.new[starts], blocks - used, alone=not len(runs))
+        ok = self.starting(work.new[starts], blocks - used, alone=not len(runs), late=late[starts])
         count = prefix(ok[: max(self.slots + len(theirs), 0)])
         mask[starts[:count]] = True
         return mask

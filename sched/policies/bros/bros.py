@@ -61,11 +61,13 @@ class Bros(Policy):
     chunked: whether prompts are cut to what the deadlines leave of a batch's time; false: they are
     whole, as in the paper. One that fits no deadline then waits until the others stop coming.
 
-    late_last: whether those that wait for a first token and can no longer have it in time come
-    behind all others; false: in their place, as in the paper. In an overload far more requests are
-    in time then. late_turn: after how many starts of others they come before all other prompts,
-    until one of them has got something, so that none waits for the end of an overload; 0: never,
-    nor where prompts are whole.
+    late_last: whether those with a prompt, or a lost cache, to compute whose next token can no
+    longer be in time come behind all others; false: in their place, as in the paper. In an overload
+    far more requests are in time then. late_turn: after how many starts of others they come before
+    all other prompts, until one of them has got something, so that none waits for the end of an
+    overload; 0: never, nor where prompts are whole. late_watermark: as watermark, for the starts of
+    those that are not in their turn, so that who comes in time finds memory; what best-effort
+    requests hold counts as free.
 
     headroom: whether late prompts and best-effort requests leave a batch short enough for a
     real-time request that comes right after it was planned, with the median TTFT of those that are
@@ -95,6 +97,7 @@ class Bros(Policy):
     watermark: float = 0.01
     late_last: bool = True
     late_turn: int = 16
+    late_watermark: float = 0.1
     replace: bool = True
     headroom: bool = True
     chunked: bool = True
@@ -115,8 +118,11 @@ class Bros(Policy):
         for name, least in (("initial", 1), ("growth", 0), ("late_turn", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        for name in ("watermark", "late_watermark"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
         object.__setattr__(self, "moves_cache", self.sharing)
         object.__setattr__(self, "counts_blocks", not self.sharing)
         object.__setattr__(self, "_memory", _Memory(self.initial))
@@ -143,7 +149,9 @@ class Bros(Policy):
         if not self.in_order:
             others = others[np.argsort(view.host.tokens[others], kind="stable")]
         batch = Batch(view, view.limits.max_rows)
-        room = (SharedRoom if self.sharing else Room)(view, batch, self.watermark)
+        room = (SharedRoom if self.sharing else Room)(
+            view, batch, self.watermark, self.late_watermark
+        )
         first = self._first(view, others, now, clock)
         if len(first):
             fill_first(batch, room, first, queue.rows, chunked=self.chunked)

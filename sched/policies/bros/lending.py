@@ -39,8 +39,8 @@ class SharedRoom(Room):
     left: int64 [blocks], tokens that each has from the left, those of the step included.
     host_free: slots."""
 
-    def __init__(self, view: View, batch: Batch, watermark: float) -> None:
-        super().__init__(view, batch, watermark)
+    def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
+        super().__init__(view, batch, watermark, late_watermark)
         self.free -= self.free % _PLANES  # whoever takes or lends a block does so in each plane
         self.left = left_filled(view)
         self.host_free = view.host.num_free

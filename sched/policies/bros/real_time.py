@@ -22,12 +22,15 @@ class Late(enum.Enum):
     TURN = "one of them behind the decodes, before all other prompts; the others behind all"
 
 
+_BEHIND = 3  # all others
+
+
 def _ranks(place: Late, late: np.ndarray, decodes: np.ndarray) -> np.ndarray:
     """Who comes before others who have less time left: the lower number, int64 [n]. late, decodes:
     bool [n], in order of the time left."""
     if place is Late.IN_PLACE:
         return np.zeros(len(late), np.int64)
-    ranks = np.where(late, 3, 0)
+    ranks = np.where(late, _BEHIND, 0)
     if place is Late.TURN:
         ranks[~late & ~decodes] = 2
         ranks[np.flatnonzero(late)[:1]] = 1
@@ -79,8 +82,9 @@ def pack(batch: Batch, room: Room, queue: Queue, others: np.ndarray, rules: Rule
         savable = residual >= batch.with_each(work)
         first = float(np.min(residual[savable], initial=np.inf))
     late = ~savable & ~work.decodes
-    order = np.argsort(_ranks(rules.late, late, work.decodes), kind="stable")
-    chosen = order[room.affordable(work[order])]
+    ranks = _ranks(rules.late, late, work.decodes)
+    order = np.argsort(ranks, kind="stable")
+    chosen = order[room.affordable(work[order], ranks[order] == _BEHIND)]
     ready = work[chosen]
     fits = batch.fits(ready)
     times = batch.times(ready[:fits])
