@@ -134,23 +134,29 @@ class FirstToken:
         before = self._until(tenant, place)
         mine = _sum(before, own).tokens
         before = _sum(before, self._until(None, place))
-        waiting = {name for name in (*self._queues, *self._came) if name is not None}
-        others = sorted(waiting - {tenant})
-        if not others:
-            return before
-        counters = [shares[name].counter for name in others if name in shares]
         us = shares.get(tenant, Share())
         weight = us.weight if request.weight is None else request.weight
-        counter = us.counter
-        if tenant not in self._queues:
-            counter = max(counter, min(counters, default=0.0))
-        for name in others:
-            theirs, share = self._until(name, place), shares.get(name, Share())
-            most = max(0.0, mine / weight + counter - share.counter) * share.weight
+        for name in {*self._queues, *self._came} - {tenant, None}:
+            assert name is not None
+            theirs = self._until(name, place)
+            ahead = mine / weight + self._counter(tenant) - self._counter(name)
+            most = max(0.0, ahead) * shares.get(name, Share()).weight
             if theirs.tokens > most:
                 theirs = _Work(*(int(part * most / theirs.tokens) for part in theirs))
             before = _sum(before, theirs)
         return before
+
+    def _counter(self, tenant: str) -> float:
+        """Of that share. Who had nothing to do has saved up nothing (`FairShares.join`)."""
+        counter = self._backlog.shares.get(tenant, Share()).counter
+        return counter if tenant in self._queues else max(counter, self._least)
+
+    @cached_property
+    def _least(self) -> float:
+        """The least counter of those that wait; the largest of all where nobody does."""
+        shares = self._backlog.shares
+        waiting = [shares[name].counter for name in self._queues if name is not None]
+        return min(waiting, default=max((one.counter for one in shares.values()), default=0.0))
 
     def _until(self, tenant: str | None, place: float) -> _Work:
         """Of a tenant's that wait and stand no later than that, or None: of those that run."""

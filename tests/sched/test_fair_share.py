@@ -187,6 +187,22 @@ def test_a_newcomer_is_told_of_its_own_share_alone() -> None:
     assert other < first.wait(Request("b", tenant="light", **ask), 3.0).seconds < own
 
 
+def test_a_burst_of_a_newcomer_is_not_all_before_who_comes_then() -> None:
+    """However much was computed for the others before it came: it has saved up nothing."""
+    drive = flooded("sarathi", first=40, then=10)
+    drive.scheduler.shares.charge(np.array([0, 1]), np.array([1e6, 1e6]))
+    ask = {"prompt": (0,) * PROMPT, "sampling": SamplingParams(OUTPUT)}
+    waits = []
+    for tenant in ("heavy", "light", "idle"):
+        first = FirstToken(Backlog.of(drive.scheduler, 3.0, 3.0))
+        alone = first.wait(Request("b", tenant=tenant, **ask), 3.0).seconds
+        for _ in range(100):
+            first.arrived(Request("n", tenant="new", **ask), 3.0)
+        waits.append((alone, first.wait(Request("b", tenant=tenant, **ask), 3.0).seconds))
+    (heavy, slower), (light, later), (idle, last) = waits
+    assert slower < 2.2 * heavy and later < 2.2 * light and last < 2.2 * idle, waits
+
+
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 1.0]])
 def test_places_come_to_be_shared_by_weight(weights: list[float]) -> None:
     capacity, mine, rng = 1000, [0] * len(weights), np.random.default_rng(0)
