@@ -77,8 +77,9 @@ class Alone:
 _NO_TARGETS, NOTHING = SLO(), Alone()
 
 
-JUST_MISSED = 1.0 - 1e-9
-"""Of what an idle engine takes: nobody makes room for it as if it could be met."""
+JUST_MISSED = 1.0 - 1e-6
+"""Of what an idle engine takes: nobody makes room for it as if it could be met. It is missed by
+more than what a clock that has run for months rounds to, some 1e-9 s."""
 
 
 def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float]:
