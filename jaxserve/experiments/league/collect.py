@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -89,7 +90,13 @@ def collect(
     places = list(scale.places())
     count = len(places) * _runs_a_place(scale, len(policies))
     total = len(places) + 2 * len(scale.workloads) + count + len(policies)
-    missing = count - _Known(scale, policies, traces, store).count(places)
+    kept = {
+        (case.system, case.workload): found
+        for case in saturation_cases(scale, places, traces)
+        if (found := _saturation(store, case)) is not None
+    }
+    cases = league_cases(scale, policies, kept, traces)
+    missing = count - sum(store.numbers(case) is not None for case in cases)
     print(ahead(scale, missing, count, jobs), file=sys.stderr)
     with tqdm(total=total, desc="league", unit="run", file=sys.stderr) as bar:
         league = _League(scale, list(policies), traces, store, jobs, bar)
@@ -122,24 +129,10 @@ def _runs_a_place(scale: Scale, policies: int) -> int:
     return len(LOADS) * policies * scale.seeds
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Which runs the store has: those of places whose saturation it has, too."""
-
-    scale: Scale
-    policies: Sequence[str]
-    traces: Mapping[str, str]
-    store: Store
-
-    def count(self, places: Sequence[tuple[str, str]]) -> int:
-        """Of these places."""
-        saturations = {}
-        for case in saturation_cases(self.scale, places, self.traces):
-            value = self.store.fact(*_name("saturation", case))
-            if value is not None:
-                saturations[case.system, case.workload] = Saturation(**value)
-        cases = league_cases(self.scale, self.policies, saturations, self.traces)
-        return sum(self.store.numbers(case) is not None for case in cases)
+def _saturation(store: Store, case: SaturationCase) -> Saturation | None:
+    """As it is kept; None where it is not."""
+    value = store.fact(*_name("saturation", case))
+    return None if value is None else Saturation(**value)
 
 
 def saturation_cases(
@@ -193,11 +186,7 @@ class _League:
         def keep(case: SaturationCase, found: Saturation) -> None:
             self.store.learn(asdict(found), *_name("saturation", case))
 
-        def known(case: SaturationCase) -> Saturation | None:
-            value = self.store.fact(*_name("saturation", case))
-            return None if value is None else Saturation(**value)
-
-        results = self._all(cases, saturate, known, keep)
+        results = self._all(cases, saturate, partial(_saturation, self.store), keep)
         return {(case.system, case.workload): results[case] for case in cases}
 
     def cuts(self) -> dict[str, Cut]:
