@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxserve.sched.first_token import Wait
-from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.request import SLO, Request, Tier
+
+
+def first_target(slo: SLO) -> tuple[str, float]:
+    """By when the first token is wanted, seconds from arrival, inf for never, and which target says
+    so: TTFT, or JCT where that is less. Who names a JCT alone is before others by its deadline, for
+    which they are refused, so it is to be refused like them."""
+    ttft, jct = (math.inf if target is None else target for target in (slo.ttft, slo.jct))
+    return ("ttft", ttft) if ttft <= jct else ("jct", jct)
 
 
 def is_late(wait: Wait, request: Request, share: float) -> bool:
@@ -15,8 +25,8 @@ def is_late(wait: Wait, request: Request, share: float) -> bool:
 
 def retry_s(wait: Wait, request: Request, share: float) -> float:
     """Seconds after which it would be taken if nobody else came until then; 0 if it is now."""
-    target = request.slo.ttft
-    if target is None or request.tier is not Tier.REALTIME or request.serve_late:
+    _, target = first_target(request.slo)
+    if target == math.inf or request.tier is not Tier.REALTIME or request.serve_late:
         return 0.0
     spare = target - wait.alone
     return max(0.0, wait.seconds - wait.alone - share * spare) if spare >= 0 else 0.0

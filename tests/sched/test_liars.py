@@ -64,6 +64,20 @@ def test_liars_displace_nobody(
     assert found.ttft[~honest].mean() > found.ttft[honest].mean()
 
 
+def test_who_claims_a_whole_job_in_no_time_is_refused_as_others_are() -> None:
+    """Its first token would come after all of it is due: without that 14 who are honest are refused
+    for those who are before them by a deadline that they do not keep, and none of these."""
+    refused = []
+    for lie in ({"ttft": 0.6}, {"jct": 0.6}):
+        workload, honest = crowd(lie)
+        limits = Limits(2048, 512, 16)
+        found = simulate(
+            "edf", workload, PLACE, limits=limits, refuse_late=0.75, compiled=False
+        ).requests
+        refused.append((found.refused[honest].sum(), found.refused[~honest].sum()))
+    assert refused[0] == refused[1] and refused[1][0] < 8, refused
+
+
 def test_a_target_that_can_be_met_counts_as_it_is() -> None:
     alone = Alone(0.2, 0.01, 0.5)
     assert targets_that_count(SLO(0.3, 0.02, 0.6), alone) == (0.3, 0.02, 0.6)

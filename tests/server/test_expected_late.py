@@ -87,6 +87,16 @@ def test_http(server: Server, plain: Plain, engine: FakeEngine, stream: bool, pr
     nothing_is_left(server, engine)
 
 
+@pytest.mark.parametrize("more", [{}, {"ttft_ms": 5000}])
+def test_a_target_for_the_whole_job_is_one_for_its_first_token(
+    plain: Plain, more: dict[str, int]
+) -> None:
+    status, answer, _ = complete(plain, slo={"jct_ms": 500, **more})
+    error = answer["error"]
+    assert (status, error["code"], error["param"]) == (429, "expected_late", "slo.jct_ms")
+    assert error["message"].startswith("slo.jct_ms: the first token is expected in 2500 ms")
+
+
 def test_a_chat_and_a_class(plain: Plain) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "slo": "fast"}
     status, answer, _ = plain.call("POST", "/v1/chat/completions", chat)

@@ -145,7 +145,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ExpectedLate():
             headers = retry_after(error.retry_s)
             return ApiError(
-                429, str(error), param="slo.ttft_ms", code="expected_late", headers=headers
+                429, str(error), param=error.field_name, code="expected_late", headers=headers
             )
         case EngineStopped():
             return ApiError(503, str(error), code="unavailable", headers=retry_after())

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from jaxserve.sched.first_token import Wait
-from jaxserve.sched.lateness import is_late, retry_s
+from jaxserve.sched.lateness import first_target, is_late, retry_s
 from jaxserve.sched.request import Request
 from jaxserve.server.requests.contract import ServedEngine
 
 
 class ExpectedLate(RuntimeError):
-    """The request would miss its target; try again later. retry_s: when, in seconds from now."""
+    """The request would miss its target; try again later. field_name: of the target; retry_s: when,
+    in seconds from now."""
 
-    def __init__(self, message: str, retry_s: float) -> None:
-        super().__init__(message)
-        self.retry_s = retry_s
+    def __init__(self, field_name: str, message: str, retry_s: float) -> None:
+        super().__init__(f"{field_name}: {message}")
+        self.field_name, self.retry_s = field_name, retry_s
 
 
 class LateRefusal:
@@ -26,14 +28,14 @@ class LateRefusal:
 
     def check(self, request: Request) -> None:
         """Raises ExpectedLate for one that is not to be submitted now."""
-        target = request.slo.ttft
-        if not self._share or target is None:
+        name, target = first_target(request.slo)
+        if not self._share or target == math.inf:
             return
         wait = self._engine.expected_wait(request)
         if is_late(wait, request, self._share):
             # Not all of them at once.
             again = retry_s(wait, request, self._share) * random.uniform(1.0, 1.5)
-            raise ExpectedLate(f"slo.ttft_ms: {self._comparison(wait, target)}", again)
+            raise ExpectedLate(f"slo.{name}_ms", self._comparison(wait, target), again)
 
     def _comparison(self, wait: Wait, target: float) -> str:
         """The rule of `sched/lateness.py`, with its numbers."""
