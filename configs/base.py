@@ -244,9 +244,9 @@ def _overload() -> dict[str, Any]:
         # Generate calls that are open at once, those included that wait for a slow reader; beyond
         # them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and max_rows.
         "max_calls": 0,
-        # Real-time requests with a TTFT or JCT target are refused, with RESOURCE_EXHAUSTED, where they are
-        # expected to wait for others for more than this share of what the target leaves beside
-        # their own prompt; those that say serve_late are not. 0: nobody is.
+        # Real-time requests with a TTFT or JCT target are refused, with RESOURCE_EXHAUSTED, where
+        # they are expected to wait for others for more than this share of what the target leaves
+        # beside their own prompt; those that say serve_late are not. 0: nobody is.
         "refuse_late": 0.75,
         # KiB of output that may wait for the reader of one call; then it ends with
         # RESOURCE_EXHAUSTED.
