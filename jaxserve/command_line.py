@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; --num-rows is --num_rows."""
-        given = None if args is None else with_underscores(args, self._option_string_actions)
+        given = sys.argv[1:] if args is None else args
+        given = with_underscores(given, self._option_string_actions)
         return super().parse_known_args(given, namespace)
 
     def flags(self) -> list[str]:

@@ -41,7 +41,7 @@ from jaxserve.writable import check_file
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
-    args = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(argv)
     try:
         if importlib.util.find_spec("ortools") is None:
             raise OptimalError("this needs OR-Tools: pip install 'jaxserve[optimal]'")

@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
     )
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
-    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    args, rest = parser.parse_known_args(argv)
     values = flags.FlagValues()
     show = sys.stderr.isatty()
     try:

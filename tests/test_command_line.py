@@ -70,12 +70,14 @@ def test_the_flag_that_is_meant_is_named(
     assert f"; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_dashes_do_for_underscores() -> None:
+def test_dashes_do_for_underscores(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = Parser(prog="x")
     parser.add_argument("--num_rows", type=int)
     parser.add_argument("prompt", nargs="?")
     assert parser.parse_args(["--num-rows", "3"]).num_rows == 3
     assert parser.parse_args(["--num-rows=3", "--", "--num-rows"]).prompt == "--num-rows"
+    monkeypatch.setattr(sys, "argv", ["x", "--num-rows=4"])
+    assert parser.parse_args().num_rows == 4
 
 
 @pytest.mark.parametrize(

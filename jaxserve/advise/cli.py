@@ -45,7 +45,7 @@ _NOT_ASKED = ("find", "attainment", "views", "plots", *output.FILES)
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
     parser = flag_parser()
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     problem = check(args)
     if problem:
         parser.error(problem)

@@ -77,7 +77,7 @@ from jaxserve.simulate.workers import Workers
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
     parser = flags.parser(__doc__ or "", columns())
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     problem = flags.check(args)
     if problem:
         parser.error(problem)

@@ -64,7 +64,7 @@ def write_page(
     """Runs the command; argv without the program's name. make: runs what is wanted and draws the
     figures into the folder it is given. Gives the exit status: 0 if the page is written, 2 or,
     where it fails, 1 after a line on stderr, 130 if interrupted. SystemExit for a wrong flag."""
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     try:
