@@ -245,6 +245,17 @@ def test_targets_of_those_that_name_none() -> None:
     assert residual.tolist() == pytest.approx([1.3, 1.8])
 
 
+def test_a_best_effort_prompt_that_lacks_memory_and_time_is_not_overtaken() -> None:
+    run = drive(m=20, headroom=False)
+    high = run.add(5, 4, ttft=9.0, tbt=1.0)
+    run.step()
+    long, short = run.add(16, 2, tier=BEST), run.add(12, 2, tier=BEST)
+    assert [run.step() for _ in range(3)] == [{high: 1}] * 3, "14 blocks are left, and 0.9 s"
+    assert run.step() == {long: 16}
+    run.to_the_end()
+    assert run.ended == [high, long, short]
+
+
 def test_best_effort_prompts_that_take_too_long_are_passed_over() -> None:
     run = drive(chunked=False, headroom=False)
     first = run.add(3, 9, tbt=1.0, ttft=1.0)

@@ -33,13 +33,16 @@ def fill(batch: Batch, room: Room, work: Work, limit: float, *, chunked: bool) -
                 work = work[~work.cheap & ~room.is_out(work.rows)]
                 continue
             piece = batch.piece(head, limit) if chunked else None
-            if piece is not None and _memory(batch, room, head if head.starts[0] else piece):
+            if piece is None:
+                shorter = work.decodes | (work.tokens < head.tokens[0])
+                work = work[work.loaded < head.loaded[0] if head.loaded[0] else shorter]
+                continue
+            head = head if head.starts[0] else piece
+            if _memory(batch, room, head):
                 room.take(piece)
                 batch.add(piece)
                 return
-            shorter = work.decodes | (work.tokens < head.tokens[0])
-            work = work[work.loaded < head.loaded[0] if head.loaded[0] else shorter]
-        elif head.starts[0]:
+        if head.starts[0]:
             work = work[~work.starts]
         elif _make_room(room, head):
             work = work[~room.is_out(work.rows)]
