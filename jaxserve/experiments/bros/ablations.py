@@ -162,7 +162,7 @@ class Overload(Varied):
             "In the paper's order (`late_last=false`) whoever is late comes first, and makes "
             "others late: once there are more real-time requests than can be served in time, "
             "nearly all are late. Here those that can still have their first token in time come "
-            "before those that cannot, who wait for the end of the overload:",
+            "before those that cannot, of whom one comes first after every 16 starts of others:",
             [],
             [],
             [self.lines(results, ())],

@@ -227,5 +227,5 @@ WHY_ATTAINED = (
 )
 WHY_STATIC = (
     "`priority` and `edf` compute prompts in chunks of 512 tokens beside decodes (Sarathi), "
-    "real-time ones first; BROS computes whole prompts."
+    "real-time ones first; `bros` cuts them to what deadlines leave, which the paper does not."
 )
