@@ -27,7 +27,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bros.main([*arguments, f"--out={tmp_path}"]) == 0
     page = (tmp_path / "bros.md").read_text()
     assert "\n## In short\n" in page
-    for number in range(1, 8):
+    for number in range(1, 9):
         assert f"\n## {number}. " in page
     assert "Toy sizes" in page and str(tmp_path) not in page and "nan" not in page
     named = figures_of(page)

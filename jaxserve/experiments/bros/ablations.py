@@ -145,8 +145,13 @@ class Overload(Varied):
     """No part of the paper: whom to serve when not all can be in time."""
 
     def variants(self) -> dict[str, Switches]:
-        """Those that are late behind all others, and in their place as in the paper."""
-        return {"`bros`": (), "`bros:late_last=false`": (("late_last", False),)}
+        """Those that are late behind all others, also where they take the last memory, and in their
+        place as in the paper."""
+        return {
+            "`bros`": (),
+            "`bros:late_watermark=0`": (("late_watermark", 0.0),),
+            "`bros:late_last=false`": (("late_last", False),),
+        }
 
     def settings(self) -> Iterator[tuple[str, str, float]]:
         """Near what a system can do, and beyond."""
@@ -162,10 +167,45 @@ class Overload(Varied):
             "In the paper's order (`late_last=false`) whoever is late comes first, and makes "
             "others late: once there are more real-time requests than can be served in time, "
             "nearly all are late. Here those that can still have their first token in time come "
-            "before those that cannot, of whom one comes first after every 16 starts of others:",
+            "before those that cannot, of whom one comes first after every 16 starts of others (`late_turn`); the others "
+            "start where a tenth of the pool stays free (`late_watermark`). Ended: share of the "
+            "real-time requests.",
             [],
             [],
-            [self.lines(results, ())],
+            [self.lines(results, (("ended, %", "ended", ".1f", 100.0),))],
+        )
+
+
+class Pieces(Varied):
+    """No part of the paper: prompts that fit no deadline, and requests that are yet to come."""
+
+    def variants(self) -> dict[str, Switches]:
+        """All that is otherwise than in the paper, and without each of it."""
+        return {
+            "`bros`": (),
+            "`bros:chunked=false`": (("chunked", False),),
+            "`bros:headroom=false`": (("headroom", False),),
+            "`bros:late_turn=0`": (("late_turn", 0),),
+        }
+
+    def settings(self) -> Iterator[tuple[str, str, float]]:
+        """The largest model, whose prompts take longest, below its highest rate."""
+        model = self.scale.models[-1]
+        for rate in self.scale.rates(model)[:2]:
+            yield model, self.scale.data_sets[0], rate
+
+    def section(self, results: MixedResults, figures: Path) -> Section:
+        """Section 8 of the page."""
+        return Section(
+            "8. Prompts in pieces",
+            "A real-time prompt that takes longer than any deadline leaves fits no batch if it is "
+            "whole (`chunked=false`, the paper): it waits until the others stop coming. In pieces "
+            "it gets what they leave, before best-effort requests, whose prompts are cut as well. "
+            "`headroom`: late prompts and best-effort requests leave a batch so short that one "
+            "who comes right after it was planned can be in time. `late_turn`: see section 6.",
+            [],
+            [],
+            [self.lines(results, (("ended, %", "ended", ".1f", 100.0),))],
         )
 
 

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.experiments.bros.ablations import Overload, Sharing, Starvation
+from jaxserve.experiments.bros.ablations import Overload, Pieces, Sharing, Starvation
 from jaxserve.experiments.bros.batches import Batches
 from jaxserve.experiments.bros.mixed import OUTPUT, PROMPT, MixedNumbers, run
 from jaxserve.experiments.bros.overhead import Overhead
@@ -37,6 +37,7 @@ PARTS: tuple[type[Part], ...] = (
     Starvation,
     Overload,
     Batches,
+    Pieces,
 )
 
 
@@ -110,7 +111,7 @@ tokens, Poisson arrivals, targets of 0.4 s (TTFT) and 0.2 s (TPOT). Best-effort 
 1024) tokens in and U(32, 128) out, submitted {scale.batch} at a time, each batch when all of the \
 last one have ended. The paper does not say how many. {scale.batch} get to have {tokens:,} tokens \
 on average, where the cache of the OPT models holds 56,000 and 61,000: enough to keep requests \
-waiting, as in the paper, whose vLLM meets 1.3% of the TTFT targets; the last section has others. \
+waiting, as in the paper, whose vLLM meets 1.3% of the TTFT targets; section 7 has others. \
 Each trace lasts \
 {scale.duration:g} s and is cut off then. Of each point there are {traces}, the same ones for \
 every policy; ±: half of the 95% confidence interval of the mean (Student's t). The simulator \
