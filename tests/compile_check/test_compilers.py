@@ -17,6 +17,8 @@ import pytest
 
 from jaxserve.pallas_kernels.mosaic_common import missing
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BOX = ROOT / "jaxserve" / "assets" / "tiny-stories"
 TARGETS = ("v5e", "a100")
@@ -108,7 +110,6 @@ def test_ci_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stopped.type is outcome
 
 
-@pytest.mark.slow
 def test_a_small_model_compiles(compilers: Path, tiny: str) -> None:
     """Steps, and the kernels that they have not, for a GPU after a TPU in one process: jax starts
     its plugins with the first of them."""
@@ -142,7 +143,6 @@ def test_the_decode_step_of_opt_13b_compiles(compilers: Path) -> None:
             assert traffic["kernels"] <= 13 * LAYERS + 25  # those of the step's plan and sampling
 
 
-@pytest.mark.slow
 def test_two_gpus_share_a_model(compilers: Path, tiny: str) -> None:
     """Both ways of attention over KV and over hidden caches are in these."""
     programs = "--programs=decode step,hidden mixed step,prompt log-probabilities,hidden to KV"
