@@ -167,9 +167,9 @@ class Overload(Varied):
             "In the paper's order (`late_last=false`) whoever is late comes first, and makes "
             "others late: once there are more real-time requests than can be served in time, "
             "nearly all are late. Here those that can still have their first token in time come "
-            "before those that cannot, of whom one comes first after every 16 starts of others (`late_turn`); the others "
-            "start where a tenth of the pool stays free (`late_watermark`). Ended: share of the "
-            "real-time requests.",
+            "before those that cannot, of whom one comes first after every 16 starts of others "
+            "(`late_turn`); the others start where a tenth of the pool stays free "
+            "(`late_watermark`). Ended: share of the real-time requests.",
             [],
             [],
             [self.lines(results, (("ended, %", "ended", ".1f", 100.0),))],
