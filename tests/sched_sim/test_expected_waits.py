@@ -88,7 +88,13 @@ def test_in_order_of_arrival_it_is_worth_a_lot() -> None:
     assert after["goodput_per_s"] > 3 * before["goodput_per_s"]
 
 
-@pytest.mark.parametrize("slo", [SLO(), SLO(tbt=0.01), SLO(jct=0.5)])
+def test_a_target_for_the_whole_job_bounds_its_first_token() -> None:
+    some = [SLO(ttft=0.5), SLO(jct=0.5), SLO(ttft=9.0, jct=0.5)]
+    refused = [served("sarathi", load(15.0, 200, slo), 0.5).requests.refused for slo in some]
+    assert refused[0].any() and (refused[1] == refused[0]).all() and (refused[2] == refused[0]).all()
+
+
+@pytest.mark.parametrize("slo", [SLO(), SLO(tbt=0.01)])
 def test_without_a_target_for_the_first_token_nobody_is_refused(slo: SLO) -> None:
     assert not served("sarathi", load(15.0, 200, slo), 0.5).requests.refused.any()
 
