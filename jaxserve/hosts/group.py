@@ -111,12 +111,13 @@ class Group:
             if self._lost.is_set():
                 return
             self._why, tell = why, self._on_loss
+            if tell is not None:
+                _end_soon()  # first: whatever comes next may wait, a log that nobody reads as well
             self._lost.set()
         log.error("the group of hosts is lost: %s", why)
         if tell is None:
             self.close(why)
             end_process(1)
-        _end_soon()
         tell(why)
         self.close(why)
 

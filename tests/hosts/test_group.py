@@ -25,7 +25,7 @@ from jaxserve.hosts.membership import join
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.seat import Seat
 
-from .peers import TIMEOUT, Losses, seats
+from .peers import TIMEOUT, Losses, channels, seats
 
 PROFILE = {"model.path": "there", "mesh.hosts": 3}
 
@@ -84,6 +84,22 @@ def test_where_one_is_lost_all_others_end(monkeypatch: pytest.MonkeyPatch) -> No
     late = Losses()
     group.on_loss(late)
     assert late.wait() == "host 1 is gone"
+
+
+def test_a_log_that_nobody_reads_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it leave the end to whatever `end_process` is later: once a real one, after this
+    test's own, which ended the process that ran the tests."""
+    ended, go_on = Losses(), threading.Event()
+    monkeypatch.setattr(group_module, "end_process", lambda code: ended(str(code)))
+    monkeypatch.setattr(group_module, "LAST_S", 0.0)
+    monkeypatch.setattr(group_module.log, "error", lambda *_: go_on.wait(TIMEOUT))
+    here, there = channels()
+    group = Group({1: here}, "here:1")
+    group.on_loss(lambda why: None)
+    there.close()
+    assert group.lost(TIMEOUT) == "host 1 is gone"
+    assert ended.wait() == "1"
+    go_on.set()
 
 
 class Starting:
