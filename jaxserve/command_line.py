@@ -69,7 +69,8 @@ def run(main: Callable[[], int]) -> NoReturn:
         try:
             code = main()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as where it was closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
         code = 128 + signal.SIGPIPE

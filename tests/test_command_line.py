@@ -16,7 +16,7 @@ from jaxserve import __version__, keys, optimal, policies
 from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.client import cli as client
-from jaxserve.command_line import Parser, exit_code
+from jaxserve.command_line import Parser, exit_code, run
 from jaxserve.simulate import cli as simulate
 
 ROOT = Path(__file__).parents[1]
@@ -162,6 +162,13 @@ def test_output_that_nobody_reads_is_no_trouble(command: str, code: int) -> None
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == code
+
+
+def test_no_output_from_the_start_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `>&-`
+    with pytest.raises(SystemExit) as caught:
+        run(lambda: 0)
+    assert caught.value.code == 0
 
 
 OWN_CALLERS = {"bench/crowd.py", "bench/front_client.py", "bench/saboteur.py"}
