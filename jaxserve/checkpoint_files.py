@@ -30,17 +30,24 @@ _GGUF = (
 def check_folder(path: str | Path) -> None:
     """Raises ValueError where this cannot be a checkpoint's folder: what it is instead, and what to
     do, in a line."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
-        mode = os.stat(folder).st_mode
+        problem = _problem(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"no such checkpoint directory: {folder}{_hub_hint(str(path))}") from None
+        problem = f"no such checkpoint directory: {folder}{_hub_hint(str(path))}"
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot look at {str(folder)!r}: {error}") from None
+        problem = f"cannot look at {str(folder)!r}: {error}"
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _problem(folder: Path) -> str | None:
+    mode = os.stat(folder).st_mode
     if not stat.S_ISDIR(mode):
-        raise ValueError(f"{folder} is no checkpoint directory: {_of_file(folder, mode)}")
+        return f"{folder} is no checkpoint directory: {_of_file(folder, mode)}"
     if not os.path.lexists(folder / "config.json"):
-        raise ValueError(f"{folder / 'config.json'} is missing{_without_config(folder)}")
+        return f"{folder / 'config.json'} is missing{_without_config(folder)}"
+    return None
 
 
 def _hub_hint(given: str) -> str:

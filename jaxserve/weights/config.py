@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -34,7 +35,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         CheckpointError: no such directory, no config.json, not JSON, or a field that is not
             supported (the message names it).
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         check_folder(path)
     except ValueError as error:
@@ -53,25 +54,28 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         raise
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    _check_ends(folder, config)
-    return family, config, hf
+    ends = _usable_ends(folder, config)
+    return family, dataclasses.replace(config, eos_token_ids=ends), hf
 
 
-def _check_ends(folder: Path, config: ModelConfig) -> None:
-    beyond = [one for one in config.eos_token_ids if not 0 <= one < config.vocab_size]
+def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The end-of-sequence tokens that the model can write. It logs where there are none, or others:
+    no array of tokens, nor a grammar's library, takes those."""
+    usable = tuple(one for one in config.eos_token_ids if 0 <= one < config.vocab_size)
     if not config.eos_token_ids:
         log.warning(
             "%s names no end-of-sequence token (eos_token_id in config.json or "
             "generation_config.json): answers end at max_tokens or a stop string only",
             folder,
         )
-    elif beyond:
+    elif usable != config.eos_token_ids:
         log.warning(
             "%s: eos_token_id %d is outside of the vocabulary, 0 to %d: it ends no answer",
             folder,
-            beyond[0],
+            next(one for one in config.eos_token_ids if one not in usable),
             config.vocab_size - 1,
         )
+    return usable
 
 
 def load_preset(name: str) -> tuple[Family, ModelConfig, dict[str, Any]]:

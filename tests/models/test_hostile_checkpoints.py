@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint_files import check_folder
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.rope import inverse_frequencies
@@ -163,6 +164,7 @@ def test_tensors_that_nobody_uses(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         (None, "names no end-of-sequence token"),
         ([], "names no end-of-sequence token"),
         (10**9, "eos_token_id 1000000000 is outside of the vocabulary"),
+        (10**10, "eos_token_id 10000000000 is outside"),
         ([2, -1], "eos_token_id -1 is outside"),
         (2, ""),
     ],
@@ -172,8 +174,10 @@ def test_no_end_of_sequence(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**hf_config("opt"), "eos_token_id": ends}))
     with caplog.at_level(logging.WARNING):
-        load_config(tmp_path)
+        config = load_config(tmp_path)[1]
     assert says in caplog.text and bool(says) == bool(caplog.text)
+    # The others fit no array of a sampler's: every call with min_tokens failed.
+    assert set(config.eos_token_ids) <= {2}
 
 
 def test_what_is_given_instead_of_a_folder(tmp_path: Path) -> None:
@@ -200,6 +204,21 @@ def test_what_is_given_instead_of_a_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     assert "it is neither a folder nor a file" in said(tmp_path / "fifo")
     assert "cannot look at" in said("a\0b") and "cannot look at" in said("a" * 5000)
+    assert said("~nobody-of-this-name/a").startswith("no such checkpoint directory: ~nobody-of-th")
+
+
+def test_what_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another user, before any of it is looked at."""
+    (tmp_path / "model.bin").touch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    for path in (tmp_path, tmp_path / "model.bin"):
+        with pytest.raises(ValueError, match=f"^cannot look at '{path}': .*Permission denied$"):
+            check_folder(path)
 
 
 @pytest.mark.parametrize(
