@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.command_line import Parser, run
+from jaxserve.command_line import Parser, exit_code, run
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert(args.source, args.target, args.dtype, progress=True)
     except (CheckpointError, OSError) as error:
         print(f"jaxserve.convert: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     print(f"wrote {args.target}")
     return 0
 

@@ -126,7 +126,7 @@ def test_a_place_that_cannot_be_written_is_found_before_the_weights_are_read(
     write_checkpoint(tmp_path, hf_config("opt"))
     (tmp_path / "file").touch()
     monkeypatch.setattr(convert, "load_params", reading)
-    assert convert.main([str(tmp_path), str(tmp_path / "file" / "out")]) == 1
+    assert convert.main([str(tmp_path), str(tmp_path / "file" / "out")]) == 2
     assert (
         capsys.readouterr().err == f"jaxserve.convert: DST: {tmp_path / 'file'} is not a folder\n"
     )

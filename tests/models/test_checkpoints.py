@@ -217,7 +217,7 @@ def test_convert_and_restore(tmp_path, name, capsys):
     assert_same(load(target, "bfloat16", load_format="orbax"), half)
 
     # A second run does not overwrite, and another model's config is refused.
-    assert convert.main([str(source), str(target)]) == 1
+    assert convert.main([str(source), str(target)]) == 2
     assert "not an empty directory" in capsys.readouterr().err
     wider = {**hf_config(name), "vocab_size": 62}
     with pytest.raises(CheckpointError, match=r"'embed_tokens': expected shape \[62, 32\]"):
@@ -236,6 +236,6 @@ def test_convert_keeps_the_checkpoint_dtype(tmp_path):
 
 
 def test_convert_reports_a_bad_source(tmp_path, capsys):
-    assert convert.main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert convert.main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
     assert "no such checkpoint directory" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
