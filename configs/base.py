@@ -42,8 +42,9 @@ def _model() -> dict[str, Any]:
         "preset": "",
         # Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
         # bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16 where
-        # the processor multiplies it faster. All else is computed in the same, on CPUs in float32;
-        # K and V are kept in the same, on CPUs of float16 and beside hidden caches in float32.
+        # the processor has instructions for it. All else is computed in the same, on CPUs in
+        # float32; K and V are kept in the same, on CPUs of float16 and beside hidden caches in
+        # float32.
         "dtype": "auto",
         # Seed of random weights.
         "seed": 0,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxserve.engine.cpu_bfloat16 import bfloat16_pays
+from jaxserve.engine.cpu_bfloat16 import has_instructions
 from jaxserve.engine.detokenize import FILE_NAME
 from jaxserve.engine.errors import ConfigError
 from jaxserve.models.base import Family, ModelConfig
@@ -52,14 +52,14 @@ def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.
     hidden: there are hidden caches.
 
     auto: the checkpoint's own, but on TPUs, which do not compute in float16, bfloat16 for that. On
-    CPUs bfloat16 if the checkpoint says that it is, so that nothing of it is lost, the machine is
-    faster with it, and no hidden caches are to be read, whose parts of the weights would be
-    converted at every call; else float32. Raises ConfigError for other names.
+    CPUs bfloat16 if the checkpoint says that it is, so that nothing of it is lost, the processor
+    has instructions for it, and no hidden caches are to be read, whose parts of the weights would
+    be converted at every call; else float32. Raises ConfigError for other names.
     """
     if name == "auto":
         stored = checkpoint_dtype(hf)
         if jax.default_backend() == "cpu":
-            narrow = stored == jnp.bfloat16 and not hidden and bfloat16_pays()
+            narrow = stored == jnp.bfloat16 and not hidden and has_instructions()
             return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
         stored = stored or jnp.dtype(jnp.bfloat16)
         on_tpu = jax.default_backend() == "tpu"
