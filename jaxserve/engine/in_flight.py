@@ -36,3 +36,10 @@ class InFlight:
     receive_time: float
     plan_time: float
     launch_time: float
+
+    @property
+    def recipients(self) -> list[Continuation]:
+        """Each whom its results say something: who samples, and who is told of a prompt."""
+        pieces = [] if self.prompts is None else self.prompts.pieces
+        told = [piece.continuation for piece in pieces]
+        return list(dict.fromkeys([*(one for _, one in self.emitting), *told]))

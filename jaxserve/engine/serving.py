@@ -249,7 +249,7 @@ class Serving:
                 self._mask(continuation, masks[i])
             handle = self._executor.draw(step.handle, masks)
         except BaseException as error:
-            self._fail_step(error, [continuation for _, continuation in step.emitting])
+            self._fail_step(error, step.recipients)
             return None
         self._since = self._clock()
         took = step.launch_time + self._since - begin
@@ -279,7 +279,7 @@ class Serving:
         try:
             self._take_in(step, result, prompt)
         except BaseException as error:
-            self._fail_step(error, [continuation for _, continuation in step.emitting])
+            self._fail_step(error, step.recipients)
         self.steps += 1
         if self._compiles is not None and self._compiles.count:
             raise CompiledAfterWarmup(

@@ -16,6 +16,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.failures import IN_VAIN, MAX_MESSAGE, describe
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.stats import Observer
 from jaxserve.engine.stops import ContinuationText
@@ -314,6 +315,27 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(
     assert [stream.wait().tokens() for stream in neighbours(roomy)] == texts
     check_whole(roomy)
     assert roomy.stats().step_failures == failed + 1
+
+
+def test_a_step_that_fails_leaves_no_gap_in_what_prompts_are_told(
+    roomy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in the middle of a prompt samples nothing in it, and so was not one of its own."""
+    once(PromptLogprobs, "tell")(monkeypatch, lambda: None)
+    running, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Output) -> None:
+        running.set()
+        go_on.wait(TIMEOUT)
+
+    _, beside = send(roomy, [9], hold, **GREEDY)
+    assert running.wait(TIMEOUT)
+    asked = {"max_tokens": 3, "prompt_logprobs": 0}
+    long = [send(roomy, [token] * 40, **asked)[1] for token in (4, 5)]  # a step has 64 tokens
+    go_on.set()
+    assert [stream.wait().reason for stream in long] == [FinishReason.ERROR] * 2
+    beside.wait()
+    check_whole(roomy)
 
 
 def test_a_plan_that_fails_as_somebody_comes_ends_the_newcomer_first(
