@@ -92,7 +92,8 @@ class Engine:
             clock=clock,
             on_over=self._over,
         )
-        self._outlook = Outlook(scheduler, self._serving.watch, clock)
+        serving = self._serving
+        self._outlook = Outlook(scheduler, serving.watch, clock, lambda: serving.arrivals)
         self._readings = Readings(scheduler, self._serving, self._compiles, self._outlook)
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []

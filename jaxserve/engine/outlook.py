@@ -19,11 +19,19 @@ log = logging.getLogger(__name__)
 
 class Outlook:
     """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
-    clock: seconds, of the requests' arrival. backlog: what was there to do when the last step had
-    been launched."""
+    clock: seconds, of the requests' arrival. arrivals(): continuations so far that the engine's
+    thread has taken in, or could not. backlog: what was there to do when the last step had been
+    launched."""
 
-    def __init__(self, scheduler: Scheduler, watch: StepWatch, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        watch: StepWatch,
+        clock: Callable[[], float],
+        arrivals: Callable[[], int],
+    ) -> None:
         self._scheduler, self._watch, self._clock = scheduler, watch, clock
+        self._arrivals = arrivals
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
         self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
@@ -39,7 +47,7 @@ class Outlook:
             if step is not None:
                 free_at = max(free_at, step.watched.submitted) + step.watched.predicted
         backlog = self.backlog = Backlog.of(self._scheduler, now, free_at)
-        self._latest = backlog.received, FirstToken(backlog)
+        self._latest = self._arrivals(), FirstToken(backlog)
 
     def submitted(self, request: Request) -> None:
         """The engine has been given the request; it may not have taken it in yet."""

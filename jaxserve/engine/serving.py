@@ -62,7 +62,7 @@ class Serving:
         self._newcomers: list[Continuation] = []  # since the last plan
         # Continuations that failed while a step is made of which they are: it is launched first.
         self._failed: list[tuple[Continuation, BaseException]] = []
-        self._arrivals = 0
+        self.arrivals = 0  # continuations so far, those that could not be taken in included
         self._since = clock()  # when the thread was done with a step, or went on after it slept
         # Not told in any step yet.
         self._preemptions = self._received = 0
@@ -80,7 +80,7 @@ class Serving:
         try:
             for index, text in enumerate(command.texts):
                 row = self._scheduler.add(request, alone=command.alone)
-                number, self._arrivals = self._arrivals, self._arrivals + 1
+                number, self.arrivals = self.arrivals, self.arrivals + 1
                 self._received += 1
                 one = Continuation(
                     *(request, index, row, number, text, command.row),
@@ -100,6 +100,7 @@ class Serving:
         """Ends a request that cannot be taken in, or not as a whole."""
         request, rest = command.request, range(len(begun), command.request.sampling.n)
         refuse(request, command.on_output, FinishReason.ERROR, describe(error), rest)
+        self.arrivals += len(rest)
         if not begun:
             del self._by_id[request.id]
         for _ in rest:

@@ -73,6 +73,8 @@ def check_whole(on: Engine) -> None:
     limits = on._scheduler.view.limits
     assert sorted(on._serving._free_slots) == list(range(limits.max_rows))
     assert not on._places and not on._serving._by_id and not on._serving._failed
+    on.expected_wait(Request("", (3,), SamplingParams()))
+    assert not on._outlook._since, "somebody is waited for who is not there"
 
 
 Break = Callable[[pytest.MonkeyPatch, Callable[..., Any]], None]
