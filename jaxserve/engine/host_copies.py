@@ -20,14 +20,14 @@ from jaxserve.engine.placing import own_part
 
 class HostCopies:
     """What is kept by key: arrays [slots, ...], of several hosts each one's own part. One thread
-    calls; what a copy raised is raised by the next call of any kind but `close`. room: slots that
-    may be staged at a time, not yet copied.
+    calls; what a copy raised `make_room` raises once, and whoever wants that key back hears of it
+    too. room: slots that may be staged at a time, not yet copied.
     """
 
     def __init__(self, room: int) -> None:
         self._room, self._staged = room, 0
         self._kept: dict[int, np.ndarray] = {}
-        self._copied: dict[int, Future[None]] = {}  # the last copy to each
+        self._copied: dict[int, list[Future[None]]] = {}  # the copies to each
         self._under_way: deque[tuple[Future[None], int]] = deque()  # with its slots
         self._thread = ThreadPoolExecutor(1, "jaxserve-copies")
 
@@ -38,15 +38,19 @@ class HostCopies:
 
     def open(self, key: int, shape: Sequence[int], dtype: Any) -> None:
         """Memory for what comes under `key`."""
-        self._kept[key] = np.empty(shape, dtype)
+        self._kept[key], self._copied[key] = np.empty(shape, dtype), []
 
     def make_room(self, slots: int) -> None:
-        """Waits until so many more may be staged; not at all where they may."""
+        """Waits until so many more may be staged; not at all where they may. Raises what the first
+        of the copies has raised that are done since."""
         under_way = self._under_way
+        error: BaseException | None = None
         while under_way and (under_way[0][0].done() or self._staged + slots > self._room):
             copied, count = under_way.popleft()
             self._staged -= count
-            copied.result()
+            error = error or copied.exception()
+        if error is not None:
+            raise error
 
     def put(self, staged: jax.Array, parts: Iterable[tuple[int, int, int]]) -> None:
         """Begins to copy staged [m, ...]: one part after the other, (key, first, end), to the slots
@@ -56,17 +60,19 @@ class HostCopies:
         copied = self._thread.submit(_copy, [staged], targets)
         self._under_way.append((copied, len(staged)))
         self._staged += len(staged)
-        self._copied.update((key, copied) for key, _, _ in parts)
+        for key, _, _ in parts:
+            self._copied[key].append(copied)
 
     def get(self, key: int) -> np.ndarray:
-        """What is kept under `key`; waits for its own copies alone. Nobody writes to it."""
-        self._copied[key].result()  # they are made in order
+        """What is kept under `key`; waits for its own copies alone, and raises what one of them has
+        raised: the rest of it is nobody's cache. Nobody writes to it."""
+        for copied in self._copied[key]:
+            copied.result()
         return self._kept[key]
 
     def discard(self, keys: Iterable[int]) -> None:
         """Forgets what is kept under them, if anything is: a step that failed may have saved
         nothing. A copy under way ends in memory that nobody has."""
-        self.make_room(0)
         for key in keys:
             self._kept.pop(key, None)
             self._copied.pop(key, None)

@@ -216,7 +216,7 @@ def test_a_load_waits_for_its_own_copies_alone(
 
     waiting = threading.Thread(target=load)
     waiting.start()
-    assert not mover._host._copied[2].done() and not loaded
+    assert not mover._host._copied[2][-1].done() and not loaded
     gate.set()
     waiting.join(TIMEOUT)
     np.testing.assert_array_equal(loaded, [second])
@@ -237,16 +237,45 @@ def test_what_is_discarded_on_its_way_is_forgotten(mover: Mover, held: Callable[
 def test_what_a_copy_raises_is_raised_by_the_next_call(
     mover: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gate = threading.Event()
+
     def fail(*args: Any) -> None:
+        assert gate.wait(TIMEOUT)
         raise MemoryError("the host is full")
 
     monkeypatch.setattr(host_copies, "_copy", fail)
-    mover.save(filled(), [1], [3], places(0, 3))
-    mover._host._copied[1].exception(TIMEOUT)
+    for key in (1, 2, 3):
+        mover.save(filled(), [key], [3], places(0, 3))
+    gate.set()
+    mover._host._copied[3][-1].exception(TIMEOUT)
     with pytest.raises(MemoryError, match="the host is full"):
         mover.check()
+    mover.check()  # one error for all that failed meanwhile: a step each would end the engine
     with pytest.raises(MemoryError, match="the host is full"):
         mover.load(filled(), [1], [3], places(0, 3))
+    mover.discard([1, 2, 3])
+    assert not mover._host.keys
+
+
+def test_a_cache_of_which_one_piece_was_not_copied_does_not_come_back(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the last piece was."""
+    copy, gate, failed = host_copies._copy, threading.Event(), list[int]()
+
+    def fail_once(*args: Any) -> None:
+        assert gate.wait(TIMEOUT)
+        if not failed:
+            failed.append(1)
+            raise MemoryError("the host is full")
+        copy(*args)
+
+    monkeypatch.setattr(host_copies, "_copy", fail_once)
+    count = LARGEST + 5
+    mover.save(filled(), [1], [count], places(0, count))
+    gate.set()
+    with pytest.raises(MemoryError, match="the host is full"):
+        mover.load(filled(), [1], [count], places(0, count))
 
 
 def test_closing_ends_the_thread_after_its_copy(mover: Mover) -> None:
