@@ -1,4 +1,5 @@
-"""How far long work is: a bar on a terminal, elsewhere a line in the log every ten seconds."""
+"""How far long work is: a bar on a terminal, elsewhere a line in the log every ten seconds, or on
+stderr where nobody has set up a log, as in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Show(enum.Enum):
         """BAR where stderr is a terminal and no lines are asked for."""
         if not wanted:
             return cls.NOTHING
-        return cls.LINES if lines or not sys.stderr.isatty() else cls.BAR
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        return cls.BAR if terminal and not lines else cls.LINES
 
 
 class Shown(Protocol):
@@ -94,7 +96,11 @@ class Lines:
     def _tell(self) -> None:
         while not self._over.wait(EVERY_S):
             seconds = time.monotonic() - self._began
-            log.info("%s: %s after %.0f s", self._desc, self._amount(), seconds)
+            text = f"{self._desc}: {self._amount()} after {seconds:.0f} s"
+            if log.isEnabledFor(logging.INFO):
+                log.info("%s", text)
+            elif sys.stderr is not None:
+                print(text, file=sys.stderr, flush=True)
 
     def _amount(self) -> str:
         if self._unit == "B":

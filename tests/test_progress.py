@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import threading
@@ -28,11 +29,11 @@ class Seen(logging.Handler):
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+def seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Seen:
     handler = Seen()
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     monkeypatch.setattr(progress.log, "handlers", [handler])
-    monkeypatch.setattr(progress.log, "level", logging.INFO)
+    caplog.set_level(logging.INFO, progress.log.name)  # loggers keep what they once found enabled
     return handler
 
 
@@ -47,6 +48,22 @@ def test_long_work_has_a_line_every_so_often(
     assert "compiling: 1 of 3 steps after 0 s" in seen.lines
     assert capsys.readouterr().err == "", "a bar is drawn"
     assert not any(thread.name == "jaxserve-progress" for thread in threading.enumerate())
+
+
+def test_where_there_is_no_log_the_lines_are_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = threading.Event()
+
+    class Notebook(io.StringIO):
+        def flush(self) -> None:
+            came.set()
+
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", told := Notebook())
+    for _ in shown(Show.of(True), "compiling", "step", work=[1]):
+        assert came.wait(PATIENCE)
+    assert told.getvalue().startswith("compiling: 0 of 1 steps after 0 s\n")
+    monkeypatch.setattr(sys, "stderr", None)
+    assert Show.of(True) is Show.LINES
 
 
 def test_bytes_are_told_in_mib(seen: Seen) -> None:

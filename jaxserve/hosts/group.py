@@ -152,7 +152,9 @@ def gather(
         raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
     with listener:
         seat = dataclasses.replace(seat, port=listener.getsockname()[1])
-        callers = Callers(listener, lambda *one: _admitted(one[0], one[1], seat, profile))
+        callers = Callers(
+            listener, lambda channel, address: _admitted(channel, address, seat, profile)
+        )
         try:
             found = _all_of(callers, seat, starter)
         except BaseException as error:
