@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 IN_VAIN = 16
 """Steps that may fail one after the other, with no token in between."""
+OF_NEWCOMERS = IN_VAIN // 2
+"""Of these, those for which only they end who have come meanwhile, where that may help."""
 
 MAX_MESSAGE = 500  # characters
 _LINES, _WINDOW_S = 10, 60.0  # that are logged in a while; the others are counted only
@@ -34,11 +36,12 @@ _DEVICE = (jax.errors.JaxRuntimeError, HostLost, CompiledAfterWarmup)
 
 class Failures:
     """Counts since the start, on the engine's thread. requests: continuations that were ended
-    alone. steps: whose requests ended together. observers: calls of theirs that raised."""
+    alone. steps: whose requests ended together. observers: calls of theirs that raised. in_vain:
+    steps that failed since the last one that brought tokens."""
 
     def __init__(self) -> None:
         self.requests = self.steps = self.observers = 0
-        self._in_vain = 0
+        self.in_vain = 0
         self._logged: deque[float] = deque(maxlen=_LINES)
 
     def of_request(self, error: BaseException, request_id: str) -> None:
@@ -50,9 +53,9 @@ class Failures:
         """Nobody knows for whom it failed. ended: continuations that end for it. Raises the error
         where no step has brought a token since IN_VAIN others failed."""
         self.steps += 1
-        self._in_vain += 1
+        self.in_vain += 1
         self._log(f"a step failed, and {ended} continuations with it", error)
-        if self._in_vain > IN_VAIN:
+        if self.in_vain > IN_VAIN:
             raise error
 
     def of_observer(self, error: BaseException, observer: Observer) -> None:
@@ -62,7 +65,7 @@ class Failures:
 
     def went_well(self) -> None:
         """A step has brought its tokens."""
-        self._in_vain = 0
+        self.in_vain = 0
 
     def _log(self, what: str, error: BaseException) -> None:
         now, logged = time.monotonic(), self._logged

@@ -12,7 +12,14 @@ from jaxserve.engine.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.commands import Submit
 from jaxserve.engine.compiles import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.executor import Executor, Handle, Undrawn
-from jaxserve.engine.failures import Failures, Observers, describe, ends_engine, refuse
+from jaxserve.engine.failures import (
+    OF_NEWCOMERS,
+    Failures,
+    Observers,
+    describe,
+    ends_engine,
+    refuse,
+)
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.layout import Layout, PackedBatch
 from jaxserve.engine.output import COMPLETE, FinishReason
@@ -121,8 +128,10 @@ class Serving:
         """Plans the next step and starts it; None if there is nothing to do yet, or it failed."""
         if not self.live:
             return None
-        # Plans went well before these came; if it is not they, the next one says so.
-        suspects, step = self._newcomers or list(self.live.values()), None
+        # Plans went well before these came; if it is not they, the next ones say so.
+        suspects, step = self._newcomers, None
+        if not suspects or self.failures.in_vain >= OF_NEWCOMERS:
+            suspects = list(self.live.values())
         begin = self._clock()
         self._receive_time += begin - self._since
         try:

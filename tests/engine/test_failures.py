@@ -367,6 +367,36 @@ def test_a_plan_that_fails_as_somebody_comes_ends_the_newcomer_first(
     check_whole(roomy)
 
 
+def test_newcomers_do_not_answer_for_somebody_else_until_the_engine_ends(
+    roomy: Engine, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as ever come while no plan can be made for one who was there before them."""
+    running, go_on = threading.Event(), threading.Event()
+    streams: list[Stream] = []
+
+    def another(output: Output) -> None:
+        if output.finish_reason is FinishReason.ERROR and len(streams) < 4 * IN_VAIN:
+            streams.append(send(roomy, [7], another, **GREEDY)[1])
+
+    def hold(_: Output) -> None:
+        running.set()
+        go_on.wait(TIMEOUT)
+
+    _, old = send(roomy, [9], hold, **GREEDY | {"max_tokens": VICTIM_TOKENS})
+    assert running.wait(TIMEOUT)
+    method(type(roomy._scheduler.policy), "plan", lambda *_: not old.ended.is_set())(
+        monkeypatch, lambda: None
+    )
+    streams.append(send(roomy, [7], another, **GREEDY)[1])
+    go_on.set()
+    assert old.wait().reason is FinishReason.ERROR
+    while (last := streams[-1].wait()).reason is FinishReason.ERROR:
+        assert last is not streams[-1], "whoever comes next is asked for in its callback"
+    assert last.reason is FinishReason.LENGTH and len(streams) < IN_VAIN
+    assert [stream.wait().tokens() for stream in neighbours(roomy)] == texts
+    check_whole(roomy)
+
+
 def test_nothing_but_failures_end_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
