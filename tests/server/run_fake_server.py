@@ -1,4 +1,5 @@
-"""A server process over the fake engine, which does what it is told on stdin: step, fail, lose.
+"""A server process over the fake engine, which does what it is told on stdin: step, fail, lose, or
+frozen, which says how many objects are out of the garbage collector's sight.
 
 argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
 once it takes calls, and that for HTTP where there is one.
@@ -6,6 +7,7 @@ once it takes calls, and that for HTTP where there is one.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -36,6 +38,8 @@ def main() -> int:
                 engine.step()
             elif line == "fail\n":
                 engine.fail(RuntimeError("told to"))
+            elif line == "frozen\n":
+                print(gc.get_freeze_count(), flush=True)
             elif line == "lose\n":
                 engine.lose(HostLost("host 1 is gone"))
 

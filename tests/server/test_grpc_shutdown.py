@@ -67,6 +67,15 @@ def fake_server(grace_s: float, *fields: str) -> Iterator[Process]:
             running.health.close()
 
 
+def test_what_is_there_from_the_start_is_not_gone_through_again() -> None:
+    """By the garbage collector, during which nothing else runs."""
+    with fake_server(grace_s=1000) as server:
+        server.tell("frozen")
+        assert server.process.stdout is not None
+        assert int(server.process.stdout.readline()) > 10_000
+        server.process.send_signal(signal.SIGTERM)
+
+
 def test_sigterm_finishes_what_runs_and_exits_0() -> None:
     with fake_server(grace_s=1000) as server:
         stream = server.client.generate("hi", max_tokens=2)
