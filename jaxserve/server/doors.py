@@ -57,12 +57,12 @@ class Doors:
         self.admission = Admission(options.max_calls, "server.max_calls")
         self.batches = None if batches is None else Batches(self.requests, batches, endings)
         self.body_bytes = longest_message(engine, batches=batches is not None)
-        writes = WriteLimit(options.write_timeout_s)
+        self.writes = WriteLimit(options.write_timeout_s)
         self._prompt_bytes = longest_message(engine, batches=False)
         self.keeper = Doorkeeper(
-            access, self.admission, endings, body_bytes=self._prompt_bytes, writes=writes
+            access, self.admission, endings, body_bytes=self._prompt_bytes, writes=self.writes
         )
-        self.calls = Calls(endings, writes, access.keys)
+        self.calls = Calls(endings, self.writes, access.keys)
         self.generation = GenerationService(self.requests)
 
     def generation_handler(self) -> grpc.GenericRpcHandler:

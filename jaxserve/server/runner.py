@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.server.access.options import Access
@@ -21,6 +20,7 @@ from jaxserve.server.batches.batches import Batches, BatchSettings
 from jaxserve.server.daemon_thread import in_daemon_thread
 from jaxserve.server.doors import Doors, make_endings
 from jaxserve.server.exposure import exposure
+from jaxserve.server.health import Health
 from jaxserve.server.http.door import HttpDoor, HttpSettings
 from jaxserve.server.metrics import MetricsRegistry, MetricsServer
 from jaxserve.server.requests.addresses import addresses_of
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 # What clients get, once all has finished, to read what waits for them.
 _FLUSH_S, _MAX_FLUSH_S = 1.0, 5.0
 _HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
+_WATCHING = 4  # one of so many connections of gRPC may be there for a Watch of health
 _CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
 
 
@@ -91,7 +92,7 @@ class Server:
         self._endings = make_endings(engine, self._options, traces)
         self._requests: EngineRequests
         self._admission: Admission
-        self._health: health.aio.HealthServicer
+        self._health: Health
         self._metrics: MetricsServer | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
         self._all_finished = True
@@ -222,19 +223,20 @@ class Server:
         )
         self._requests, self._admission = doors.requests, doors.admission
         self._batches = doors.batches
-        self._health = health.aio.HealthServicer()
+        connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
+        self._health = Health(SERVICES, connections // _WATCHING, doors.writes)
         server = make_server(
             doors.calls,
             doors.generation_handler(),
             BatchesService(self._batches),
             self._health,
             message_bytes=doors.body_bytes,
-            max_connections=connections_of_a_door() // len(addresses_of(self._host, self._port)),
+            max_connections=connections,
             keys=self.access.keys,
             reflects=options.reflection,
         )
         address = listen(server, self._host, self._port, self.access.tls)
-        await self._set_health(serving=True)
+        self._health.set(serving=True)
         self._engine.add_failure_listener(self._on_failure)
         await server.start()
         if self._http is not None:
@@ -251,15 +253,10 @@ class Server:
         await self._shut_down(server)
         self._requests.close()
 
-    async def _set_health(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for service in ("", *SERVICES):
-            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
-
     async def _on_stall(self, why: str | None) -> None:
         """The engine has stalled, or goes on (None)."""
         self._requests.stalled = why
-        await self._set_health(serving=why is None)
+        self._health.set(serving=why is None)
         if why is not None and self._batches is not None:
             self._batches.closed()
         if why is not None and self._options.exit_on_failure:
@@ -278,7 +275,7 @@ class Server:
             self._requests.fail(text, EngineStopped if lost else StreamFailed)
             if self._batches is not None:
                 self._batches.closed()
-            await self._set_health(serving=False)
+            self._health.set(serving=False)
             if self._options.exit_on_failure or lost:
                 log.error("the server stops: %s", text)
                 self._stop_requested.set()
@@ -294,7 +291,7 @@ class Server:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
         self._requests.stop_admission()
-        await self._health.enter_graceful_shutdown()
+        self._health.set(serving=False)
         if self._batches is not None:
             with contextlib.suppress(TimeoutError):  # a disk that does not answer
                 await asyncio.wait_for(self._batches.stop(), self._grace_s + _HUNG_S)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.engine.errors import ConfigError
@@ -15,6 +15,7 @@ from jaxserve.server.access.keys import Keys, Unauthenticated
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.batch_service import BatchesService
 from jaxserve.server.calls import Calls, authorization
+from jaxserve.server.health import Health
 from jaxserve.server.proto import batches_pb2, generation_pb2
 from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed
 from jaxserve.server.requests.admission import Admission
@@ -60,7 +61,7 @@ def make_server(
     calls: Calls,
     generation: grpc.GenericRpcHandler,
     batches: BatchesService,
-    health_servicer: health.aio.HealthServicer,
+    health: Health,
     *,
     message_bytes: int,
     max_connections: int,
@@ -85,7 +86,7 @@ def make_server(
             calls.handler(BATCHES, batches.methods, of_batches, message_bytes),
         )
     )
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if reflects:
         reflection.enable_server_reflection((*SERVICES, _HEALTH), server)
     return server
