@@ -14,7 +14,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from jaxserve.server.access.keys import Keys, Unauthenticated
+from jaxserve.server.access.browsers import NotAllowed
+from jaxserve.server.access.keys import Unauthenticated
 from jaxserve.server.access.options import Access
 
 MAX_CONNECTIONS = 16
@@ -33,7 +34,7 @@ class MetricsHttp:
         family, _, _, _, address = info[0]
         context = None if access.tls is None else access.tls.context()
         kind = type("_Server", (_Server,), {"address_family": family, "context": context})
-        app = _with_keys(make_wsgi_app(registry), access.keys)
+        app = _guarded(make_wsgi_app(registry), access)
         self._http: Any = make_server(str(address[0]), port, app, kind, handler_class=_Handler)
         self.port: int = self._http.server_port
         self._thread = threading.Thread(target=self._http.serve_forever, name="jaxserve-metrics")
@@ -47,13 +48,21 @@ class MetricsHttp:
         self._thread.join()
 
 
-def _with_keys(app: Any, keys: Keys) -> Any:
-    """The WSGI application, for those who have one."""
+def _guarded(app: Any, access: Access) -> Any:
+    """The WSGI application, for those who have a key; where none is needed, for no other site's
+    pages."""
+    browsers = access.browsers
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
         given = environ.get("HTTP_AUTHORIZATION")
+        host, origin = (environ.get(name) for name in ("HTTP_HOST", "HTTP_ORIGIN"))
         try:
-            keys.caller(None if given is None else given.encode("latin-1"))
+            if browsers is not None:
+                browsers.check([host] if host else [], [origin] if origin else [])
+            access.keys.caller(None if given is None else given.encode("latin-1"))
+        except NotAllowed as error:
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [f"{error}\n".encode()]
         except Unauthenticated as error:
             headers = [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")]
             start_response("401 Unauthorized", headers)

@@ -7,6 +7,7 @@ import errno
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -134,6 +135,14 @@ def test_idle_connections_make_room_for_scrapes(metrics: Server) -> None:
         deadline = time.monotonic() + PATIENCE
         while threading.active_count() > before + MAX_CONNECTIONS:
             assert time.monotonic() < deadline, "threads of closed connections stay"
+
+
+def test_pages_of_other_sites_may_not_scrape(metrics: Server) -> None:
+    url = f"http://{metrics.metrics_address}/metrics"
+    for lie in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403") as error:
+            urllib.request.urlopen(urllib.request.Request(url, headers=lie), timeout=20)
+        assert b"server." in error.value.read()
 
 
 def test_a_scrape_that_drips_is_ended(metrics: Server, monkeypatch: pytest.MonkeyPatch) -> None:
