@@ -124,7 +124,8 @@ class _Acceptor:
             except OSError as error:
                 if error.errno in _NO_FILES:
                     log.warning("nobody can connect: %s", error.strerror)
-                    await asyncio.sleep(_AGAIN_S)
+                # Of the others, most are one connection's alone.
+                await asyncio.sleep(_AGAIN_S if error.errno in _NO_FILES else 0)
                 continue
             task = self._loop.create_task(self._connect(connection))
             self._handshakes.add(task)

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.client import Client
 from jaxserve.server.access.keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http import listen, protocol
@@ -251,6 +252,25 @@ def test_no_files_are_a_line_a_second(
     lines = [each.getMessage() for each in caplog.records if "nobody can connect" in each.message]
     assert lines == ["nobody can connect: Too many open files"] * 3
     assert "Traceback" not in caplog.text
+
+
+def test_a_connection_that_cannot_be_accepted_holds_nobody_up(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that goes on, the loop does other things in between."""
+    fails, accept = True, asyncio.SelectorEventLoop.sock_accept
+
+    async def sock_accept(loop: Any, listener: socket.socket) -> Any:
+        if fails:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return await accept(loop, listener)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", sock_accept)
+    with Server(engine, host="127.0.0.1", grace_s=0.0, http=SETTINGS) as server:
+        assert Client(server.address).info(timeout=PATIENCE).model == "fake"
+        fails = False
+        assert server.http_address is not None
+        assert Plain(server.http_address).call("GET", "/health")[0] == 200
 
 
 # Where a request ends.
