@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import openai
 import pytest
+import python_multipart
 
 from jaxserve.client import Client, ServerError, make_line
 from jaxserve.server.access.keys import Keys
@@ -369,6 +370,32 @@ def test_a_form_that_is_none_is_refused(server: Server, what: str) -> None:
     connection.request("POST", "/v1/files", HOSTILE[what], headers)
     answer = connection.getresponse()
     assert answer.status == 400, answer.read()
+    connection.close()
+
+
+def test_a_form_is_looked_at_in_pieces(
+    server: Server, alice: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks like the end of a part takes the parser long, and the event loop with it."""
+    sizes, write = list[int](), python_multipart.MultipartParser.write
+
+    def counted(parser: python_multipart.MultipartParser, data: bytes) -> int:
+        sizes.append(len(data))
+        return write(parser, data)
+
+    monkeypatch.setattr(python_multipart.MultipartParser, "write", counted)
+    content = b"\r\n--" * MIB
+    assert alice.files.content(upload(alice, content)).content == content
+    assert max(sizes) <= 16 << 10
+
+
+def test_a_form_has_parts(server: Server) -> None:
+    connection = Plain(server.http_address or "").connect()
+    kind = "application/x-www-form-urlencoded"
+    headers = {"Content-Type": kind, "Authorization": "Bearer alice"}
+    connection.request("POST", "/v1/files", b"purpose=batch&file=a", headers)
+    answer = connection.getresponse()
+    assert answer.status == 400 and b"multipart/form-data" in answer.read()
     connection.close()
 
 
