@@ -55,26 +55,32 @@ def add_console(app: FastAPI, front: Front, feed: LiveFeed) -> None:
 
 
 class Events:
-    """The same snapshots for all who look: they are put together once a pause."""
+    """The same snapshots for all who look: they are put together once a pause, beside the event
+    loop, since they look at the last tens of thousands of tokens."""
 
     def __init__(self, requests: EngineRequests, feed: LiveFeed) -> None:
         self._requests, self._feed = requests, feed
         self._last = b""
         self._until = -math.inf  # loop time
         self._closed: str | None = None
+        self._lock = asyncio.Lock()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """For one."""
         while True:
             closed = self._requests.closed
-            yield self._latest(closed)
+            yield await self._latest(closed)
             if closed is not None:
                 return
             await asyncio.sleep(PAUSE_S)
 
-    def _latest(self, closed: str | None) -> bytes:
-        now = asyncio.get_running_loop().time()
-        if now >= self._until or closed != self._closed:
-            self._last = event({**self._feed.snapshot(), "closed": closed})
-            self._until, self._closed = now + PAUSE_S / 2, closed
-        return self._last
+    async def _latest(self, closed: str | None) -> bytes:
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now >= self._until or closed != self._closed:
+                self._last = await self._requests.beside(self._made, closed)
+                self._until, self._closed = now + PAUSE_S / 2, closed
+            return self._last
+
+    def _made(self, closed: str | None) -> bytes:
+        return event({**self._feed.snapshot(), "closed": closed})

@@ -29,8 +29,7 @@ class Limits:
 
 
 class LiveFeed(Observer):
-    """Observes the engine (its thread writes) and says what the console shows (the event loop
-    reads). clock: seconds."""
+    """Observes the engine, on its thread, and says what the console shows, on any other."""
 
     def __init__(self, engine: ServedEngine, limits: Limits) -> None:
         self._engine, self._limits = engine, limits
@@ -192,14 +191,14 @@ def _percentiles(times: deque[tuple[float, float]], since: float) -> dict[str, f
 def _attained(verdicts: deque[tuple[float, str, bool]], since: float) -> list[dict[str, Any]]:
     """By class how many there were and how many met their targets, and how many of each in PARTS of
     the time since then, the latest last."""
-    parts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, PARTS), np.int64))
+    parts: defaultdict[str, list[list[int]]] = defaultdict(lambda: [[0, 0] for _ in range(PARTS)])
     for at, name, ok in tuple(verdicts):
         if at >= since:
-            part = min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)
-            parts[name][:, part] += (ok, 1)
+            part = parts[name][min(int(PARTS * (at - since) / WINDOW_S), PARTS - 1)]
+            part[0] += ok
+            part[1] += 1
     found = []
-    for name, (met, count) in sorted(parts.items()):
-        totals = {"met": int(met.sum()), "count": int(count.sum())}
-        history = np.stack([met, count], axis=1).tolist()
-        found.append({"class": name, **totals, "history": history})
+    for name, history in sorted(parts.items()):
+        met, count = map(sum, zip(*history, strict=True))
+        found.append({"class": name, "met": met, "count": count, "history": history})
     return found
