@@ -184,7 +184,9 @@ def measured(server: Victim, case: Case) -> Row:
     row.memory_mib = max(0.0, most["memory_mib"] - memory)
     row.kept_mib = max(0.0, _kept(server) - memory)
     row.lines = server.lines() - lines
+    none = 0 if math.isfinite(case.health_s) else math.inf
     for what, limit, found in (
+        ("{:.0f} calls of others had no answer", none, most["unanswered"]),
         ("others waited for {:.0f} ms", 1000 * case.others_s, 1000 * row.others_s),
         ("/health took {:.0f} ms", 1000 * case.health_s, 1000 * row.health_s),
         ("it took {:.0f} MiB more", case.most_mib, row.memory_mib),
@@ -207,15 +209,20 @@ def _kept(server: Victim) -> float:
 
 @contextlib.contextmanager
 def watched(server: Victim) -> Iterator[dict[str, float]]:
-    """The longest that other clients wait for answers, and the most memory, meanwhile."""
-    most, over = {"others_s": 0.0, "health_s": 0.0, "memory_mib": 0.0}, threading.Event()
+    """The longest that other clients wait for answers, how many of their calls had none, and the
+    most memory, meanwhile."""
+    most = dict.fromkeys(("others_s", "health_s", "unanswered", "memory_mib"), 0.0)
+    over = threading.Event()
 
     def probe(name: str, ask: Callable[[], object]) -> None:
         while not over.wait(_PROBE_S):
-            began = time.monotonic()
-            with contextlib.suppress(ServerError, OSError, http.client.HTTPException):
+            began, unanswered = time.monotonic(), 0.0
+            try:
                 ask()
+            except (ServerError, OSError, http.client.HTTPException):
+                unanswered = 1.0
             if server.process.poll() is None:
+                most["unanswered"] += unanswered
                 most[name] = max(most[name], time.monotonic() - began)
                 with contextlib.suppress(OSError):
                     most["memory_mib"] = max(most["memory_mib"], server.memory_mib())

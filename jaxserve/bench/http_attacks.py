@@ -25,6 +25,18 @@ _SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
 _STRINGS = (*_SURROGATES, "\0", "\x1b[31m", "\u202e", "e\u0301" * 500, "\U0010ffff")
 _TEXTS = ("request_id", "user", "stop", "slo_class")
 _USER = {"role": "user"}
+_LISTS_WITHIN_TEXT = json.dumps(
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "a",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"a":[' + "[]," * 20_000 + "[]]}"},
+            }
+        ],
+    }
+).encode()
 
 
 def call(
@@ -104,7 +116,10 @@ def bodies(server: Victim) -> Tried:
             (_CHAT, b'{"messages":[', b"1,", b"1]}"),
             (_CHAT, b'{"messages":[', b'{"role":"user","content":"a"},', b'{"role":"user"}]}'),
             (_CHAT, b'{"messages":[', b"[", b""),
+            (_CHAT, b'{"messages":[', _LISTS_WITHIN_TEXT + b",", b'{"role":"user"}]}'),
             (_COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
+            (_COMPLETIONS, b'{"prompt":[', b"1.2345678901234567e-300,", b"1]}"),
+            (_COMPLETIONS, b'{"prompt":[', b"1" * 4300 + b",", b"1]}"),
             (_COMPLETIONS, b'{"prompt":[', b'"",', b'""]}'),
             (_COMPLETIONS, b'{"prompt":"', b"\\u0061", b'"}'),
         ):

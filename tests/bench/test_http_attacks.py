@@ -87,7 +87,7 @@ def test_liars_are_counted(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_case_says_what_did_not_hold(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = {"others_s": 0.2, "health_s": 0.3, "memory_mib": 50.0}
+    most = {"others_s": 0.2, "health_s": 0.3, "unanswered": 2.0, "memory_mib": 50.0}
 
     def watched(_: Any) -> Any:
         return abuse.contextlib.nullcontext(most)
@@ -98,6 +98,7 @@ def test_a_case_says_what_did_not_hold(server: Any, monkeypatch: pytest.MonkeyPa
     case = abuse.Case("a", lambda _: Tried(), others_s=1.0, health_s=0.1, kept_mib=30)
     row = abuse.measured(server, case)
     assert row.problems == [
+        "2 calls of others had no answer, and 0 is allowed",
         "/health took 300 ms, and 100 is allowed",
         "40 MiB were kept, and 30 is allowed",
     ]
