@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
@@ -30,7 +30,7 @@ class Line:
 
     def to_json(self) -> str:
         """Equal lines have equal texts."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self, default=_fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Line:
@@ -113,15 +113,26 @@ class Result:
 
     def to_json(self) -> str:
         """For the journal."""
-        return json.dumps(asdict(self))
+        return json.dumps(self, default=_fields)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
         """The result of which `to_json` made the text."""
-        found = json.loads(text)
+        found = json.loads(text, parse_float=_number)
         error = found["error"]
         completions = tuple(_completion(each) for each in found["completions"])
         return cls(found["name"], completions, None if error is None else LineError(**error))
+
+
+def _number(text: str) -> float:
+    """For json, and for the same reason as `_fields`."""
+    return float(text)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of a dataclass, for json. No method of C: in a result of many tokens, other threads have
+    their turn whenever it is called."""
+    return vars(value)
 
 
 def _completion(found: dict[str, Any]) -> Completion:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
@@ -139,7 +139,7 @@ class BatchRunner:
                         break
             except InvalidRequest as error:  # the model is another one of the same name
                 self._over(self._begin(work), Ending.INVALID)
-                self._finish(work, Result(line.name, error=LineError.of(error)))
+                self._finish(_outcome(work, Result(line.name, error=LineError.of(error))))
 
     async def _next(self) -> Work:
         while not self._ahead:
@@ -170,31 +170,27 @@ class BatchRunner:
     async def _collect(self, work: Work, line: Line, stream: Stream, record: CallRecord) -> None:
         ending, failed = Ending.SHUTTING_DOWN, None
         try:
-            completions = await _completions(stream)
-            if completions is not None:
+            whole = await _whole(stream)
+            if whole is not None:
                 ending = Ending.OK
             elif work.batch in self._dropped:
                 ending = Ending.CANCELLED
         except RequestFailed as error:
-            completions, ending, failed = None, Ending.FAILED, LineError.of(error)
+            whole, ending, failed = None, Ending.FAILED, LineError.of(error)
         except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
-            completions, ending = None, Ending.ENGINE_FAILED
+            whole, ending = None, Ending.ENGINE_FAILED
         finally:  # or this task is cancelled, when the server stops
             self._over(record, ending)
         del self._streams[work.batch, work.line]
         if failed is not None:
-            self._finish(work, Result(line.name, error=failed))
-        elif completions is None:
+            self._finish(_outcome(work, Result(line.name, error=failed)))
+        elif whole is None:
             self._release(work.batch, work.line)
         else:
-            self._finish(work, Result(line.name, completions))
+            self._finish(await self._requests.beside(_served, work, line.name, whole))
 
-    def _finish(self, work: Work, result: Result) -> None:
-        failed, text = result.error is not None, result.to_json()
-        instead = (
-            "" if failed else Result(result.name, error=LineError.no_room(len(text))).to_json()
-        )
-        self._finished.append(Outcome(work.batch, work.line, text, failed, instead))
+    def _finish(self, outcome: Outcome) -> None:
+        self._finished.append(outcome)
         self._results.set()
 
     async def _write(self) -> None:
@@ -227,29 +223,41 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(event.wait(), seconds)
 
 
-async def _completions(stream: Stream) -> tuple[Completion, ...] | None:
+async def _whole(stream: Stream) -> list[Delta] | None:
     """All that the stream says, by index; None where it was cancelled. Raises StreamFailed."""
     whole: dict[int, Delta] = {}
     while (delta := await stream.next()) is not None:
         known = whole.setdefault(delta.index, delta)
         if known is not delta:
             known.extend(delta)
-    found = []
-    for index, each in sorted(whole.items()):
-        last = each.last
-        if last is None or last.finish_reason in (None, FinishReason.CANCELLED):
-            return None
-        assert last.finish_reason and last.usage and last.timings
-        found.append(
-            Completion(
-                index=index,
-                text="".join(each.text),
-                token_ids=tuple(each.token_ids),
-                finish_reason=last.finish_reason,
-                usage=last.usage,
-                timings=dataclasses.replace(last.timings, preempted=()),  # of any number
-                logprobs=tuple(each.logprobs),
-                prompt_logprobs=tuple(each.prompt_logprobs),
-            )
-        )
-    return tuple(found)
+    found = [each for _, each in sorted(whole.items())]
+    lasts = [each.last for each in found]
+    if any(last is None or last.finish_reason in (None, FinishReason.CANCELLED) for last in lasts):
+        return None
+    return found
+
+
+def _served(work: Work, name: str, whole: Sequence[Delta]) -> Outcome:
+    """Any thread may call: with log-probabilities of all tokens, it takes long."""
+    return _outcome(work, Result(name, tuple(map(_completion, whole))))
+
+
+def _completion(whole: Delta) -> Completion:
+    last = whole.last
+    assert last is not None and last.finish_reason and last.usage and last.timings
+    return Completion(
+        index=whole.index,
+        text="".join(whole.text),
+        token_ids=tuple(whole.token_ids),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timings=dataclasses.replace(last.timings, preempted=()),  # of any number
+        logprobs=tuple(whole.logprobs),
+        prompt_logprobs=tuple(whole.prompt_logprobs),
+    )
+
+
+def _outcome(work: Work, result: Result) -> Outcome:
+    failed, text = result.error is not None, result.to_json()
+    no_room = "" if failed else Result(result.name, error=LineError.no_room(len(text))).to_json()
+    return Outcome(work.batch, work.line, text, failed, no_room)

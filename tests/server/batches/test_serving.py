@@ -15,6 +15,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import Request, Tier
 from jaxserve.server.batches import lines as lines_module
 from jaxserve.server.batches import runner as batch_runner
+from jaxserve.server.batches.lines import Result
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.runner import Server
@@ -291,6 +292,26 @@ def test_cancelling_ends_what_runs_and_what_waits(door: BatchDoor, engine: FakeE
     door.delete("b")
     with pytest.raises(grpc.RpcError, match="no batch 'b'"):
         door.status("b")
+
+
+def test_results_are_written_down_beside_the_event_loop(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with log-probabilities of all tokens take seconds."""
+    threads, to_json = list[str](), Result.to_json
+
+    def seen(result: Result) -> str:
+        if result.completions:
+            threads.append(threading.current_thread().name)
+        return to_json(result)
+
+    monkeypatch.setattr(Result, "to_json", seen)
+    engine.run()
+    with batch_server(engine, tmp_path) as door:
+        door.submit("b", [line(max_tokens=2, logprobs=3)])
+        (result,) = door.results("b")
+    assert [len(each.top) for each in result.completions[0].logprobs] == [3, 3]
+    assert len(threads) == 1 and threads[0].startswith("jaxserve-beside")
 
 
 def test_lines_wait_while_the_engine_hangs_and_go_on_after_it(
