@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from fastapi import Response
+from pydantic_core import to_json
 
 from jaxserve.engine.output import Output, Timings
 from jaxserve.sched.request import Request
@@ -12,6 +15,9 @@ from jaxserve.sched.terms import TARGETS
 from jaxserve.sched.verdict import Verdict
 from jaxserve.server.http.generating import Generating
 from jaxserve.server.http.options import SERVED_AS
+from jaxserve.server.requests.requests import EngineRequests
+
+_INLINE_BYTES = 64 << 10  # longer answers become JSON beside the event loop
 
 
 class UsageCount:
@@ -32,6 +38,62 @@ class UsageCount:
             "completion_tokens": self._output,
             "total_tokens": self._prompt + self._output,
         }
+
+
+class LogprobLists:
+    """Those of one continuation, for an answer that is sent whole: lists by name, as JSON. One
+    request may ask for millions of values, which as objects would take a gigabyte and hold up
+    whoever turns all of them into JSON at once. fields: what stands beside the lists."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+        self._lists: dict[str, list[bytes]] = {}
+        self.bytes = 0
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """What comes next of each list."""
+        for name in (each for each in found if each not in self._fields):
+            piece = to_json(found[name], inf_nan_mode="null")[1:-1]
+            self._lists.setdefault(name, []).extend([piece] if piece else [])
+            self.bytes += len(piece)
+
+    def json(self) -> bytes:
+        """The object."""
+        lists = {name: b"[%s]" % b",".join(some) for name, some in self._lists.items()}
+        return _with(to_json(self._fields), lists)
+
+
+async def whole_answer(
+    requests: EngineRequests,
+    fields: Mapping[str, Any],
+    choices: Sequence[tuple[Mapping[str, Any], LogprobLists | None]],
+    characters: int,
+) -> Response:
+    """The answer of a call that asked for no stream.
+
+    Args:
+        requests: whose threads are for long ones.
+        fields: of the answer, but its choices.
+        choices: the fields of each but its log-probabilities, and those.
+        characters: of all its texts.
+    """
+
+    def made() -> bytes:
+        told = [
+            _with(to_json(each), {"logprobs": b"null" if lists is None else lists.json()})
+            for each, lists in choices
+        ]
+        return _with(to_json(fields), {"choices": b"[%s]" % b",".join(told)})
+
+    size = characters + sum(lists.bytes for _, lists in choices if lists is not None)
+    body = made() if size <= _INLINE_BYTES else await requests.beside(made)
+    return Response(body, media_type="application/json")
+
+
+def _with(json: bytes, raw: Mapping[str, bytes]) -> bytes:
+    """The object with further fields, which are JSON already."""
+    more = [b'"%s":%s' % (name.encode(), value) for name, value in raw.items()]
+    return b"{%s}" % b",".join([*filter(None, [json[1:-1]]), *more])
 
 
 def head(kind: str, prefix: str, model: str, generating: Generating) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
-from fastapi.responses import JSONResponse
 
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.keys import Caller
 from jaxserve.server.http import options
-from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.answer import LogprobLists, UsageCount, ending, head, whole_answer
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import Generating, unless_gone
@@ -31,7 +30,7 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
     if body.stream:
         return EventStream(answer.chunks(), generating.end, generating.record)
     try:
-        return JSONResponse(await unless_gone(http, answer.whole()))
+        return await unless_gone(http, answer.whole())
     finally:
         generating.end()
 
@@ -77,7 +76,7 @@ class _Answer:
     """Of one call."""
 
     def __init__(self, front: Front, body: ChatRequest, generating: Generating) -> None:
-        self._engine = front.engine
+        self._engine, self._requests = front.engine, front.requests
         self._generating = generating
         self._n = generating.wanted[0].sampling.n
         self._model = front.model
@@ -85,28 +84,29 @@ class _Answer:
         self._stream = body.stream_options
         self._with_logprobs = bool(body.logprobs)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The object."""
-        choices: list[dict[str, Any]] = [
-            {
-                "index": number,
-                "message": {"role": "assistant", "content": "", "refusal": None},
-                "logprobs": None,
-            }
-            for number in range(self._n)
-        ]
-        pieces: list[list[Any]] = [[] for _ in choices]
+        ends: list[dict[str, Any]] = [{} for _ in range(self._n)]
+        texts: list[list[str]] = [[] for _ in ends]
+        lists = [LogprobLists(refusal=None) if self._with_logprobs else None for _ in ends]
         async for number, delta in self._generating.deltas():
-            choices[number]["message"]["content"] += "".join(delta.text)
-            pieces[number].extend(delta.logprobs)
+            texts[number] += delta.text
+            if (told := lists[number]) is not None:
+                told.add(chat_logprobs(self._engine, delta.logprobs))
             self._usage.add(len(delta.token_ids))
             if delta.last is not None:
-                choices[number].update(ending(delta.last))
-        if self._with_logprobs:
-            for choice, entries in zip(choices, pieces, strict=True):
-                choice["logprobs"] = chat_logprobs(self._engine, entries)
+                ends[number] = ending(delta.last)
+        messages = [
+            {"role": "assistant", "content": "".join(text), "refusal": None} for text in texts
+        ]
+        choices = [
+            ({"index": number, "message": messages[number], **ends[number]}, lists[number])
+            for number in range(self._n)
+        ]
         first = head("chat.completion", "chatcmpl", self._model, self._generating)
-        return {**first, "choices": choices, "usage": self._usage.as_dict()}
+        characters = sum(len(each["content"] or "") for each in messages)
+        fields = {**first, "usage": self._usage.as_dict()}
+        return await whole_answer(self._requests, fields, choices, characters)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The role of each continuation first, then one for each piece of news."""

@@ -7,13 +7,12 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
-from fastapi.responses import JSONResponse
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest, Request
 from jaxserve.server.access.keys import Caller
 from jaxserve.server.http import options
-from jaxserve.server.http.answer import UsageCount, ending, head
+from jaxserve.server.http.answer import LogprobLists, UsageCount, ending, head, whole_answer
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import Generating, unless_gone
@@ -42,7 +41,7 @@ async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> 
     if body.stream:
         return EventStream(answer.chunks(), generating.end, generating.record)
     try:
-        return JSONResponse(await unless_gone(http, answer.whole()))
+        return await unless_gone(http, answer.whole())
     finally:
         generating.end()
 
@@ -92,7 +91,7 @@ class _Answer:
         echo: Sequence[str],
         generating: Generating,
     ) -> None:
-        self._generating = generating
+        self._generating, self._requests = generating, front.requests
         wanted = generating.wanted
         self._n = wanted[0].sampling.n
         self._head = head("text_completion", "cmpl", front.model, generating)
@@ -108,22 +107,25 @@ class _Answer:
                 for _ in range(self._n)
             ]
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The object."""
-        choices: list[dict[str, Any]] = []
-        for number in range(self._n * len(self._generating.wanted)):
-            choices.append({"index": number, "text": self._prefix(number), "logprobs": None})
+        numbers = range(self._n * len(self._generating.wanted))
+        ends: list[dict[str, Any]] = [{} for _ in numbers]
+        texts = [[self._prefix(number)] for number in numbers]
+        lists = [None if self._logprobs is None else LogprobLists() for _ in numbers]
         async for number, delta in self._generating.deltas():
-            told, choice = self._choice(number, delta), choices[number]
-            choice["text"] += told.pop("text")
-            logprobs = told.pop("logprobs")
-            if choice["logprobs"] is None:
-                choice["logprobs"] = logprobs
-            else:
-                for name, values in logprobs.items():
-                    choice["logprobs"][name] += values
-            choice.update(told)
-        return {**self._head, "choices": choices, "usage": self._usage.as_dict()}
+            ends[number] = self._choice(number, delta)
+            texts[number].append(ends[number].pop("text"))
+            logprobs, told = ends[number].pop("logprobs"), lists[number]
+            if told is not None:
+                told.add(logprobs)
+        choices = [
+            ({"index": number, "text": "".join(texts[number]), **ends[number]}, lists[number])
+            for number in numbers
+        ]
+        characters = sum(len(each["text"]) for each, _ in choices)
+        fields = {**self._head, "usage": self._usage.as_dict()}
+        return await whole_answer(self._requests, fields, choices, characters)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """One for each piece of news."""

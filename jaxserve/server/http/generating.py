@@ -17,6 +17,7 @@ from jaxserve.server.requests.requests import SHUTTING_DOWN, EngineRequests
 from jaxserve.server.requests.streams import Delta, Stream
 
 T = TypeVar("T")
+_LARGE = 8 << 10  # bytes of a delta
 
 
 class ClientGone(Exception):
@@ -88,6 +89,8 @@ class Generating:
             if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
                 raise self._cancelled()
             yield place * n + delta.index, delta
+            if delta.size > _LARGE:
+                await asyncio.sleep(0)  # more may be there already, and each takes milliseconds
 
     def _cancelled(self) -> ApiError:
         if self._requests.draining:

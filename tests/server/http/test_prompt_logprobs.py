@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import openai
 import pytest
 
+from jaxserve.server.http import answer
 from tests.server.fake_engine import INFO, FakeEngine
 
 IDS = [72, 101, 121]  # "Hey"
@@ -31,6 +33,38 @@ def test_the_prompts_come_before_those_of_the_text(
         "text_offset": [0, 1, 2, 3],
     }
     assert running.requests[0].sampling.prompt_logprobs == 1
+
+
+def test_a_long_answer_is_whole(
+    client: openai.OpenAI, running: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made beside the event loop, which has other answers to give."""
+    threads, made = set[str](), answer._with
+
+    def seen(*arguments: Any) -> bytes:
+        threads.add(threading.current_thread().name[:15])
+        return made(*arguments)
+
+    monkeypatch.setattr(answer, "_with", seen)
+    prompts = ["a" * 3000, "b" * 3000]
+    asked = {"model": INFO.model, "prompt": prompts, "echo": True, "max_tokens": 2, "n": 12}
+    found = client.completions.create(**asked)
+    assert [each.text for each in found.choices] == [
+        f"{prompt} w0 w1" for prompt in prompts for _ in range(12)
+    ]
+    assert {each.logprobs for each in found.choices} == {None}
+    chat = client.chat.completions.create(
+        model=INFO.model,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=200,
+        logprobs=True,
+        top_logprobs=20,
+    )
+    (choice,) = chat.choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [len(each.top_logprobs) for each in choice.logprobs.content] == [20] * 200
+    assert choice.message.content == "".join(f" w{k}" for k in range(200))
+    assert threads == {"jaxserve-beside"}
 
 
 @pytest.mark.parametrize("prompt", ["H", [72]])
