@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -87,11 +88,14 @@ BRANCHES = {
     "printf": "{{ '%1000000000d' % 1 }}",
     "recursion": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
     "include": "{% include '/etc/passwd' %}",
-    "long": "{% for i in range(70) %}{{ 'a' * 1000000 }}{% endfor %}",
+    "long": "{% for i in range(34) %}{{ 'a' * 1000000 }}{% endfor %}",
     "json": "{{ messages|tojson(default=raise_exception) }}",
     "tools": "{{ tools is none }}{{ documents is none }}",
     "generation": "{% generation %}said{% endgeneration %}",
     "loop": LOOP,
+    "arguments": "{{ messages[1].tool_calls[0].function.arguments|tojson }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "raise surrogate": "{{ raise_exception('a \\ud800 b') }}",
     "kwargs": "{{ bos_token }}{{ mood }}{{ documents|length }}",
 }
 
@@ -112,7 +116,7 @@ BRANCHES = {
         ("printf", "more than 768 MiB"),
         ("recursion", "recursion"),
         ("include", "no loader"),
-        ("long", "more than 64 MiB"),
+        ("long", "more than 32 MiB"),
         ("json", "unexpected keyword"),
     ],
 )
@@ -175,6 +179,66 @@ def test_a_process_that_does_not_answer_is_replaced(
             any_of.render(CHAT)
     assert stopped.returncode == -signal.SIGKILL
     assert any_of.render(asking("tools")) == "TrueTrue"
+
+
+def test_a_process_that_died_while_idle_is_nobodys_failure(any_of: ChatTemplate) -> None:
+    assert any_of.render(asking("tools")) == "TrueTrue"
+    died = any_of._processes[0]._process
+    assert died is not None
+    os.kill(died.pid, signal.SIGKILL)  # as the kernel does where memory is short
+    os.waitid(os.P_PID, died.pid, os.WEXITED | os.WNOWAIT)
+    assert any_of.render(asking("tools")) == "TrueTrue"
+
+
+def test_where_there_can_be_no_process_it_is_tried_again(
+    any_of: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    process = any_of._processes[0]
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process.socket, "socketpair", full)
+        with pytest.raises(QueueFull, match="no process for the chat template"):
+            any_of.render(CHAT)
+    assert any_of.render(asking("tools")) == "TrueTrue"
+
+
+def test_tenants_take_turns(any_of: ChatTemplate) -> None:
+    long = asking("tools") * 101
+    held = any_of._processes[1]
+    ended = list[str]()
+    with held._changed:  # the thread that asks waits until all have come
+        for tenant in ("loud", "loud", "loud", "quiet", "other", "quiet"):
+            text = any_of.submit(long, tenant=tenant)
+            text.add_done_callback(lambda _, tenant=tenant: ended.append(tenant))
+    assert text.result(PATIENCE) == "TrueTrue"
+    assert any_of.submit(long).result(PATIENCE) == "TrueTrue"  # behind all of them
+    assert ended == ["loud", "quiet", "other", "loud", "quiet", "loud"]
+
+
+@pytest.mark.parametrize(
+    ("text", "object_"),
+    [
+        ('{"a": [1]}', {"a": [1]}),
+        *((text, text) for text in ("[1]", "{", '{"a": "\\ud800"}', '{"a": NaN}', "[" * 60_000)),
+    ],
+)
+def test_arguments_of_functions_are_objects_where_their_text_is_one(
+    any_of: ChatTemplate, text: str, object_: Any
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    chat = [*asking("arguments"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert json.loads(any_of.render(chat)) == object_
+
+
+def test_what_is_no_text_is_not_answered(any_of: ChatTemplate) -> None:
+    for does in ("surrogate", "raise surrogate"):
+        with pytest.raises(InvalidRequest, match=r"template: .*(surrogates not allowed|a \? b)"):
+            any_of.render(asking(does))
 
 
 def test_the_process_has_no_secrets_and_ends_without_the_server(

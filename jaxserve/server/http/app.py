@@ -112,7 +112,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         """Token ids of a text, or of a chat's prompt."""
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -120,10 +120,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
-            generation = body.add_generation_prompt
             text = await asyncio.wrap_future(
                 front.template.submit(
-                    messages, add_generation_prompt=generation, kwargs=body.chat_template_kwargs
+                    messages,
+                    add_generation_prompt=body.add_generation_prompt,
+                    kwargs=body.chat_template_kwargs,
+                    tenant=record_of(http).caller.name,
                 )
             )
             special = not front.template.own

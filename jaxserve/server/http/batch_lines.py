@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic_core import to_json
 
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.lines import NO_ROOM, Completion, Line, Result
@@ -20,6 +23,10 @@ from jaxserve.server.http.schema import Body, ChatRequest, CompletionRequest, Ge
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 MAX_CUSTOM_ID = 128
+# As JSON has strings, of at most as many characters.
+_CUSTOM_ID = re.compile(
+    r'"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\[^u]){1,128}")'
+)
 _STATUS = {"INVALID_ARGUMENT": 400, NO_ROOM: 413}
 
 
@@ -32,9 +39,11 @@ class BatchRequestLine(Body):
     body: dict[str, Any]
 
 
-def read_line(front: Front, endpoint: str, text: str) -> tuple[Line, InvalidRequest | None]:
-    """A line for the journal, and what is wrong with it, which becomes its result."""
-    name = ""
+def read_line(
+    front: Front, endpoint: str, text: str, tenant: str
+) -> tuple[Line, InvalidRequest | None]:
+    """A tenant's line for the journal, and what is wrong with it, which becomes its result."""
+    name = _custom_id(text)
     try:
         raw = text.encode()
         if len(raw) > MAX_LINE:
@@ -47,12 +56,21 @@ def read_line(front: Front, endpoint: str, text: str) -> tuple[Line, InvalidRequ
         if (given.method, given.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
         body = validated(given.body, _BODIES[endpoint])
-        return Line(*_asked(front, body), name), None
+        return Line(*_asked(front, body, tenant), name), None
     except InvalidRequest as error:
         return Line(text, {}, name), error
     except ApiError as error:
         where = error.param or "line"
         return Line(text, {}, name), InvalidRequest(where, str(error).removeprefix(f"{where}: "))
+
+
+def _custom_id(text: str) -> str:
+    """That of a line that may be no JSON, or have other fields; "" where none is found."""
+    found = _CUSTOM_ID.search(text)
+    try:
+        return "" if found is None else str(json.loads(found[1])).encode().decode()
+    except ValueError:  # half a surrogate pair, among others
+        return ""
 
 
 def written_line(
@@ -74,7 +92,7 @@ def written_line(
     }
 
 
-def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
+def _asked(front: Front, body: Generation, tenant: str) -> tuple[Any, dict[str, Any]]:
     """Prompt and sampling fields."""
     front.check_model(body.model)
     if body.stream:
@@ -85,7 +103,7 @@ def _asked(front: Front, body: Generation) -> tuple[Any, dict[str, Any]]:
     if body.tier == "realtime":
         raise InvalidRequest("tier", "a batch is best-effort")
     if isinstance(body, ChatRequest):
-        return chat_sampling(front, body)
+        return chat_sampling(front, body, tenant)
     assert isinstance(body, CompletionRequest)
     if body.echo:
         raise InvalidRequest("echo", "is not for batches")
@@ -131,4 +149,4 @@ def _choice(front: Front, chat: bool, found: Completion) -> dict[str, Any]:
 
 def dumped(line: dict[str, Any]) -> bytes:
     """As a line of JSONL."""
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    return to_json(line, inf_nan_mode="null") + b"\n"

@@ -133,7 +133,7 @@ class BatchDoor:
         )
 
     def _read(self, endpoint: str, texts: list[str]) -> list[Any]:
-        return [read_line(self._front, endpoint, text) for text in texts]
+        return [read_line(self._front, endpoint, text, self._owner) for text in texts]
 
 
 def result_file(file_id: str) -> tuple[str, str] | None:

@@ -38,24 +38,27 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
 async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Request]:
     options.check_stream_options(body)
     front.requests.check_open()
-    text = await asyncio.wrap_future(_text(front, body))
+    text = await asyncio.wrap_future(_text(front, body, caller.name))
     prompt = await front.requests.encode(text, special=not front.template.own)
     return await front.build(body, [prompt], _sampling(front, body, len(prompt)), caller)
 
 
-def chat_sampling(front: Front, body: ChatRequest) -> tuple[tuple[int, ...], dict[str, Any]]:
+def chat_sampling(
+    front: Front, body: ChatRequest, tenant: str
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
     InvalidRequest."""
-    text = _text(front, body).result()
+    text = _text(front, body, tenant).result()
     prompt = tuple(front.engine.encode(text, special=not front.template.own))
     return prompt, _sampling(front, body, len(prompt))
 
 
-def _text(front: Front, body: ChatRequest) -> Future[str]:
+def _text(front: Front, body: ChatRequest, tenant: str) -> Future[str]:
     return front.template.submit(
         [message.plain() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         kwargs=body.chat_template_kwargs,
+        tenant=tenant,
     )
 
 

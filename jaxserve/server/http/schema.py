@@ -300,25 +300,12 @@ class TextPart(Body):
         return given
 
 
-def _arguments(given: Any) -> Any:
-    """As templates want them: an object, where the text is one."""
-    if not isinstance(given, str):
-        raise ValueError("must be a string")
-    if len(given) > MAX_TEXT:
-        raise ValueError(f"has more than {MAX_TEXT} characters")
-    try:
-        found = json.loads(given)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return given
-    return found if isinstance(found, dict) else given
-
-
 class FunctionCall(Body):
-    """What a model once wanted to be called. arguments: JSON, or what was to be it."""
+    """What a model once wanted to be called. arguments: JSON, or what was to be it; only whoever
+    renders the chat reads it."""
 
     name: Text
-    arguments: Annotated[Any, PlainValidator(_arguments, json_schema_input_type=str)]
+    arguments: Text
 
 
 class ToolCall(Body):

@@ -7,7 +7,6 @@ whoever made the checkpoint, so it runs in a process of its own (`template_proce
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -62,8 +61,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> Future[str]:
-        """The prompt's text to come. kwargs: what else the template is to read, JSON.
+        """The prompt's text to come. kwargs: what else the template is to read, JSON. tenant: whose
+        chat it is; where several wait, they take turns.
 
         Raises, here or in the future:
             InvalidRequest: the template does not take the chat, or read such kwargs.
@@ -84,7 +85,8 @@ class ChatTemplate:
                 **(kwargs or {}),
                 "messages": list(messages),
                 "add_generation_prompt": add_generation_prompt,
-            }
+            },
+            tenant,
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
@@ -111,7 +113,7 @@ def _close(processes: Sequence[TemplateProcess]) -> None:
 
 def _line(message: Message) -> str:
     functions = (call["function"] for call in message.get("tool_calls", ()))
-    calls = "".join(f"{each['name']}({json.dumps(each['arguments'])})" for each in functions)
+    calls = "".join(f"{each['name']}({each['arguments']})" for each in functions)
     return f"{message['role']}: {message['content']}{calls}\n"
 
 

@@ -17,8 +17,8 @@ MEMORY = 768 << 20
 """Bytes of address space; Python and Jinja have some 50 MiB of it."""
 KEPT = 128 << 20
 """Resident bytes beyond which a process is not used again: it would keep them."""
-MAX_TEXT = 64 << 20
-"""Bytes of an answer."""
+MAX_TEXT = 32 << 20
+"""Bytes of an answer, which the server reads in one go: nothing else runs meanwhile."""
 MAX_SOURCE = 1 << 20
 """Bytes of a template: real ones have up to 20 KiB."""
 MAX_PROBLEM = 300

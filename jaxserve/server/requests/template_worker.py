@@ -92,7 +92,10 @@ class Worker:
         `problem`."""
         try:
             if self._render is not None:
-                return {"text": self._render(question)}
+                _read_arguments(question["messages"])
+                text = self._render(question)
+                text.encode()  # half a surrogate pair is no text
+                return {"text": text}
             made, source = environment(), question["source"]
             reader = meta.TrackingCodeGenerator(made)
             reader.optimizer = None
@@ -102,8 +105,25 @@ class Worker:
         except MemoryError:
             return {"problem": _TOO_MUCH}
         except Exception as error:  # a template may raise anything
-            said = str(error) or type(error).__name__
-            return {"problem": said[: limits.MAX_PROBLEM]}
+            said = (str(error) or type(error).__name__)[: limits.MAX_PROBLEM]
+            return {"problem": said.encode("utf-8", "replace").decode()}
+
+
+def _read_arguments(messages: list[dict[str, Any]]) -> None:
+    """Has those of functions as templates want them: objects, where their text is one."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = _as_object(function["arguments"])
+
+
+def _as_object(text: str) -> Any:
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def serve(connection: socket.socket) -> None:
@@ -117,14 +137,18 @@ def serve(connection: socket.socket) -> None:
         try:
             answer = worker.answer(json.loads(stream.read(length)))
             last = _resident() > limits.KEPT
-            reply = json.dumps({**answer, "last": last}).encode()
+            reply = _reply(answer, last)
         except MemoryError:
-            last, reply = True, json.dumps({"problem": _TOO_MUCH, "last": True}).encode()
+            last, reply = True, _reply({"problem": _TOO_MUCH}, True)
         if len(reply) > limits.MAX_TEXT:
             problem = f"writes more than {limits.MAX_TEXT >> 20} MiB"
-            last, reply = True, json.dumps({"problem": problem, "last": True}).encode()
+            last, reply = True, _reply({"problem": problem}, True)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(limits.LENGTH.pack(len(reply)) + reply)
+
+
+def _reply(answer: Mapping[str, Any], last: bool) -> bytes:
+    return json.dumps({**answer, "last": last}, ensure_ascii=False).encode()
 
 
 def _resident() -> int:

@@ -111,6 +111,9 @@ def test_a_line_that_is_wrong_fails_by_itself(
         "bias": line("bias", prompt="a", logit_bias={"9" * 5000: 1}),
         "number": line("number", prompt="a", temperature=10**400),
         "": "not JSON",
+        "cut": json.dumps(line("cut", prompt="a"))[:-1],
+        "more": {**line("more", prompt="a"), "more": 1},
+        'e\u0301"': '{"custom_id" : "e\\u0301\\"", "body": }',
     }
     batch = create(client, [line("good", prompt="a"), *wrong.values()])
     batch = ended(client, server, batch.id)
