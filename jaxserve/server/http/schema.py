@@ -194,10 +194,13 @@ class Unused(Body):
 
 
 def _short(schema: dict[str, Any]) -> dict[str, Any]:
-    """As the engine has it, which makes its text of it; here no event loop waits for that."""
-    size = len(json.dumps(schema))
-    if size > MAX_GRAMMAR:
-        raise ValueError(f"has {size} characters; at most {MAX_GRAMMAR} are allowed")
+    """As the engine has it, which makes its text of it; of a long one only the beginning is made
+    here."""
+    size = 0
+    for piece in json.JSONEncoder().iterencode(schema):
+        size += len(piece)
+        if size > MAX_GRAMMAR:
+            raise ValueError(f"has more than {MAX_GRAMMAR} characters")
     return schema
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.http import bodies
+from jaxserve.server.http import bodies, schema
 from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, SHOWN_DEEP, parse
 from jaxserve.server.http.doorkeeper import MAX_BODY_BYTES
 from jaxserve.server.http.errors import ApiError
@@ -168,6 +168,43 @@ def test_a_large_body_is_refused_at_its_first_error(raw: bytes, says: str) -> No
     assert says in str(refused(raw))
 
 
+def test_others_have_their_turn_between_the_numbers_of_a_large_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One call of the parser took 0.5 s for half a million: it held the interpreter meanwhile."""
+    asked = list[str]()
+    for name in ("_int", "_float"):
+        monkeypatch.setattr(bodies, name, lambda text: asked.append(text) or 5)
+    raw = b'{"prompt":[' + b"1e-300," * 5000 + b"1]}"
+    assert parse(raw, CompletionRequest).prompt == [5] * 5001
+    assert len(asked) == 5001
+
+
+def test_of_a_long_schema_no_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = 0
+
+    class Encoder(json.JSONEncoder):
+        def iterencode(self, value: Any, _one_shot: bool = False) -> Any:
+            nonlocal pieces
+            for piece in super().iterencode(value):
+                pieces += 1
+                yield piece
+
+    monkeypatch.setattr(schema.json, "JSONEncoder", Encoder)
+    raw = b'{"prompt":"a","guided_json":{"enum":[' + b"0.5," * 400_000 + b"1]}}"
+    assert "guided_json: has more than 65536 characters" in str(refused(raw, CompletionRequest))
+    assert pieces < 100_000
+
+
+def test_arguments_of_functions_are_not_read_here() -> None:
+    """What they hold is counted nowhere, and may be twenty times as large."""
+    text = '{"a":[' + "[]," * 20_000 + "[]]}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    raw = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
+    (told,) = parse(raw, ChatRequest).messages[0].plain()["tool_calls"]
+    assert told["function"]["arguments"] == text
+
+
 def test_a_large_body_that_is_right_is_taken() -> None:
     ids = list(range(100, 100_100))
     for prompt in (ids, [ids, ids], "a,b[]{}" * 1_000_000, ["a"] * 128):
@@ -248,11 +285,11 @@ def test_others_are_answered_while_a_body_is_parsed(
 ) -> None:
     asked, go_on, loads = threading.Event(), threading.Event(), json.loads
 
-    def slowly(text: str) -> Any:
+    def slowly(text: str, **hooks: Any) -> Any:
         if len(text) > bodies.INLINE_BYTES:
             asked.set()
             assert go_on.wait(20)
-        return loads(text)
+        return loads(text, **hooks)
 
     monkeypatch.setattr(bodies.json, "loads", slowly)
     body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 20_000}).encode()
