@@ -8,6 +8,7 @@ no message of the API is ours to answer; on the wire it is what the .proto says.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.keys import Keys, RateLimited, Unauthenticated
 from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
 from jaxserve.server.requests.endings import (
@@ -39,6 +41,7 @@ _READ_S = 30.0  # what a request may take from its first byte to its last
 _ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
 _NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
 _FEW_BYTES = 16 << 10  # that can have so few fields only that they need not be counted
+_FEW_FIELDS = 1000  # that are counted on the event loop; a prompt is one, whatever its length
 Method = Callable[[Any, "Call"], Awaitable[Message | None]]
 
 
@@ -157,19 +160,19 @@ class Calls:
         request_type: type[Message],
         rpc: _Rpc,
     ) -> None:
-        admission = rpc.admission
+        admission, caller = rpc.admission, call.record.caller
         if admission is None:
             return await self._answered(context, call, request_type, rpc)
         try:
-            admission.enter()
+            admission.enter(caller)
         except Overloaded as error:
             self._log.warning("overload", "refused a call: %s", error)
             await call.abort(_NO_PLACE, str(error), Ending.TOO_MANY_CALLS, retry_s())
-        leave = admission.leave
+        leave: Callable[[], None] = functools.partial(admission.leave, caller)
         try:
             await self._answered(context, call, request_type, rpc)
         except SlowReader as error:
-            admission.give_up()
+            admission.give_up(caller)
             leave = admission.unstick
             self._log.warning("slow", "gave up on %r: %s", call.record.request_id, error)
             # The client hears of it once it has read what is on its way.
@@ -190,7 +193,10 @@ class Calls:
             await call.abort(_NO_PLACE, details, Ending.INVALID)
         try:
             if len(raw) > _FEW_BYTES:
-                await asyncio.to_thread(check_fields, raw, request_type.DESCRIPTOR)
+                try:
+                    check_fields(raw, request_type.DESCRIPTOR, _FEW_FIELDS)
+                except InvalidRequest:
+                    await asyncio.to_thread(check_fields, raw, request_type.DESCRIPTOR)
             request = await self._parsed(call, request_type, raw)
             del raw
             answer = await rpc.method(request, call)

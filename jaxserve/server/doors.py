@@ -23,6 +23,8 @@ from jaxserve.server.requests.writing import WriteLimit
 from jaxserve.server.service import GenerationService
 from jaxserve.server.transport import GENERATION, METHODS, longest_message
 
+_FEW_CALLS = 64
+
 
 def make_endings(engine: ServedEngine, options: ServerOptions, traces: Sink | None) -> Endings:
     """Where it is counted how calls end, and told to the log and the traces, if any."""
@@ -37,9 +39,10 @@ class Doors:
     """The doors of one engine. Create it on the event loop that serves. batches: None takes none.
     slo_classes: that requests may name.
 
-    requests: the way to the engine. admission: of the calls that generate. keeper: stands before
-    the HTTP application. calls: runs the gRPC methods of `generation`. body_bytes: the longest
-    call.
+    requests: the way to the engine. admission: of the calls that generate; few: of those for files
+    and batches, each of which may be large. keeper: stands before the HTTP application. calls: runs
+    the gRPC methods of `generation`. writes: what a client may take to read. body_bytes: the
+    longest call.
     """
 
     def __init__(
@@ -55,12 +58,18 @@ class Doors:
             engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
         )
         self.admission = Admission(options.max_calls, "server.max_calls")
+        self.few = Admission(_FEW_CALLS, "this server takes of files and batches")
         self.batches = None if batches is None else Batches(self.requests, batches, endings)
         self.body_bytes = longest_message(engine, batches=batches is not None)
         self.writes = WriteLimit(options.write_timeout_s)
         self._prompt_bytes = longest_message(engine, batches=False)
         self.keeper = Doorkeeper(
-            access, self.admission, endings, body_bytes=self._prompt_bytes, writes=self.writes
+            access,
+            self.admission,
+            self.few,
+            endings,
+            body_bytes=self._prompt_bytes,
+            writes=self.writes,
         )
         self.calls = Calls(endings, self.writes, access.keys)
         self.generation = GenerationService(self.requests)

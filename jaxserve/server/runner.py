@@ -229,6 +229,7 @@ class Server:
             doors.calls,
             doors.generation_handler(),
             BatchesService(self._batches),
+            doors.few,
             self._health,
             message_bytes=doors.body_bytes,
             max_connections=connections,

@@ -29,8 +29,9 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REFLECTION = "/grpc.reflection."
 _MIB = 1 << 20
 _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
-_BATCH_CALLS = 64
-_TEXT_BYTES = 63 * _MIB  # where no length of text is too long for sure
+MAX_CALL_BYTES = 17 * _MIB
+"""Of a call, whichever door it comes through and however long prompts may be: to parse more of one
+string takes more than 50 ms, and nothing else runs meanwhile."""
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
 _IDLE_S = 300
@@ -61,6 +62,7 @@ def make_server(
     calls: Calls,
     generation: grpc.GenericRpcHandler,
     batches: BatchesService,
+    few: Admission,
     health: Health,
     *,
     message_bytes: int,
@@ -68,9 +70,10 @@ def make_server(
     keys: Keys,
     reflects: bool,
 ) -> grpc.aio.Server:
-    """With all services, listening nowhere yet. generation: that service. message_bytes: the
-    longest request. max_connections: to each address; gRPC closes what is beyond, whoever it is.
-    reflects: offers server reflection, to those who have one of the keys."""
+    """With all services, listening nowhere yet. generation: that service. few: of calls for
+    batches. message_bytes: the longest request. max_connections: to each address; gRPC closes what
+    is beyond, whoever it is. reflects: offers server reflection, to those who have one of the
+    keys."""
     options = (
         *_OPTIONS,
         ("grpc.max_receive_message_length", message_bytes),
@@ -78,7 +81,6 @@ def make_server(
     )
     asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
     server = grpc.aio.server(options=options, interceptors=asking)
-    few = Admission(_BATCH_CALLS, "this server takes of batches")
     of_batches: Mapping[str, Admission] = dict.fromkeys(batches.methods, few)
     server.add_generic_rpc_handlers(
         (
@@ -98,8 +100,8 @@ def longest_message(engine: ServedEngine, *, batches: bool) -> int:
     info = engine.info()
     tokens = min(info.max_model_len, info.pool_tokens)
     text = engine.max_text_bytes()
-    prompt = max(_TEXT_BYTES if text is None else text, _ID_BYTES * tokens)
-    return max(_BATCH_CALL_BYTES if batches else 0, prompt + _MIB)
+    prompt = max(MAX_CALL_BYTES if text is None else text, _ID_BYTES * tokens)
+    return max(_BATCH_CALL_BYTES if batches else 0, min(prompt + _MIB, MAX_CALL_BYTES))
 
 
 class _KeyForReflection(grpc.aio.ServerInterceptor):

@@ -7,8 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from jaxserve.client import Client, make_line, make_request
+from jaxserve.client import Client, ServerError, make_line, make_request
 from jaxserve.sched.request import InvalidRequest
+from jaxserve.server import calls
 from jaxserve.server.batches.batches import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.proto import batches_pb2, generation_pb2_grpc
@@ -64,6 +65,17 @@ def test_a_message_of_many_fields_is_refused_before_it_is_parsed(
     assert "request: has " in error.details() or error.details().startswith("stop: has ")
     engine.run()
     assert client.complete("hi", max_tokens=1)
+
+
+def test_a_long_prompt_waits_for_no_thread(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of files and batches may all be busy."""
+
+    async def busy(*arguments: object) -> None:
+        raise AssertionError("a thread is asked for")
+
+    monkeypatch.setattr(calls.asyncio, "to_thread", busy)
+    with pytest.raises(ServerError, match="17000 tokens"):
+        client.complete("x" * 17_000)
 
 
 def test_a_call_has_no_more_than_its_method_needs(engine: FakeEngine, tmp_path: Path) -> None:

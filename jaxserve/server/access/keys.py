@@ -38,6 +38,11 @@ class Caller:
         self.name = name if key is None else key.name
         self.key, self._usage = key, usage
 
+    @property
+    def weight(self) -> float:
+        """Of its share of what several keys want."""
+        return 1.0 if self.key is None else float(self.key.weight or 1)
+
     def scoped(self, name: str) -> str:
         """An id of the caller's choice, as one that nobody else can choose: names of keys have no
         slash. Where no keys are needed, ids are everybody's."""

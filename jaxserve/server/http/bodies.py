@@ -8,6 +8,7 @@ make takes up to twenty times the bytes. So a body is counted first, in pieces: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from email.message import Message as MimeHeaders
@@ -19,8 +20,15 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from jaxserve.server.http.errors import SHOWN, ApiError, validation_message
+from jaxserve.server.http.errors import (
+    SHOWN,
+    ApiError,
+    record_of,
+    too_many_calls,
+    validation_message,
+)
 from jaxserve.server.http.generating import ClientGone
+from jaxserve.server.requests.admission import Admission, Overloaded
 
 MAX_PARTS = 1 << 16
 """Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
@@ -28,6 +36,9 @@ MAX_ITEMS = 1 << 19
 """Entries of all its lists and objects together: token ids."""
 MAX_DEPTH = 128
 """Lists and objects within each other. A schema nests by two or three for each level of its own."""
+BODIES_BYTES = 512 << 20
+"""That are being read and parsed at once, beyond the first FREE_BYTES of each body."""
+FREE_BYTES = 64 << 10
 INLINE_BYTES = 16 << 10
 """Longer ones are parsed beside the event loop; to go there and back takes some 0.1 ms."""
 SHOWN_DEEP = 16
@@ -44,6 +55,7 @@ Beside = Callable[..., Awaitable[Any]]
 def body_route(beside: Beside) -> type[APIRoute]:
     """Routes whose one JSON body is read here instead of by FastAPI, which parses and validates on
     the event loop, whatever comes, and lists all that is wrong."""
+    room = Admission(BODIES_BYTES, "this server reads at once", "bytes of bodies are being read")
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -55,7 +67,7 @@ def body_route(beside: Beside) -> type[APIRoute]:
             assert isinstance(kind, type) and issubclass(kind, BaseModel)
 
             async def handle(request: Request) -> Response:
-                body = await _read(request, kind, beside)
+                body = await _read(request, kind, beside, room)
                 return await handler(_ReadRequest(request, body))
 
             return handle
@@ -79,18 +91,32 @@ class _ReadRequest(Request):
         return self._parsed
 
 
-async def _read(request: Request, kind: type[Parsed], beside: Beside) -> Parsed:
+async def _read(request: Request, kind: type[Parsed], beside: Beside, room: Admission) -> Parsed:
     if not _is_json(request.headers.get("content-type", "")):
         raise _no_object()
+    pieces: list[bytes] = []
+    caller, length, held = record_of(request).caller, 0, 0
     try:
-        raw = await request.body()
+        async with contextlib.aclosing(request.stream()) as stream:
+            async for piece in stream:
+                pieces.append(piece)
+                length += len(piece)
+                more = max(length - FREE_BYTES - held, 0)
+                if more:
+                    room.enter(caller, more)
+                    held += more
+        raw = b"".join(pieces)
+        pieces.clear()
+        if length <= INLINE_BYTES:
+            return parse(raw, kind)
+        found: Parsed = await beside(parse, raw, kind)
+        return found
     except ClientDisconnect:
         raise ClientGone from None
-    if len(raw) <= INLINE_BYTES:
-        return parse(raw, kind)
-    del request._body  # it is kept here only
-    found: Parsed = await beside(parse, raw, kind)
-    return found
+    except Overloaded as error:
+        raise too_many_calls(str(error)) from None
+    finally:
+        room.leave(caller, held)
 
 
 def parse(raw: bytes, kind: type[Parsed]) -> Parsed:

@@ -49,11 +49,7 @@ _PAGE = "/"  # the console's, for which no key is needed: it has nothing of what
 _EVENTS = "/console/events"
 _QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
 METHODS = (*_LABELS.values(), _OTHER)
-_BATCH_CALLS = 64  # of files, batches and tokenizers at once: each may be large
 _CONSOLES = 64
-MAX_BODY_BYTES = 17 << 20
-"""Of a call with prompts, however long they may be: to parse more of one string takes more than
-50 ms, and nothing else runs meanwhile."""
 _SMALL_BYTES = 64 << 10  # of a call without a prompt
 BODY_S = 30.0
 """Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
@@ -63,26 +59,26 @@ _BODY_BYTES_PER_S = 64 << 10
 class Doorkeeper:
     """Admits, measures and counts the calls of one application.
 
-    access: who may call. admission: of calls that generate, whichever door they come
-    through. body_bytes: the longest
-    body of a call with prompts. writes: what a client may take to read a piece.
+    access: who may call. admission: of calls that generate, few: of files, batches and tokenizers,
+    of which each may be large; whichever door they come through. body_bytes: the longest body of a
+    call with prompts. writes: what a client may take to read a piece.
     """
 
     def __init__(
         self,
         access: Access,
         admission: Admission,
+        few: Admission,
         endings: Endings,
         *,
         body_bytes: int,
         writes: WriteLimit,
     ) -> None:
         self._keys, self._browsers = access.keys, access.browsers
-        self._admission = admission
-        self._few = Admission(_BATCH_CALLS, "this server takes of files and batches")
+        self._admission, self._few = admission, few
         self._consoles = Admission(_CONSOLES, "this server takes of consoles")
         self._endings = endings
-        self._body_bytes = min(body_bytes, MAX_BODY_BYTES)
+        self._body_bytes = body_bytes
         self.writes = writes
         self._log = RateLimitedLog(quiet=endings.logged)
         self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
@@ -121,8 +117,9 @@ class Doorkeeper:
                     caller = self.caller(scope, self._log_of_quiet)
                 if scope["path"] == _EVENTS:
                     places.enter_context(caller.enter(rated=False))
-                    self._consoles.enter()
-                    places.callback(self._consoles.leave)
+                    self._consoles.enter(caller)
+                    places.callback(self._consoles.leave, caller)
+                    places.enter_context(_place(scope).calling())
             except NotAllowed as error:
                 await not_allowed(error).response()(scope, receive, sent)
             except Unauthenticated as error:
@@ -239,16 +236,16 @@ class _Visit:
             await self._refuse(rate_limited(error), receive)
 
     async def _admitted(self, receive: Receive) -> None:
-        admission = self._keeper.admission_of(self._scope)
+        admission, caller = self._keeper.admission_of(self._scope), self._record.caller
         with contextlib.ExitStack() as places:
-            if admission is not None:
-                try:
-                    admission.enter()
-                    places.callback(admission.leave)
-                    places.enter_context(_place(self._scope).calling())
-                except Overloaded as error:
-                    self._keeper.warning("overload", "refused a call: %s", error)
-                    return await self._refuse(too_many_calls(str(error)), receive)
+            try:
+                if admission is not None:
+                    admission.enter(caller)
+                    places.callback(admission.leave, caller)
+                places.enter_context(_place(self._scope).calling())
+            except Overloaded as error:
+                self._keeper.warning("overload", "refused a call: %s", error)
+                return await self._refuse(too_many_calls(str(error)), receive)
             limit = self._keeper.body_limit(self._scope)
             await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
 

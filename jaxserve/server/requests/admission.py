@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
+
+from jaxserve.sched.fair_share import may_have
+from jaxserve.server.access.keys import Caller
 
 RETRY_S = 1.0
+NOBODY = Caller()
 _STUCK_SHARE = 4  # calls whose reader has been given up on, for each that may be open
 
 
@@ -21,14 +26,17 @@ def retry_s() -> float:
 class Admission:
     """Counts open calls, on the event loop's thread. A call is open from its first byte until its
     last has been taken, so one whose reader is slow counts after the engine is done with it, too.
+    Where callers with several keys have come, none gets more than its share.
 
-    limit: calls open at once; 0 is any number. what: who says so, for those who are refused.
+    limit: of what is open at once; 0 is any number. what: who says so, and unit: of what, for those
+    who are refused.
     """
 
-    def __init__(self, limit: int, what: str) -> None:
-        self._limit, self._what = limit, what
+    def __init__(self, limit: int, what: str, unit: str = "calls are open") -> None:
+        self._limit, self._what, self._unit = limit, what, unit
         self.open = 0
         self.stuck = 0
+        self._mine: Counter[str] = Counter()  # by key
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -36,29 +44,38 @@ class Admission:
         """Returns once none is open."""
         await self._idle.wait()
 
-    def enter(self) -> None:
-        """One more is open. Raises Overloaded."""
-        if not self._limit:
-            pass
-        elif self.open >= self._limit:
-            problem = f"{self.open} calls are open, as many as {self._what}; try again later"
-            raise Overloaded(problem)
-        elif self.stuck >= _STUCK_SHARE * self._limit:
-            raise Overloaded(f"{self.stuck} calls have readers that do not read; try again later")
-        self.open += 1
+    def enter(self, caller: Caller = NOBODY, count: int = 1) -> None:
+        """One more of the caller's is open, or so many. Raises Overloaded."""
+        self._mine.setdefault(caller.name, 0)
+        if self._limit:
+            self._check(caller, count)
+        self.open += count
+        self._mine[caller.name] += count
         self._idle.clear()
 
-    def leave(self) -> None:
-        """One has ended."""
-        self.open -= 1
+    def leave(self, caller: Caller = NOBODY, count: int = 1) -> None:
+        """So many of the caller's have ended."""
+        self.open -= count
+        self._mine[caller.name] -= count
         if not self.open:
             self._idle.set()
 
-    def give_up(self) -> None:
+    def give_up(self, caller: Caller = NOBODY) -> None:
         """An open one has been given up on: it keeps what the transport holds, not its place."""
-        self.leave()
+        self.leave(caller)
         self.stuck += 1
 
     def unstick(self) -> None:
         """One of those has gone."""
         self.stuck -= 1
+
+    def _check(self, caller: Caller, count: int) -> None:
+        mine, again = self._mine[caller.name], "try again later"
+        if self.open + count > self._limit:
+            raise Overloaded(f"{self.open:,} {self._unit}, as many as {self._what}; {again}")
+        if self.stuck >= _STUCK_SHARE * self._limit:
+            raise Overloaded(f"{self.stuck} calls have readers that do not read; {again}")
+        share = may_have(self.open, self._limit, caller.weight)
+        if len(self._mine) > 1 and mine and mine + count > share:
+            of = f"its share of {self._limit:,} ({self._what})"
+            raise Overloaded(f"key {caller.name}: {mine:,} {self._unit}, {of}; {again}")

@@ -185,7 +185,7 @@ class EngineRequests:
             slo_class=level.slo_class,
             serve_late=serve_late,
             tenant="" if caller is None else caller.name,
-            weight=None if caller is None or caller.key is None else float(caller.key.weight or 1),
+            weight=None if caller is None or caller.key is None else caller.weight,
         )
 
     def _check_prompt_logprobs(self, params: SamplingParams, tokens: int) -> None:

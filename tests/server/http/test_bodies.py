@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import select
 import socket
 import struct
 import threading
@@ -14,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.options import Access
 from jaxserve.server.http import bodies, schema
 from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, SHOWN_DEEP, parse
-from jaxserve.server.http.doorkeeper import MAX_BODY_BYTES
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import (
     MAX_MESSAGES,
@@ -26,7 +28,9 @@ from jaxserve.server.http.schema import (
 )
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.runner import Server
-from tests.server.fake_engine import FakeEngine
+from jaxserve.server.transport import MAX_CALL_BYTES
+from tests.server.access.test_keys import key
+from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
 SURROGATE = "\ud800"
@@ -270,7 +274,7 @@ def test_what_is_counted_is_what_is_there(value: Any, piece: int, ascii_only: bo
 
 def test_only_so_many_bytes_are_taken_of_what_holds_no_file(plain: Plain) -> None:
     for path, limit in ((COMPLETION, 1 << 21), (CHAT, 1 << 21), ("/v1/batches", 1 << 17)):
-        assert limit < MAX_BODY_BYTES
+        assert limit < MAX_CALL_BYTES
         connection: http.client.HTTPConnection = plain.connect()
         connection.putrequest("POST", path)
         connection.putheader("Content-Type", "application/json")
@@ -301,6 +305,53 @@ def test_others_are_answered_while_a_body_is_parsed(
     go_on.set()
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_bodies_that_are_being_read_have_so_much_memory(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones do not count."""
+    most = 5 * bodies.FREE_BYTES  # and each takes two
+    monkeypatch.setattr(bodies, "BODIES_BYTES", most)
+    access = Access(Keys(fixed=[key("alice"), key("bob")]))
+    engine.run()
+    large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 65_000, "stop": ["b" * 200]})
+    large += " " * (2 * bodies.FREE_BYTES)
+    with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
+        assert server.http_address is not None
+        plain = Plain(server.http_address)
+
+        def begin(name: str, body: str, *, whole: bool) -> http.client.HTTPConnection:
+            connection = plain.connect()
+            connection.putrequest("POST", COMPLETION)
+            for header in (
+                ("Content-Type", "application/json"),
+                ("Authorization", f"Bearer {name}"),
+            ):
+                connection.putheader(*header)
+            connection.putheader("Content-Length", str(len(body) + (not whole)))
+            connection.endheaders(body.encode())
+            return connection
+
+        slow = [begin("alice", large, whole=False) for _ in range(3)]
+        (told, *_), _, _ = select.select([each.sock for each in slow], [], [], PATIENCE)
+        (refused,) = (each for each in slow if each.sock is told)
+        answer = refused.getresponse()
+        assert answer.status == 429 and b"bytes of bodies are being read" in answer.read()
+        slow.remove(refused)
+        refused.close()
+        for name in ("alice", "bob"):
+            connection = begin(name, json.dumps({"prompt": "a", "max_tokens": 1}), whole=True)
+            assert connection.getresponse().status == 200
+            connection.close()
+        for each in slow:
+            each.send(b" ")
+            assert each.getresponse().status == 200
+            each.close()
+        for _ in range(3):
+            connection = begin("bob", large, whole=True)
+            assert connection.getresponse().status == 200
+            connection.close()
 
 
 def test_who_hangs_up_within_a_body_is_no_failure_of_the_servers(

@@ -161,6 +161,24 @@ def test_those_who_are_known_do_not_keep_others_out(plain: Plain) -> None:
             assert plain.call("GET", "/v1/models")[0] == 200
 
 
+def test_who_reads_what_was_asked_for_is_not_silent(plain: Plain) -> None:
+    """A stream of the console, as a file that is read, says nothing after its first words."""
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(plain.socket())
+        reader.sendall(b"GET /console/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert reader.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        for _ in range(2 * PLACES):
+            known = stack.enter_context(plain.socket())
+            known.sendall(HEALTH)
+            assert answer(known).startswith(b"HTTP/1.1 200 ")
+        reader.settimeout(PATIENCE)
+        seen = b""
+        while seen.count(b"data: ") < 2:
+            piece = reader.recv(1 << 16)
+            assert piece, "the stream was cut off"
+            seen += piece
+
+
 def test_calls_leave_places_for_others(plain: Plain, engine: FakeEngine) -> None:
     most = PLACES - PLACES // 4
     running = [begin(plain, stream=True) for _ in range(most)]
