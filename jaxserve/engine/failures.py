@@ -137,13 +137,15 @@ def refuse(
     *,
     engine_failed: bool = False,
 ) -> None:
-    """Ends continuations, by default all, of a request that never got as far as the scheduler. What
-    the caller raises is its own affair."""
+    """Tells a caller that continuations, by default all, have ended, and nothing else of them: they
+    never got as far as the scheduler, or there is nothing that can be said. What it raises is its
+    own affair."""
     for index in range(request.sampling.n) if indices is None else indices:
         with contextlib.suppress(BaseException):
             on_output(
                 Output(
-                    *(request.id, index),
+                    request.id,
+                    index,
                     finish_reason=reason,
                     error=error,
                     engine_failed=engine_failed,

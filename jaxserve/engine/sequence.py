@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from jaxserve.engine.failures import refuse
 from jaxserve.engine.grammars import Matcher
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.sampling import RequestRow, SlotParams
@@ -105,15 +106,8 @@ class Continuation:
                 self.end(FinishReason.ERROR, now, preemptions, error)
         except BaseException:
             if not self._told:
-                last, name = FinishReason.ERROR, self.request.id
-                self._tell(
-                    Output(
-                        *(name, self.index),
-                        finish_reason=last,
-                        error=error,
-                        engine_failed=engine_failed,
-                    )
-                )
+                why = FinishReason.ERROR, error, (self.index,)
+                refuse(self.request, self._tell, *why, engine_failed=engine_failed)
 
     def end(self, reason: FinishReason, now: float, preemptions: int, error: str = "") -> None:
         """Ends it from outside: cancelled, or the engine failed."""
