@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,7 @@ class Batches:
             requests, settings.journal, self._disk, endings, settings.in_flight
         )
         self._cleaning: asyncio.Task[None] | None = None
+        self._shrinking: asyncio.Task[None] | None = None
 
     @property
     def directory(self) -> Path:
@@ -105,8 +107,9 @@ class Batches:
 
     async def stop(self) -> None:
         """Ends it all; lines that run wait for the next server."""
-        if self._cleaning is not None:
-            self._cleaning.cancel()
+        for task in (self._cleaning, self._shrinking):
+            if task is not None:
+                task.cancel()
         await self._runner.stop()
 
     def closed(self) -> None:
@@ -181,9 +184,12 @@ class Batches:
         return self._progress(status)
 
     async def delete(self, batch_id: str, owner: str = "") -> None:
-        """Forgets the batch with its results."""
+        """Forgets the batch with its results; once this returns, their room is free."""
         await self._disk.do(self._journal.delete, batch_id, owner)
         self._runner.tell()
+        await self._in_turns(self._journal.sweep)
+        if self._shrinking is None or self._shrinking.done():
+            self._shrinking = asyncio.create_task(self._shrink())
 
     def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
         return [line.checked(self._requests, problem) for line, problem in lines]
@@ -210,11 +216,22 @@ class Batches:
             problem = f"is for the model {status.model!r}; this server serves {served!r}"
             raise BatchConflict(f"batch_id: batch {status.batch_id!r} {problem}")
 
+    async def _in_turns(self, step: Callable[[], bool]) -> None:
+        """Until it says that there is no more to do; others may have the disk in between."""
+        while await self._disk.do(step):
+            pass
+
+    async def _shrink(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # `_clean` tries again
+            await self._in_turns(self._journal.shrink)
+
     async def _clean(self) -> None:
         while True:
             try:
                 if await self._disk.do(self._journal.clean, self.keep_s):
                     self._runner.tell()
+                await self._in_turns(self._journal.sweep)
+                await self._in_turns(self._journal.shrink)
             except sqlite3.Error as error:
                 logging.warning("%s: %s", self._journal.path, error)
             await asyncio.sleep(_CLEAN_S)

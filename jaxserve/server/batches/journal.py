@@ -39,6 +39,9 @@ from jaxserve.server.batches.tables import open_tables
 MAX_LINES = 100_000
 """Of one batch."""
 _BEGINNING = Position(0, -1)
+_SWEEP_S, _SWEEP_PAGES = 0.05, 2000
+_NOBODY = "/"  # whose forgotten batches are, until they are gone; keys' names have no slash
+_FORGET = f"UPDATE batches SET owner = '{_NOBODY}', batch_id = key, note = '', bytes = 0"
 _STATUS = (
     "SELECT key, batch_id, model, state, num_lines, done, failed, changed, owner, note FROM batches"
 )
@@ -260,28 +263,54 @@ class Journal:
             return self.status(batch_id, owner)
 
     def delete(self, batch_id: str, owner: str = "") -> None:
-        """Forgets a batch with its results. Raises UnknownBatch, and BatchConflict for one that is
-        being served."""
+        """Forgets a batch with its results, whose room `sweep` makes free. Raises UnknownBatch, and
+        BatchConflict for one that is being served."""
         with self._transaction() as db:
             status = self.status(batch_id, owner)
             if status.state is BatchState.COMMITTED:
                 raise BatchConflict(
                     f"batch_id: batch {batch_id!r} is being served; cancel it first"
                 )
-            db.execute("DELETE FROM batches WHERE key = ?", (status.key,))
-        self._shrink()
+            db.execute(f"{_FORGET} WHERE key = ?", (status.key,))
 
     def clean(self, keep_s: float) -> int:
         """Forgets batches that are over, or were never committed, and have not changed for so many
-        seconds. Returns how many."""
+        seconds, as `delete` does. Returns how many."""
         with self._transaction() as db:
             cursor = db.execute(
-                "DELETE FROM batches WHERE state != ? AND changed < ?",
+                f"{_FORGET} WHERE state != ? AND changed < ? AND owner != '{_NOBODY}'",
                 (BatchState.COMMITTED, self._clock() - keep_s),
             )
-        if cursor.rowcount:
-            self._shrink()
         return cursor.rowcount
+
+    def sweep(self) -> bool:
+        """Makes some of the room of forgotten batches free, in some 50 ms, so that others have
+        their turn in between: SQLite reads all that it deletes, 14 ms a MB. Returns whether there
+        is more to do."""
+        until = time.monotonic() + _SWEEP_S
+        with self._transaction() as db:
+            for table in ("lines", "results"):
+                rows = db.execute(
+                    f"SELECT rowid FROM {table} WHERE batch IN"
+                    f" (SELECT key FROM batches WHERE owner = '{_NOBODY}') LIMIT 10000"
+                ).fetchall()
+                for row in rows:
+                    db.execute(f"DELETE FROM {table} WHERE rowid = ?", row)
+                    if time.monotonic() > until:
+                        return True
+                if rows:
+                    return True
+            db.execute(f"DELETE FROM batches WHERE owner = '{_NOBODY}'")
+        return False
+
+    def shrink(self) -> bool:
+        """Gives some of the room that is free back to the disk, likewise. Returns whether there is
+        more to do."""
+        with self._lock:
+            free = self._pragma("freelist_count")
+            # Not `execute`, which does only the first step of it.
+            self._db.executescript(f"PRAGMA incremental_vacuum({_SWEEP_PAGES})")
+            return free > self._pragma("freelist_count") > 0
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -309,7 +338,7 @@ class Journal:
         with self._lock:
             row = self._db.execute(
                 f"{_STATUS} WHERE batch_id = :id AND (owner = :owner OR :owner = '')"
-                " ORDER BY owner LIMIT 1",
+                f" AND owner != '{_NOBODY}' ORDER BY owner LIMIT 1",
                 {"id": batch_id, "owner": owner},
             ).fetchone()
         return None if row is None else _status(row)
@@ -386,15 +415,11 @@ class Journal:
 
     def _size(self) -> int:
         """Bytes in use, without those of forgotten batches."""
-        pages, free, page_size = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * page_size)
+        pages = self._pragma("page_count") - self._pragma("freelist_count")
+        return pages * self._pragma("page_size")
 
-    def _shrink(self) -> None:
-        with self._lock:
-            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def whose(owner: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.engine.errors import ConfigError
 
 _VERSION = 2  # of the tables
+_LOG_BYTES = 64 << 20  # of the write-ahead log, once what was in it has been written back
 _BATCHES = """
 CREATE TABLE batches (
     key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -79,6 +80,7 @@ def open_tables(path: Path) -> sqlite3.Connection:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         if version != _VERSION:
             made = _BATCHES + _OTHERS if version == 0 else _FROM_1
             # Else what refers to the table would go with its old name.

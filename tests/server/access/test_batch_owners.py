@@ -174,6 +174,8 @@ def test_a_journal_from_before_ids_were_each_owner_s(tmp_path: Path, more: str, 
     with contextlib.closing(Journal(tmp_path, 1 << 20)) as journal:
         journal.cancel("old", owner)
         journal.delete("old", owner)
+        while journal.sweep():
+            pass
     with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
         for table in ("batches", "commits", "lines", "results"):
             assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)

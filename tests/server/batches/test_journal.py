@@ -198,7 +198,34 @@ def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(JournalFull, match=r"at most 200,000 are allowed \(server.batch_gib\)"):
             journal.append("b", "m", 1, [NewLine("y" * 100_000)], commit=True)
         journal.delete("b")
+        while journal.sweep():
+            pass
         journal.append("b", "m", 0, [NewLine("y" * 100_000)], commit=True)
+
+
+def test_what_is_forgotten_goes_bit_by_bit_and_its_room_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much it is, others have their turn in between; and nobody sees it meanwhile."""
+    monkeypatch.setattr(journal_module, "_SWEEP_S", -1.0)  # a line each time
+    monkeypatch.setattr(journal_module, "_SWEEP_PAGES", 100)
+    with opened(tmp_path) as journal:
+        large = [NewLine("x" * 1_000_000, "an error") for _ in range(5)]
+        for name, owner in (("b", "alice"), ("c", "")):
+            journal.append(name, "m", 0, large, commit=False, owner=owner, note="a note")
+            journal.delete(name, owner)
+        journal.append("b", "m", 0, lines(2), commit=True, owner="alice")
+        turns = 0
+        while turns == 0 or journal.sweep() or journal.shrink():
+            turns += 1
+            assert journal.status("b", "alice").num_lines == 2
+            assert [each.batch_id for each in journal.noted("", after=None, limit=9)] == []
+            for name in ("1", "2"):
+                with pytest.raises(UnknownBatch):
+                    journal.status(name)
+        assert turns > 2 * (5 + 5) + 10
+        assert [work.line for work in journal.waiting("m", START, 9)] == [0, 1]
+    assert journal.path.stat().st_size < 100_000
 
 
 def test_cleaning_forgets_what_is_old_and_not_being_served(tmp_path: Path) -> None:
