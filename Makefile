@@ -33,7 +33,7 @@ serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." fo
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-slow: $(READY) ## notebooks, compilers, interpreted kernels and benches that take most of a minute
+test-slow: $(READY) ## notebooks, compilers, interpreted kernels, pages and benches that take most of a minute
 	$(BIN)/python -m pytest $(WORKERS) -m slow --ignore=tests/hosts $(ARGS)
 
 test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes

@@ -98,6 +98,7 @@ def test_a_workload_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nowhere.csv" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_times_simulations(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policies=sarathi,aptserve_kv", "--workload=fixed:64x8x20", "--json"]
     assert cli.main(["simulate", *argv]) == 0

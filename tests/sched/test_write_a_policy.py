@@ -55,6 +55,7 @@ def test_the_order_of_the_first_example_ages(tmp_path: Path) -> None:
     assert short not in drive.plans[0]
 
 
+@pytest.mark.slow
 def test_the_load_of_the_page_shows_what_the_first_example_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def azure_trace(count: int) -> str:
     return "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n"
 
 
+@pytest.mark.slow
 def test_the_experiment_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     arguments = ["--quick", "--jobs=1", f"--out={tmp_path}", f"--azure={trace}"]

@@ -48,6 +48,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert accelgen.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelgen, "run", refuse)
     assert accelgen.main(["--jobs=1", f"--out={tmp_path}", f"--numbers={NUMBERS}"]) == 0

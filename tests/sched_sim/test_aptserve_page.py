@@ -28,6 +28,7 @@ def figures_of(page: str) -> list[str]:
     return [line.split("](")[1].rstrip(")") for line in page.splitlines() if line[:2] == "!["]
 
 
+@pytest.mark.slow
 def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--quick", "--jobs=1"]
     assert aptserve.main([*arguments, f"--out={tmp_path}"]) == 0
@@ -51,6 +52,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert aptserve.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aptserve, "run", refuse)
     numbers = DOCS / "figures" / "aptserve.json"

@@ -22,6 +22,7 @@ def figures_of(page: str) -> list[str]:
     return [line.split("](")[1].rstrip(")") for line in page.splitlines() if line[:2] == "!["]
 
 
+@pytest.mark.slow
 def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--quick", "--jobs=1"]
     assert bros.main([*arguments, f"--out={tmp_path}"]) == 0
@@ -47,6 +48,7 @@ def test_the_experiment_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bros.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NUMBERS.exists(), reason="python -m jaxserve.experiments.bros makes it")
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bros, "run", refuse)

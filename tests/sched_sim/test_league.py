@@ -224,6 +224,7 @@ def test_files_that_hold_something_else_are_refused(
         assert word in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_numbers_say(tmp_path: Path, nothing_new: None) -> None:
     assert bench.main(["league", f"--out={tmp_path}", f"--numbers={NUMBERS}"]) == 0
     text = (DOCS / "league.md").read_text()
