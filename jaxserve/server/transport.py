@@ -32,6 +32,7 @@ _BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there 
 MAX_CALL_BYTES = 17 * _MIB
 """Of a call, whichever door it comes through and however long prompts may be: to parse more of one
 string takes more than 50 ms, and nothing else runs meanwhile."""
+_READERS = 64  # of batches
 _ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
 _HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
 _IDLE_S = 300
@@ -81,7 +82,11 @@ def make_server(
     )
     asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
     server = grpc.aio.server(options=options, interceptors=asking)
-    of_batches: Mapping[str, Admission] = dict.fromkeys(batches.methods, few)
+    # Who follows a batch does so for hours.
+    reading = Admission(_READERS, "this server takes of GetBatch")
+    of_batches: Mapping[str, Admission] = {
+        name: reading if name == "GetBatch" else few for name in batches.methods
+    }
     server.add_generic_rpc_handlers(
         (
             generation,

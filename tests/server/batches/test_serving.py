@@ -13,6 +13,7 @@ from jaxserve.client import Client
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import Request, Tier
+from jaxserve.server import doors, transport
 from jaxserve.server.batches import lines as lines_module
 from jaxserve.server.batches import runner as batch_runner
 from jaxserve.server.batches.lines import Result
@@ -272,6 +273,23 @@ def test_a_full_queue_makes_batches_wait(
         engine.run()
         assert len(list(stream)) == 1
         assert len(door.results("b")) == 2
+
+
+def test_those_who_follow_keep_nobody_from_submitting(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "_FEW_CALLS", 1)
+    monkeypatch.setattr(transport, "_READERS", 1)
+    with batch_server(engine, tmp_path) as door:
+        door.submit("b", [line(max_tokens=1)])
+        pages = door.pages("b", follow=True)
+        next(pages)
+        door.submit("next", [line(max_tokens=1)])
+        with pytest.raises(grpc.RpcError, match="as many as this server takes of GetBatch"):
+            next(door.pages("next", follow=False))
+        engine.run()
+        assert [each.line for page in pages for each in page.results] == [0]
+        assert len(door.results("next")) == 1
 
 
 def test_cancelling_ends_what_runs_and_what_waits(door: BatchDoor, engine: FakeEngine) -> None:
