@@ -48,8 +48,10 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/python -m jaxserve.bench soak $(ARGS)
 
+# Its tests take longer than what counts as a hang, and to show where running threads are may crash.
 fuzz: $(READY) ## hostile strings and values through both doors, for an hour; MINUTES=5 for less
-	JAXSERVE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 tests/server/test_fuzz.py $(ARGS)
+	JAXSERVE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -o faulthandler_timeout=0 \
+		tests/server/test_fuzz.py $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
 	$(BIN)/python -m jaxserve.deploy.demo $(ARGS)
