@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.bench import cli as bench
-from jaxserve.experiments.league import collect, store
+from jaxserve.experiments.league import cli, collect, store
 from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers, run
 from jaxserve.sched import registry
@@ -139,6 +139,7 @@ def test_an_interrupt_loses_nothing(
         return run(case)
 
     monkeypatch.setattr(collect, "run", interrupted)
+    monkeypatch.setattr(cli, "DOCS", str(tmp_path))  # whose runs are known, too, while they are new
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 130
     assert len(rows_of(tmp_path)) == 13 + 7
     left[0] = 24 - 20

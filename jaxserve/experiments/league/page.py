@@ -38,9 +38,8 @@ def write_page(
         lines += ["## Who wins where", ""]
     lines += [WINNERS, "", winners(standings), "", "## All policies", ""]
     where = standings.found.machine
-    fair = OVERTAKEN if standings.knows("overtaken") else ""
     load = where["load_average"]
-    lines += [OVERALL.format(cores=where["cores"], cpu=where["cpu"], load=load, fair=fair)]
+    lines += [OVERALL.format(cores=where["cores"], cpu=where["cpu"], load=load)]
     lines += ["", overall(standings), ""]
     for system in dict.fromkeys(point.system for point in standings.points):
         lines += _system(standings, system, out)
@@ -78,13 +77,10 @@ six requests, mean over the workloads whose best schedule was found and proven \
 (`jaxserve.sched.optimal`; outputs cut to six tokens, half of the memory that all would need, \
 nothing but K and V). *Plan*: median of the CPU \
 time that one plan takes with so many requests, on a machine of {cores} cores ({cpu}), with \
-nothing of the league running beside it; the load average was {load:g}.{fair} All else on this \
-page is simulated and does not depend on the machine."""
-
-OVERTAKEN = """ \
-*Overtaken*: the longest that a request of a run waited while later ones of its own tier and class \
-were served, from its arrival or its last token to the last token of one that came after it; the \
-longest and the median of all runs."""
+nothing of the league running beside it; the load average was {load:g}. *Overtaken*: the \
+longest that a request of a run waited while later ones of its own tier and class were served, \
+from its arrival or its last token to the last token of one that came after it; the longest and \
+the median of all runs. All else on this page is simulated and does not depend on the machine."""
 
 
 def _system(standings: Standings, system: str, out: Path) -> list[str]:

@@ -70,10 +70,6 @@ class Standings:
         best = self._best[point]
         return self.mean(point, policy, "goodput") / best if best else 1.0
 
-    def knows(self, name: str) -> bool:
-        """Whether any run has that number of `LeagueNumbers`."""
-        return any(getattr(one, name) is not None for one in self.found.runs.values())
-
     def overtaken(self, policy: str) -> tuple[float, float]:
         """The longest and the median over all of its runs, seconds. ValueError if none has it."""
         runs = self.found.runs.items()

@@ -25,8 +25,7 @@ def overall(standings: Standings) -> str:
     worst, plans, and the cut-down cases."""
     sizes = sorted(next(iter(standings.found.plans.values())))
     header = ["policy", *LOADS, "all", "worst", "where", "optimum"]
-    fair = standings.knows("overtaken")
-    header += ["longest overtaken, s", "median, s"] if fair else []
+    header += ["longest overtaken, s", "median, s"]
     header += [f"plan of {size:,}, ms" for size in sizes]
     rows = []
     for policy in standings.policies:
@@ -40,7 +39,7 @@ def overall(standings: Standings) -> str:
                 f"{100 * standings.relative(worst, policy):.1f}",
                 f"{worst.workload}, {worst.load}, {_short(worst.system)}",
                 "-" if gap is None else f"{100 * gap:+.1f}",
-                *(f"{value:.2f}" for value in (standings.overtaken(policy) if fair else ())),
+                *(f"{value:.2f}" for value in standings.overtaken(policy)),
                 *(f"{plans[size]:.2f}" for size in sizes),
             ]
         )
@@ -67,20 +66,15 @@ def winners(standings: Standings) -> str:
 
 def typical(standings: Standings, system: str, load: str) -> str:
     """A row a policy: medians over the workloads on that system at that load."""
-    points, numbers = standings.where(system=system, load=load), _known(standings)
+    points = standings.where(system=system, load=load)
     rows = []
     for policy in standings.policies:
         row = [f"`{label(policy)}`", f"{100 * standings.share(policy, points):.1f}"]
-        for name, _, factor, form in numbers:
+        for name, _, factor, form in NUMBERS:
             value = standings.typical(policy, points, name)
             row.append("-" if value is None else format(factor * value, form))
         rows.append(row)
-    return table(["policy", "of the best, %", *(title for _, title, _, _ in numbers)], rows)
-
-
-def _known(standings: Standings) -> list[tuple[str, str, float, str]]:
-    """Those of NUMBERS that the runs have."""
-    return [number for number in NUMBERS if standings.knows(number[0])]
+    return table(["policy", "of the best, %", *(title for _, title, _, _ in NUMBERS)], rows)
 
 
 # Of `LeagueNumbers`: what the page calls it, in which unit, and how it is written.
@@ -100,7 +94,7 @@ NUMBERS = (
 def details(standings: Standings, system: str, workload: str, load: str) -> str:
     """A row a policy, the best first: means over the seeds with their intervals."""
     point = Point(system, workload, load)
-    numbers = [*_known(standings), *(TIERS if _two_tiers(workload) else ())]
+    numbers = [*NUMBERS, *(TIERS if _two_tiers(workload) else ())]
     rows = []
     for policy in [*standings.own, *standings.ranked([point])]:
         row = [f"`{label(policy)}`"]
