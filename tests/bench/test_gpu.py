@@ -192,6 +192,7 @@ def test_errors_are_counted() -> None:
     assert wrong_share(jnp.asarray([3.0, 4.0]), np.array([3.0, np.nan])) == 0.5
 
 
+@pytest.mark.slow
 def test_hidden_and_kv_steps_compute_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a first token: the cache holds nothing but what the step itself wrote. Its tables are as
     wide as TOY's, and so the compiled steps are the same."""

@@ -27,6 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_timing, "MOST", 3)
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_kernel(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["kernels", "--model=tiny", "--dtype=float32", "--json", *TOY]
     assert cli.main(flags) == 0

@@ -26,7 +26,10 @@ SMALL = {
 
 @pytest.mark.parametrize(
     "backend",
-    ["numba", "triton-interpret", pytest.param("tpu-interpret", marks=pytest.mark.slow)],
+    [
+        "numba",
+        *(pytest.param(f"{name}-interpret", marks=pytest.mark.slow) for name in ("triton", "tpu")),
+    ],
 )
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str

@@ -14,6 +14,8 @@ from nbclient import NotebookClient
 from jaxserve import __version__
 from tests.notebooks.packages import ROOT, clone, install
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
 

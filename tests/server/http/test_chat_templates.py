@@ -10,6 +10,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PATIENCE = 60
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -25,6 +27,7 @@ def call(address: str, path: str, body: object = None) -> tuple[int, dict[str, o
     return found
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_stops_neither_health_nor_sigterm(tmp_path: Path) -> None:
     source = "{% if mood %}" + LOOP + "{% endif %}{{ messages[0].content }}"
     (tmp_path / "chat_template.jinja").write_text(source)
