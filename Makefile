@@ -59,9 +59,10 @@ scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; A
 scale-test: $(VENV)/.ray ## a Ray cluster whose replicas are scaled and killed while clients stream
 	$(BIN)/python -m pytest -m ray -s tests/deploy $(ARGS)
 
-lint: $(READY) ## ruff, mypy and hadolint
+lint: $(READY) ## ruff, import-linter, mypy and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 

@@ -1,1 +1,1 @@
-"""Which policy to serve with."""
+"""Which policy to serve with: all of them simulated on one's own traffic."""

@@ -1,4 +1,4 @@
-"""Compiles kernels and model steps for GPUs and TPUs with their real compilers, without either."""
+"""Compiles kernels and steps for GPUs and TPUs with their real compilers, on machines without."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""The simulator's command."""
+"""The simulator's command: sweeps over policies, rates and seeds, capacities, tables and traces."""

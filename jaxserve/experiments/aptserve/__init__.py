@@ -1,1 +1,1 @@
-"""docs/aptserve.md: Apt-Serve's claims against the simulator and the engine."""
+"""Makes docs/aptserve.md: what Apt-Serve claims, and what simulator and engine say."""

@@ -1,1 +1,1 @@
-"""docs/infermax.md: InferMax's claims against the simulator."""
+"""Makes docs/infermax.md: what InferMax claims, and what the simulator says."""

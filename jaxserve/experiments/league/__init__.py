@@ -1,1 +1,1 @@
-"""The league table: every policy on every workload of the four papers, simulated."""
+"""Makes docs/league.md: every policy on every workload of the four papers, simulated."""

@@ -1,1 +1,1 @@
-"""docs/scale.md: one stream of requests before many replicas, simulated."""
+"""Makes docs/scale.md: one stream of requests before many replicas, simulated."""

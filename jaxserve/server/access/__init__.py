@@ -1,1 +1,1 @@
-"""Who may call, over what."""
+"""API keys and their limits, and TLS."""

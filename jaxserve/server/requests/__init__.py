@@ -1,1 +1,1 @@
-"""From any door of the server to the engine and back: `EngineRequests` in requests.py."""
+"""From HTTP and gRPC to the engine and back: requests, admission, streams, outcomes."""

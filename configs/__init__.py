@@ -1,0 +1,1 @@
+"""Presets: one `get_config()` a file."""

@@ -1,0 +1,1 @@
+"""Scheduling: requests, blocks, plans and policies, and what plans cost; NumPy only."""
