@@ -1,4 +1,5 @@
-"""What a request keeps in its cache blocks, and from which end it fills them.
+"""What a request keeps in its cache blocks, who may keep hidden vectors there, and from which end
+blocks are filled.
 
 The values are those of `jaxserve.pallas_kernels.batch`, which knows nobody above it.
 """
@@ -26,3 +27,34 @@ class Direction(enum.IntEnum):
 # Looking a member up in an enum takes longer than the comparison it is for.
 KV, HIDDEN = map(int, CacheKind)
 LEFT, RIGHT = map(int, Direction)
+
+
+ABSORBED, PROJECTED = "absorbed", "projected"
+HIDDEN_READS = (ABSORBED, PROJECTED)
+"""How hidden caches are read: with Wk folded into the query, or projected to K and V each time."""
+
+
+def why_no_hidden_caches(d_model: int, num_heads: int, kv_heads: int, head_dim: int) -> str | None:
+    """Why a model of this shape has no hidden caches; None if it has.
+
+    A token's hidden vector has to be smaller than its K and V together, and of the size of one of
+    them, which is what a block holds. So the engine, the simulator and the compile check ask here.
+    """
+    kv_width = kv_heads * head_dim
+    if d_model >= 2 * kv_width:
+        return (
+            f"a hidden vector has {d_model} elements, no fewer than the {2 * kv_width} of K and V, "
+            f"which groups of {num_heads // kv_heads} heads share"
+        )
+    if kv_heads != num_heads or d_model != kv_width:
+        return (
+            f"a hidden vector has {d_model} elements, and {kv_heads} KV heads of {head_dim} for "
+            f"{num_heads} heads make up blocks of another size"
+        )
+    return None
+
+
+def default_hidden_read(*, rotary: bool) -> str:
+    """How hidden caches are read unless told otherwise. Keys that are rotated by position cannot
+    have Wk folded into the query."""
+    return PROJECTED if rotary else ABSORBED

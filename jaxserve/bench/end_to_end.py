@@ -20,7 +20,6 @@ from jaxserve.bench.kernel_inputs import Heads
 from jaxserve.bench.target import EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.build import build_engine
-from jaxserve.engine.hidden import ABSORBED
 from jaxserve.engine.layout import Layout, Rows
 from jaxserve.engine.sampling import Newest
 from jaxserve.engine.sizing import choose_block_size
@@ -30,6 +29,7 @@ from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import get_family
 from jaxserve.pallas_kernels import HIDDEN, KV, row_major
 from jaxserve.sched.block_sizes import blocks_for
+from jaxserve.sched.kinds import ABSORBED
 from jaxserve.weights import fuse_loaded, load_params
 
 Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]

@@ -13,6 +13,7 @@ import numpy as np
 import jaxserve
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
+from jaxserve.sched.kinds import why_no_hidden_caches
 from jaxserve.weights import load_config, load_preset
 
 TINY = "tiny"
@@ -35,8 +36,9 @@ class Heads:
 
     @property
     def offers_hidden(self) -> bool:
-        """Whether hidden caches can be: only where a hidden vector is smaller than K and V."""
-        return self.num_heads == self.kv_heads
+        """Whether a model with such heads can have hidden caches."""
+        shape = self.width, self.num_heads, self.kv_heads, self.head_dim
+        return why_no_hidden_caches(*shape) is None
 
 
 @dataclass(frozen=True)

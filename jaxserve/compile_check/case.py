@@ -25,6 +25,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
+from jaxserve.sched.kinds import why_no_hidden_caches
 
 TINY = "tiny"
 MEMORY_FRACTION = 0.9  # the engine's default
@@ -88,9 +89,10 @@ class Case:
 
     @property
     def offers_hidden(self) -> bool:
-        """A hidden vector is what its layer's K is in size."""
+        """Whether the model can have hidden caches."""
         config = self.config
-        return self.pool_heads * config.head_dim == config.d_model
+        shape = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+        return why_no_hidden_caches(*shape) is None
 
     @functools.cached_property
     def buckets(self) -> Buckets:

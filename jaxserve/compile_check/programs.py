@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
-from jaxserve.engine.hidden import ABSORBED, PROJECTED, make_widen
+from jaxserve.engine.hidden import make_widen
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.prompt_step import make_prompt_step
 from jaxserve.engine.sampling import Newest
@@ -23,6 +23,7 @@ from jaxserve.models.fused import fused_specs
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
+from jaxserve.sched.kinds import default_hidden_read
 
 MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
 POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
@@ -77,7 +78,7 @@ def _params(case: Case, model: StepModel) -> Any:
 def _model(case: Case, *, hidden: bool) -> StepModel:
     """hidden: with caches of both kinds, read as the engine's auto has it."""
     mesh = case.mesh if case.shards > 1 else None
-    read = (ABSORBED if case.config.rope is None else PROJECTED) if hidden else None
+    read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
     unroll = unrolls(case.target.platform)
     return StepModel(case.family, case.config, case.backend, mesh, unroll, read, length)

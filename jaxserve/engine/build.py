@@ -20,7 +20,6 @@ from jaxserve.engine.detokenize import Tokenizer, load_tokenizer
 from jaxserve.engine.engine import Engine, EngineOptions
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.executor import Executor
-from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.hosting import BUILD, lead, share_fate
 from jaxserve.engine.leading import LeaderExecutor
 from jaxserve.engine.model_options import tokenizer_path
@@ -32,6 +31,7 @@ from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.seat import Seat
 from jaxserve.progress import Show, shown
+from jaxserve.sched.kinds import PROJECTED
 from jaxserve.sched.online_cost import OnlineCostModel
 from jaxserve.sched.registry import full_name
 from jaxserve.sched.scheduler import Scheduler

@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 from jaxserve.engine.buckets import Buckets, make_buckets
 from jaxserve.engine.errors import ConfigError
-from jaxserve.engine.hidden import ABSORBED, PROJECTED
 from jaxserve.engine.hidden_options import choose_read, given_rho
 from jaxserve.engine.model_options import choose_dtype, choose_max_len, load_shape
 from jaxserve.engine.sampling_state import MAX_EOS
@@ -33,6 +32,7 @@ from jaxserve.models import sharding
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
 from jaxserve.sched.block_sizes import blocks_a_plane
+from jaxserve.sched.kinds import ABSORBED, PROJECTED
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import request_bytes

@@ -31,9 +31,8 @@ from jaxserve.pallas_kernels import (
     stage_out,
     write,
 )
+from jaxserve.sched.kinds import ABSORBED
 
-ABSORBED, PROJECTED = "absorbed", "projected"
-READS = (ABSORBED, PROJECTED)
 FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
 
 

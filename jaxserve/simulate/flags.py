@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
+from jaxserve.sched.kinds import HIDDEN_READS
 from jaxserve.sched.simulation import simulator
-from jaxserve.sched.simulation.hardware import HIDDEN_READS
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.sched.workloads.specs import ARRIVALS
 from jaxserve.sched.workloads.workload import WorkloadError
@@ -105,7 +105,12 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     """Adds the flags of the system and of the workload. system: the default, for the help."""
     add = parser.add_argument
     add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({system})")
-    add("--hidden_read", choices=HIDDEN_READS, default="auto", help="of MODEL@DEVICE (auto)")
+    add(
+        "--hidden_read",
+        choices=("auto", *HIDDEN_READS),
+        default="auto",
+        help="of MODEL@DEVICE (auto)",
+    )
     add("--workload", help="see above")
     add("--replay", type=_path, metavar="PATH", help="a recording, instead of --workload")
     add("--num_requests", type=positive_int, help="of a sampler (1000), or the first of a trace")

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-HIDDEN_READS = ("auto", "absorbed", "projected")
+from jaxserve.sched.kinds import (
+    ABSORBED,
+    HIDDEN_READS,
+    default_hidden_read,
+    why_no_hidden_caches,
+)
+
 READ_EFFICIENCY = 0.94  # of memory bandwidth: llama-2-7b@a100's decode KV slope, 1.92 of 2.04 TB/s
 # Of the link to the host. Reported: 25 of an A100's 32 GB/s (github.com/ZaidQureshi/bam/issues/54),
 # and 52.8 from, but 35 to, an H100 of 64 GB/s (github.com/NVIDIA/nvbandwidth/issues/24).
@@ -112,13 +118,14 @@ def moved_slot(model: Model, device: Device) -> dict[str, float]:
 
 
 def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
-    """How the model's hidden caches are read; None where a hidden vector is not smaller than K and
-    V, so that nobody wants one. wanted: one of HIDDEN_READS; `auto` is absorbed where positions are
-    not rotary, else projected. ValueError for a read that the model does not have."""
-    if wanted not in HIDDEN_READS:
-        raise ValueError(f"hidden_read must be one of {', '.join(HIDDEN_READS)}, got {wanted!r}")
-    if wanted == "absorbed" and model.rotary:
+    """How the model's hidden caches are read; None where it has none (`why_no_hidden_caches`).
+    wanted: auto or one of HIDDEN_READS. ValueError for a read that the model does not have."""
+    if wanted not in ("auto", *HIDDEN_READS):
+        known = ", ".join(("auto", *HIDDEN_READS))
+        raise ValueError(f"hidden_read must be one of {known}, got {wanted!r}")
+    if wanted == ABSORBED and model.rotary:
         raise ValueError("hidden_read=absorbed needs a model without rotary positions")
-    if model.hidden_bytes >= model.kv_bytes:
+    shape = model.d_model, model.heads, model.kv_heads, model.head_dim
+    if why_no_hidden_caches(*shape) is not None:
         return None
-    return wanted if wanted != "auto" else ("projected" if model.rotary else "absorbed")
+    return default_hidden_read(rotary=model.rotary) if wanted == "auto" else wanted

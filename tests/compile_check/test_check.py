@@ -31,7 +31,11 @@ from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.ptx import parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
 from jaxserve.engine import step_model
+from jaxserve.engine.hidden_options import choose_read
 from jaxserve.engine.sizing import choose_block_size
+from jaxserve.models.presets import preset_names
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.simulation.hardware import Model, hidden_read_of
 
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")
@@ -325,3 +329,25 @@ def test_the_documented_table_has_every_target_and_model() -> None:
                 assert re.search(rf"^\| {label} \| {program} \|", part, re.MULTILINE), label
     for bad in ("FAILED", "not checked", "**failed**", "**no**"):
         assert bad not in page
+
+
+@pytest.mark.parametrize("name", ["tiny", *preset_names()])
+def test_who_may_have_hidden_caches_is_one_rule(name: str) -> None:
+    """The engine, the compile check and the simulator agree, on qwen3-0.6b too: its hidden vectors
+    are as large as its K, which two heads share."""
+    _, config = model_shape(name)
+    read = choose_read("auto", "aptserve", make_policy("aptserve"), config)
+    shape = Model(
+        config.num_layers,
+        config.d_model,
+        config.d_ff,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.vocab_size,
+        rotary=config.rope is not None,
+    )
+    assert hidden_read_of(shape) == read
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("tensor",))
+    case = make_case(name, host(1 << 60), mesh, SIZES, "xla")
+    assert case.offers_hidden == (read is not None)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.hidden import ABSORBED, PROJECTED
 from jaxserve.engine.layout import Layout, Rows
 from jaxserve.engine.sampling import Newest
 from jaxserve.engine.step_model import StepModel
@@ -20,6 +19,7 @@ from jaxserve.engine.steps import make_model_step
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, row_major
+from jaxserve.sched.kinds import ABSORBED, PROJECTED
 from jaxserve.weights import load_params
 from tests.engine.harness import SHAPES
 

@@ -19,13 +19,12 @@ from jaxserve.engine.build import assemble
 from jaxserve.engine.choices import Choices, choose
 from jaxserve.engine.detokenize import load_tokenizer
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.layout import Layout
 from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.stats import Observer, StepStats
 from jaxserve.progress import Show
 from jaxserve.sched.cost_model import CostModel, LinearCostModel
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.kinds import PROJECTED, CacheKind
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.requests import Requests

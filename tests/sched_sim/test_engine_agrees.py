@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxserve.engine import choices
-from jaxserve.engine.hidden import PROJECTED
 from jaxserve.engine.sizing import GIB
 from jaxserve.sched.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.kinds import PROJECTED
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
