@@ -1,10 +1,12 @@
-"""What a router needs to know of a call before it is sent anywhere: how long its prompts are, and
+"""What a router needs to know of a call before it is sent anywhere: how much it has to compute, and
 what it was promised."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import numpy as np
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.detokenize import FILE_NAME, load_tokenizer
 from jaxserve.engine.errors import QueueFull
-from jaxserve.sched.request import SLO, InvalidRequest, Tier
-from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.request import MAX_N, SLO, InvalidRequest, Tier
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server import convert
 from jaxserve.server.http import options
 from jaxserve.server.http.bodies import parse
+from jaxserve.server.http.chat import render_chat
+from jaxserve.server.http.completions import prompts_of
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.schema import ChatRequest, CompletionRequest, Generation
 from jaxserve.server.proto import generation_pb2 as pb
@@ -25,12 +29,14 @@ from jaxserve.server.requests.chat_template import load_chat_template
 from jaxserve.server.requests.slo_classes import named, slo_classes
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_KINDS: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
 _MANY_TOKENS = 1 << 30  # of a text that is too long to be served, and will be refused
 
 
-class Asks:
-    """By the tokenizer, the chat template and the SLO classes of a config."""
+class RoutingRequestBuilder:
+    """Makes them of calls, by the tokenizer, the chat template and the SLO classes of a config. For
+    a call that a replica will refuse it makes NOTHING: the replica says what is wrong."""
 
     def __init__(self, config: Any) -> None:
         path = Path(config.model.path).expanduser()
@@ -39,67 +45,66 @@ class Asks:
         self._template = load_chat_template(config.model.path)
         self._classes = slo_classes(config)
 
-    async def of_http(self, path: str, body: bytes) -> Ask:
-        """Of a body sent to a path of the HTTP door."""
-        kind: type[Generation] | None = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}.get(
-            path
-        )  # type: ignore[assignment]
+    async def from_http(self, path: str, body: bytes) -> RoutingRequest:
+        """Of a body sent to a path of the HTTP frontend."""
+        kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
-        if len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own):
-            return await asyncio.to_thread(self._of_body, kind, body)
-        return self._of_body(kind, body)
+        slow = len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own)
+        return await _made(functools.partial(self._from_body, kind, body), slow=slow)
 
-    async def of_grpc(self, message: pb.GenerateRequest) -> Ask:
+    async def from_grpc(self, message: pb.GenerateRequest) -> RoutingRequest:
         """Of a message of Generate."""
-        if len(message.text) > _INLINE_CHARS:
-            return await asyncio.to_thread(self._of_message, message)
-        return self._of_message(message)
+        slow = len(message.text) > _INLINE_CHARS
+        return await _made(functools.partial(self._from_message, message), slow=slow)
 
-    def _of_body(self, kind: type[Generation], body: bytes) -> Ask:
-        try:
-            call = parse(body, kind)
-            slo, slo_class = options.targets(call)
-            return self._ask(self._tokens(call), slo, options.tier(call), slo_class)
-        except (ApiError, InvalidRequest, QueueFull):  # the replica will say what is wrong
+    def _from_body(self, kind: type[Generation], body: bytes) -> RoutingRequest:
+        call = parse(body, kind)
+        slo, slo_class = options.targets(call)
+        n = 1 if call.n is None else call.n
+        return self._request(self._lengths(call), n, slo, options.tier(call), slo_class)
+
+    def _from_message(self, message: pb.GenerateRequest) -> RoutingRequest:
+        length = self._length(message.text) if message.text else len(message.token_ids.ids)
+        n = message.sampling.n if message.sampling.HasField("n") else 1
+        tier = convert.TIERS.get(message.tier)
+        return self._request([length], n, convert.slo(message.slo), tier, message.slo_class)
+
+    def _request(
+        self, lengths: Sequence[int], n: int, slo: SLO, tier: Tier | None, slo_class: str
+    ) -> RoutingRequest:
+        """lengths: tokens of each prompt. n: continuations of each."""
+        if not 1 <= n <= MAX_N:
             return NOTHING
-
-    def _of_message(self, message: pb.GenerateRequest) -> Ask:
-        try:
-            tokens = self._length(message.text) if message.text else len(message.token_ids.ids)
-            tier = convert.TIERS.get(message.tier)
-            return self._ask(tokens, convert.slo(message.slo), tier, message.slo_class)
-        except InvalidRequest:
-            return NOTHING
-
-    def _ask(self, tokens: int, slo: SLO, tier: Tier | None, slo_class: str) -> Ask:
         level = named(self._classes, slo_class).with_own(slo, tier)
         of = {name: getattr(level.slo, name) for name in ("ttft", "tbt", "jct")}
         targets: Mapping[str, float] = {
             name: np.inf if target is None else target for name, target in of.items()
         }
-        return Ask(max(tokens, 1), int(level.tier), **targets)
+        mean = math.ceil(sum(lengths) / len(lengths))
+        return RoutingRequest(max(mean, 1), int(level.tier), **targets, sequences=n * len(lengths))
 
-    def _tokens(self, call: Generation) -> int:
+    def _lengths(self, call: Generation) -> list[int]:
         if isinstance(call, ChatRequest):
-            messages = [message.plain() for message in call.messages]
-            generation = call.add_generation_prompt
-            text = self._template.render(
-                messages, add_generation_prompt=generation, kwargs=call.chat_template_kwargs
-            )
-            return self._length(text)
+            text = render_chat(self._template, call).result()
+            return [self._template.encode(text, self._length)]
         assert isinstance(call, CompletionRequest)
-        given = call.prompt
-        if isinstance(given, str):
-            return self._length(given)
-        return sum(
-            1 if isinstance(one, int) else self._length(one) if isinstance(one, str) else len(one)
-            for one in given
-        )
+        return [
+            self._length(prompt) if isinstance(prompt, str) else len(prompt)
+            for prompt in prompts_of(call)
+        ]
 
-    def _length(self, text: str) -> int:
+    def _length(self, text: str, *, special: bool = True) -> int:
         """Its tokens; one a character where nobody knows."""
         try:
-            return len(self._tokenizer.encode(text, _MANY_TOKENS))
+            return len(self._tokenizer.encode(text, _MANY_TOKENS, special=special))
         except InvalidRequest:
             return len(text)
+
+
+async def _made(make: Callable[[], RoutingRequest], *, slow: bool) -> RoutingRequest:
+    """slow: beside the event loop."""
+    try:
+        return await asyncio.to_thread(make) if slow else make()
+    except (ApiError, InvalidRequest, QueueFull):
+        return NOTHING

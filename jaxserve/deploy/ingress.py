@@ -20,14 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.deploy.asks import Asks
+from jaxserve.deploy.asks import RoutingRequestBuilder
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.metrics import page
 from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay
 from jaxserve.deploy.replicas import ASK, AVOID, NOTHING
 from jaxserve.deploy.told import Told, by_http, by_rpc
-from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.http.doorkeeper import limited
 from jaxserve.server.http.errors import ApiError, retry_after
 from jaxserve.server.http.sse import event
@@ -49,7 +49,7 @@ class Ingress:
     """engine: the deployment of the engines. flags: theirs."""
 
     def __init__(self, engine: DeploymentHandle, flags: Sequence[str] = ()) -> None:
-        self._asks = Asks(replica_config(flags))
+        self._routing_requests = RoutingRequestBuilder(replica_config(flags))
         self._engine = engine
         self._http = engine.options(stream=True, method_name="http")
         self._grpc = engine.options(stream=True, method_name="grpc")
@@ -96,13 +96,13 @@ class Ingress:
                 for message in _whole(page(await self._metrics()), CONTENT_TYPE_LATEST):
                     yield message
                 return
-        ask = await self._asks.of_http(path, body)
+        ask = await self._routing_requests.from_http(path, body)
         async with aclosing(self._relayed(ask, plain, body)) as messages:
             async for message in messages:
                 yield message
 
     async def _relayed(
-        self, ask: Ask, scope: Mapping[str, Any], body: bytes
+        self, ask: RoutingRequest, scope: Mapping[str, Any], body: bytes
     ) -> AsyncGenerator[Message, None]:
         """What a replica answers."""
         send_to = functools.partial(self._pieces, self._http, ask, scope, body)
@@ -153,7 +153,7 @@ class Ingress:
         self, message: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """jaxserve.v1.Generation.Generate."""
-        ask = await self._asks.of_grpc(message)
+        ask = await self._routing_requests.from_grpc(message)
         async with aclosing(self._rpc("Generate", message, grpc_context, ask)) as answers:
             async for raw in answers:
                 yield pb.GenerateResponse.FromString(raw)
@@ -166,7 +166,7 @@ class Ingress:
         return pb.GetServerInfoResponse.FromString(found[0])
 
     async def _rpc(
-        self, name: str, message: Any, context: RayServegRPCContext, ask: Ask
+        self, name: str, message: Any, context: RayServegRPCContext, ask: RoutingRequest
     ) -> AsyncGenerator[bytes, None]:
         """Its messages. Raises CallFailed, with the status in the context."""
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
@@ -185,7 +185,7 @@ class Ingress:
             code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
             _fail(context, code, str(_problem(error)))
 
-    async def _pieces(self, method: Any, ask: Ask, *given: Any) -> Pieces:
+    async def _pieces(self, method: Any, ask: RoutingRequest, *given: Any) -> Pieces:
         """What one replica answers. given: arguments, and last the name of one that is to be
         avoided, or "". Raises ReplicaLost where it is gone."""
         *arguments, avoided = given

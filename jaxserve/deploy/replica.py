@@ -22,7 +22,7 @@ from jaxserve.deploy.replicas import SNAPSHOT
 from jaxserve.deploy.tally import Tally
 from jaxserve.deploy.told import Told, by_http, by_rpc, first
 from jaxserve.engine.errors import EngineStopped, HostLost
-from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.doors import Doors, make_endings
 from jaxserve.server.http.app import build_app
@@ -84,7 +84,7 @@ class EngineReplica:
     # Calls.
 
     async def http(
-        self, scope: Mapping[str, Any], body: bytes, *, ask: Ask, avoid: str = ""
+        self, scope: Mapping[str, Any], body: bytes, *, ask: RoutingRequest, avoid: str = ""
     ) -> Parts:
         """An HTTP call: ASGI messages. ask, avoid: for the router, which has sent it here. Raises
         Unserved."""
@@ -100,7 +100,7 @@ class EngineReplica:
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
         *,
-        ask: Ask,
+        ask: RoutingRequest,
         avoid: str = "",
     ) -> Parts:
         """An RPC of jaxserve.v1.Generation, as `call_grpc`. ask, avoid: likewise. Raises

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Snapshot
 
@@ -15,7 +15,7 @@ ASK = "ask"
 """The keyword argument of a call that says what it asks for."""
 AVOID = "avoid"
 """The one that names the replica which has just said that it serves no more."""
-NOTHING = Ask(1)
+NOTHING = RoutingRequest(1)
 """Of a call that generates nothing, or that will be refused."""
 SNAPSHOT = "snapshot"
 """What a replica's routing statistics call its snapshot."""
@@ -53,12 +53,12 @@ class Replicas:
                 length = one.mean_output or statistics.fmean(outputs)
                 self._fleet.hear(self._places[name], replace(one, mean_output=length))
 
-    def choose(self, ask: Ask, now: float) -> Hashable:
+    def choose(self, ask: RoutingRequest, now: float) -> Hashable:
         """Which of them gets the request. now: seconds, on the snapshots' clock. NoReplica if there
         is none."""
         return self._names[self._router.choose(ask, now)]
 
-    def sent(self, name: Hashable, ask: Ask, now: float) -> None:
+    def sent(self, name: Hashable, ask: RoutingRequest, now: float) -> None:
         """It has been given the request."""
         if name in self._places:
             self._fleet.send(self._places[name], ask, now)

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from jaxserve.deploy.replicas import ASK, AVOID, NOTHING, SNAPSHOT, Replicas
-from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import NoReplica
 
 
@@ -61,6 +61,6 @@ class SnapshotRouter(RequestRouter):
         self._known.lose(replica_id)
 
 
-def _ask(pending: PendingRequest | None) -> Ask:
+def _ask(pending: PendingRequest | None) -> RoutingRequest:
     ask = None if pending is None else pending.kwargs.get(ASK)
-    return ask if isinstance(ask, Ask) else NOTHING
+    return ask if isinstance(ask, RoutingRequest) else NOTHING

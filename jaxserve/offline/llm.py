@@ -104,8 +104,7 @@ class LLM:
         if messages and isinstance(messages[0], Mapping):
             chats = [messages]  # type: ignore[list-item]
         texts = [self._template.render(chat, kwargs=chat_template_kwargs) for chat in chats]
-        own = self._template.own  # it writes the special tokens itself
-        prompts = [self.engine.encode(text, special=not own) for text in texts]
+        prompts = [self._template.encode(text, self.engine.encode) for text in texts]
         found = self.generate(prompts, sampling, **options)
         for request, text in zip(found, texts, strict=True):
             request.prompt = text

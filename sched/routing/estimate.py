@@ -20,11 +20,12 @@ START = 0.05  # targets that a request loses for a first token a whole target la
 
 
 def first_token(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
-    """Seconds until the request's first token. work, short: those of its tier in s."""
-    need = np.ceil(q.prompt_len / s.block_size) * PLANES
-    room = np.maximum((short + need) * s.per_block, (s.rows_short + 1.0) * s.per_row)
+    """Seconds until the first token of the last of q's sequences. work, short: those of its tier in
+    s."""
+    need = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
+    room = np.maximum((short + need) * s.per_block, (s.rows_short + q.sequences) * s.per_row)
     wait = np.maximum(np.maximum(work, room) - (now - s.time), 0.0)
-    own = q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad
+    own = q.sequences * (q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad)
     return wait + own + s.decode
 
 
@@ -33,7 +34,7 @@ def violation(s: Any, work: Any, short: Any, q: Any, now: float) -> Any:
     those that run there, each from 0 to 1; and a little for what else there is to choose by. work,
     short: as in `first_token`."""
     first = first_token(s, work, short, q, now)
-    decode = s.decode + s.row + q.prompt_len * s.read
+    decode = s.decode + q.sequences * s.row + q.sequences * q.prompt_len * s.read
     tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)
     missed = _miss(first / q.ttft) + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
     return missed + START * first / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)

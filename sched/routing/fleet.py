@@ -14,19 +14,26 @@ from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add, take
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a router sees of a request. prompt_len: tokens; tier: 0 for real-time; ttft, tbt, jct:
-    targets in seconds, inf for none."""
+class RoutingRequest:
+    """What a router sees of a call.
+
+    Attributes:
+        prompt_len: tokens of a prompt; their mean where the call has several.
+        tier: 0 for real-time.
+        ttft: target in seconds, inf for none; so are tbt and jct.
+        sequences: continuations that the engine computes, each with its prompt.
+    """
 
     prompt_len: int
     tier: int = 0
     ttft: float = np.inf
     tbt: float = np.inf
     jct: float = np.inf
+    sequences: int = 1
 
     @classmethod
-    def of(cls, request: Request) -> Ask:
-        """The request's."""
+    def from_request(cls, request: Request) -> RoutingRequest:
+        """What a router sees of it, its one continuation."""
         slo = request.slo
         ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
         return cls(len(request.prompt), int(request.tier), ttft, tbt, jct)
@@ -60,7 +67,7 @@ class Fleet:
     def __init__(self, count: int) -> None:
         self._known = _nothing_known(count)
         self.columns = Columns(self._known)
-        self._sent: list[deque[tuple[float, Ask]]] = [deque() for _ in range(count)]
+        self._sent: list[deque[tuple[float, RoutingRequest]]] = [deque() for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -100,7 +107,7 @@ class Fleet:
         known.dead = False
         self._known[replica] = tuple(vars(known).values())
 
-    def send(self, replica: int, ask: Ask, now: float) -> None:
+    def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
         """A request is sent there, now."""
         self._sent[replica].append((now, ask))
         known = self._row(replica)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.sched.routing.draws import below, drawn, seeded
 from jaxserve.sched.routing.estimate import violation
-from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 
 
 class NoReplica(LookupError):
@@ -28,7 +28,7 @@ class Lots:
     state: int
 
 
-Choose = Callable[[Fleet, np.ndarray, Lots, Ask, float], int]
+Choose = Callable[[Fleet, np.ndarray, Lots, RoutingRequest, float], int]
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Way:
     draws: bool = False
 
 
-def _round_robin(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+def _round_robin(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
     later = int(up[lots.turn :].argmax()) + lots.turn if up[lots.turn :].any() else -1
     chosen = later if later >= 0 else int(up.argmax())
     lots.turn = (chosen + 1) % len(up)
     return chosen
 
 
-def _least_loaded(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+def _least_loaded(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
     return int(np.where(up, fleet.columns.unfinished, np.inf).argmin())
 
 
-def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
     there = up.nonzero()[0]
     lots.state = drawn(lots.state)
     one = below(lots.state, len(there))
@@ -67,7 +67,7 @@ def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float)
     return second if unfinished[second] < unfinished[first] else first
 
 
-def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: Ask, now: float) -> int:
+def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
     s = fleet.columns
     work, short = s.best_effort_work, s.best_effort_short
     if ask.tier == 0:
@@ -101,7 +101,7 @@ class Router:
         self.way, self.fleet = ROUTERS[name], fleet
         self._lots = Lots(0, seeded(seed, number))
 
-    def choose(self, ask: Ask, now: float) -> int:
+    def choose(self, ask: RoutingRequest, now: float) -> int:
         """The replica that gets it; `Fleet.send` says so when it is sent. now: on the snapshots'
         clock. NoReplica if none is up."""
         up = self.fleet.up

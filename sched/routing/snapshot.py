@@ -171,10 +171,9 @@ def take(s: Any, n: Any) -> None:
 
 
 def add(s: Any, q: Any, sent: float) -> None:
-    """Adds a request that has been sent there then, with prompt_len, tier (0 for real-time) and
-    tbt."""
-    seconds = q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad
-    blocks = np.ceil(q.prompt_len / s.block_size) * PLANES
+    """Adds a `RoutingRequest` that was sent there at `sent`, in seconds."""
+    seconds = q.sequences * (q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad)
+    blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES
     # Time that went by before it came with nothing to do does nothing for it.
     gone = sent - s.time
     s.best_effort_work = max(s.best_effort_work, gone) + seconds
@@ -182,7 +181,7 @@ def add(s: Any, q: Any, sent: float) -> None:
     if q.tier == 0 or s.by_tier == 0:
         s.realtime_work = max(s.realtime_work, gone) + seconds
         s.realtime_short += blocks
-    s.rows_short += 1.0
-    s.unfinished += 1.0
-    s.decode += s.row + q.prompt_len * s.read
+    s.rows_short += q.sequences
+    s.unfinished += q.sequences
+    s.decode += q.sequences * (s.row + q.prompt_len * s.read)
     s.tbt = min(s.tbt, q.tbt)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.draws import MODULUS, drawn, seeded
-from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.observe import idle, observe
 from jaxserve.sched.routing.routers import NoReplica, Router
 from jaxserve.sched.routing.snapshot import Snapshot
@@ -74,7 +74,7 @@ class Front:
         """The replica that gets the request now, which knows of it; None if there is none."""
         router = self._routers[number % self._step]
         self._look(number % self._step, now)
-        ask = Ask.of(request)
+        ask = RoutingRequest.from_request(request)
         try:
             place = router.choose(ask, now)
         except NoReplica:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxserve.deploy.replicas import Replicas
-from jaxserve.sched.routing.fleet import Ask
+from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.observe import idle
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 
-ASK = Ask(100, ttft=1.0)
+ASK = RoutingRequest(100, ttft=1.0)
 KNOWN = {
     "prices": Prices(1e-2, 1e-4, 1e-5, 1e-7, 1e-3, 0.0, 0.0),
     "prefill_tokens": 512,

@@ -16,7 +16,7 @@ from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
 from jaxserve.sched.metrics import attained
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.routing.fleet import Ask, Fleet
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.observe import fixed, idle
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Prices
@@ -203,7 +203,7 @@ def _measured(case: Decision) -> Cost:
         fleet.hear(replica, busy)
     router, took = Router(case.router, fleet), []
     for length in rng.integers(10, 4000, 1000).tolist():
-        ask = Ask(length, 0, 1.0, 0.2)
+        ask = RoutingRequest(length, 0, 1.0, 0.2)
         begin = time.thread_time()
         fleet.send(router.choose(ask, 0.1), ask, 0.1)
         took.append(time.thread_time() - begin)

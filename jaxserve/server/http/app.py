@@ -17,7 +17,7 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batches import Batches
 from jaxserve.server.http.batch_routes import add_batch_routes
 from jaxserve.server.http.bodies import body_route
-from jaxserve.server.http.chat import chat
+from jaxserve.server.http.chat import chat, render_chat
 from jaxserve.server.http.completions import complete
 from jaxserve.server.http.console import add_console
 from jaxserve.server.http.errors import ApiError, add_handlers, record_of
@@ -117,19 +117,13 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt", "either prompt or messages is needed")
-        text, special = body.prompt or "", body.add_special_tokens
-        if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
-            text = await asyncio.wrap_future(
-                front.template.submit(
-                    messages,
-                    add_generation_prompt=body.add_generation_prompt,
-                    kwargs=body.chat_template_kwargs,
-                    tenant=record_of(http).caller.name,
-                )
-            )
-            special = not front.template.own
-        tokens = await front.requests.encode(text, special=special)
+        if body.prompt is not None:
+            encoding = front.requests.encode(body.prompt, special=body.add_special_tokens)
+        else:
+            rendering = render_chat(front.template, body, record_of(http).caller.name)
+            text = await asyncio.wrap_future(rendering)
+            encoding = front.template.encode(text, front.requests.encode)
+        tokens = await encoding
         info = front.requests.info()
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
 

@@ -18,8 +18,9 @@ from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.front import Front
 from jaxserve.server.http.generating import Generating, unless_gone
 from jaxserve.server.http.logprobs import chat_logprobs
-from jaxserve.server.http.schema import ChatRequest
+from jaxserve.server.http.schema import ChatRequest, TokenizeRequest
 from jaxserve.server.http.sse import EventStream
+from jaxserve.server.requests.chat_template import ChatTemplate
 
 
 async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
@@ -38,8 +39,8 @@ async def chat(front: Front, body: ChatRequest, http: HttpRequest) -> Response:
 async def _wanted(front: Front, body: ChatRequest, caller: Caller) -> list[Request]:
     options.check_stream_options(body)
     front.requests.check_open()
-    text = await asyncio.wrap_future(_text(front, body, caller.name))
-    prompt = await front.requests.encode(text, special=not front.template.own)
+    text = await asyncio.wrap_future(render_chat(front.template, body, caller.name))
+    prompt = await front.template.encode(text, front.requests.encode)
     return await front.build(body, [prompt], _sampling(front, body, len(prompt)), caller)
 
 
@@ -48,14 +49,17 @@ def chat_sampling(
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Prompt and fields of SamplingParams, for who may wait for the encoding. Raises
     InvalidRequest."""
-    text = _text(front, body, tenant).result()
-    prompt = tuple(front.engine.encode(text, special=not front.template.own))
+    text = render_chat(front.template, body, tenant).result()
+    prompt = tuple(front.template.encode(text, front.engine.encode))
     return prompt, _sampling(front, body, len(prompt))
 
 
-def _text(front: Front, body: ChatRequest, tenant: str) -> Future[str]:
-    return front.template.submit(
-        [message.plain() for message in body.messages],
+def render_chat(
+    template: ChatTemplate, body: ChatRequest | TokenizeRequest, tenant: str = ""
+) -> Future[str]:
+    """The text of a chat's prompt, as `ChatTemplate.submit` has it."""
+    return template.submit(
+        [message.plain() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
         kwargs=body.chat_template_kwargs,
         tenant=tenant,

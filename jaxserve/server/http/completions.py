@@ -27,7 +27,7 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 
 async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
-    prompts = _prompts(body)
+    prompts = prompts_of(body)
     wanted = await _wanted(front, body, prompts, record_of(http).caller)
     echo = [""] * len(prompts)
     if body.echo:
@@ -46,7 +46,8 @@ async def complete(front: Front, body: CompletionRequest, http: HttpRequest) -> 
         generating.end()
 
 
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """Each by itself, text or token ids. Raises InvalidRequest for none at all."""
     given = body.prompt
     if isinstance(given, str):
         return [given]

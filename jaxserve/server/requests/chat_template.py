@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.checkpoint_files import read_json, read_text
 from jaxserve.engine.errors import ConfigError
@@ -28,6 +28,7 @@ _SHORT_MESSAGES, _SHORT_CHARACTERS = 100, 1 << 15
 _MAX_VALUES, _MAX_DEPTH = 10_000, 8
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class ChatTemplate:
@@ -92,6 +93,11 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The same, waited for."""
         return self.submit(messages, **options).result()
+
+    def encode(self, text: str, encode: Callable[..., T]) -> T:
+        """What `encode(text, special=...)` makes of a rendered chat: a checkpoint's own template
+        has written the special tokens, and others are not to be added."""
+        return encode(text, special=not self.own)
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():

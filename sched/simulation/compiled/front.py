@@ -39,18 +39,19 @@ lately = kernel(observe.lately)
 
 
 class Asked(NamedTuple):
-    """As `routing.fleet.Ask`."""
+    """As `routing.fleet.RoutingRequest`."""
 
     prompt_len: int
     tier: int
     ttft: float
     tbt: float
     jct: float
+    sequences: int
 
 
 @kernel
 def _asked(r: np.record) -> Asked:
-    return Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct)
+    return Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1)
 
 
 @kernel
