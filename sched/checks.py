@@ -167,6 +167,7 @@ class _After:
             _demand(self.host_free >= 0, "more is checkpointed than host memory holds")
 
     def restore(self, op: Restore) -> None:
+        size = self.pool.block_size
         for row, first in zip(op.rows.tolist(), op.first.tolist(), strict=True):
             segment = self._on_host(row).pop(first, None)
             _demand(segment is not None, "nothing is on the host to be restored")
@@ -184,6 +185,9 @@ class _After:
             else:
                 on = first == self.computed[row]
                 _demand(on, "a checkpoint is restored that does not go on where the cache ends")
+                # `cap` counts what a block has from its beginning: a hole before this has no place.
+                filled = not first % size or self.cap[row, first // size] == size
+                _demand(filled, "what is missing in a block is not restored in order")
                 self._extend(row, segment)
             self.changed[row] = True
             self.host_free += segment.slots

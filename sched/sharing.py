@@ -60,17 +60,16 @@ def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
     the block along to another one. left: as `left_filled`, what is planned included."""
     pool, size, computed = view.pool, view.pool.block_size, int(view.table.computed[row])
     waits, kind = not pool.held[row], int(pool.kind[row])
-    until, missing = computed, set[int]()
+    until, touched = computed, set[int]()
     segments = view.host.segments(row)
     for segment in segments:
         if waits:
             kind = int(segment.kind)
-        if segment.end <= computed:
-            missing.update(range(segment.first // size, blocks_a_plane(segment.end, size)))
-        else:
-            until = segment.end  # without a gap: `Preempt` has left no others
-    copy = np.array([i for i in sorted(missing) if _taken(view, row, i, left)], np.int64)
-    there = np.minimum(computed - copy * size, pool.cap[row, copy])
+        until = max(until, segment.end)  # without a gap: `Preempt` has left no others
+        end = min(blocks_a_plane(segment.end, size), int(pool.held[row]))
+        touched.update(range(segment.first // size, end))
+    copy = np.array([i for i in sorted(touched) if _taken(view, row, i, until, left)], np.int64)
+    there = np.maximum(np.minimum(computed - copy * size, pool.cap[row, copy]), 0)
     one, tokens, kinds = np.array([row]), np.array([until]), np.array([kind])
     more = int(pool.needed(one, tokens, kinds)[0]) if until > computed else 0
     return Comeback(
@@ -83,8 +82,9 @@ def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
     )
 
 
-def _taken(view: View, row: int, index: int, left: np.ndarray) -> bool:
-    """Whether the other owner is in the way of the row's block number `index`, were it whole."""
+def _taken(view: View, row: int, index: int, until: int, left: np.ndarray) -> bool:
+    """Whether the other owner is in the way of the row's block number `index`, once the row has
+    `until` tokens cached and none missing."""
     pool = view.pool
-    full = min(int(view.table.computed[row]) - index * pool.block_size, pool.block_size)
+    full = min(until - index * pool.block_size, pool.block_size)
     return bool((left[pool.blocks_of(row)[:, index]] + full > pool.block_size).any())

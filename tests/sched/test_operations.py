@@ -185,6 +185,40 @@ def test_who_writes_on_behind_its_hole_copies_the_block_first() -> None:
     assert not made.pool.shares
 
 
+def test_a_checkpoint_goes_on_where_a_block_ends_only_once_the_block_is_whole() -> None:
+    made = scheduler(blocks=6, host_slots=4)
+    run(made, {0: 7}, kinds={0: HIDDEN}, directions={0: RIGHT})
+    run(made, {}, Checkpoint(array(0), array(3), array(4)), Preempt(array(0), array(3)))
+    hole = Checkpoint(array(0), array(0), array(3))
+    for restores in ([3], [3, 0]):  # a copy would leave behind what is there beyond the hole
+        back = Restore(array(*[0] * len(restores)), array(*restores))
+        with pytest.raises(InvalidPlan, match="not restored in order"):
+            run(made, {}, hole, back, Copy(array(0), array(0)))
+    step = run(made, {}, hole, Restore(array(0, 0), array(0, 3)), Copy(array(0), array(0)))
+    assert made.table.computed[0] == 4 and made.host.num_used == 0
+    copy = step.moves[-1]
+    assert isinstance(copy, CopySlots) and len(copy.places) == 4
+
+
+@pytest.mark.parametrize("kind", list(CacheKind))
+def test_what_goes_on_inside_a_block_comes_back_elsewhere_if_another_fills_it(
+    kind: CacheKind,
+) -> None:
+    made = scheduler()
+    run(made, {0: 6}, kinds={0: kind}, directions={0: RIGHT})
+    ends = made.pool.blocks_of(0)[:, 1:2].T.copy()
+    run(made, {1: 1}, Join(1, ends), kinds={1: kind})
+    run(made, {}, Checkpoint(array(0), array(5), array(6)), Preempt(array(0), array(5)))
+    run(made, {1: 2})  # where token 5 was
+    with pytest.raises(InvalidPlan, match="restored over what the other owner"):
+        run(made, {}, Restore(array(0), array(5)))
+    back = comeback(made.view, 0, left_filled(made.view))
+    assert (back.copy.tolist(), back.first.tolist(), back.computed) == ([1], [5], 6)
+    assert (back.blocks, back.copied, back.loaded) == (ends.size, ends.size, ends.size)
+    run(made, {0: 1}, Copy(array(0), back.copy), Restore(array(0), back.first))
+    assert not made.pool.shares
+
+
 def test_preempting_forgets_what_does_not_go_on_there() -> None:
     made = scheduler()
     run(made, {0: 10}, directions={0: RIGHT})
