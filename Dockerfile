@@ -1,4 +1,4 @@
-# The server: docker build --build-arg EXTRAS=cuda12 --tag jaxserve:0.1.0-cuda12 .
+# The server: docker build --build-arg EXTRAS=cuda12 --tag jaxserve:cuda12 .
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build

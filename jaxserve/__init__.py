@@ -3,7 +3,7 @@
 import importlib
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # XLA's CPU scheduler runs independent gathers and dots concurrently, which makes paged attention
 # several times slower on few cores. Flags are read when jax first makes a client, so set them here.

@@ -57,7 +57,7 @@ def test_extras_are_those_of_the_package() -> None:
     images = {container(pod)["image"] for pod in PODS if "jaxserve:" in container(pod)["image"]}
     assert images
     for image in images:
-        first, *_ = image.rpartition(":")[2].split("-")[1:]
+        first, *_ = image.rpartition(":")[2].split("-")
         assert first in EXTRAS
 
 

@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # It is ml_collections that loads config files so.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 TINY = str(ROOT / "configs" / "tiny_cpu.py")
-PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "base")
+PRESETS = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "__init__")
+)
 
 
 def parse(*arguments: str) -> ConfigDict:
