@@ -28,7 +28,7 @@ help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 serve: $(READY) ## serve the model in the box; ARGS="--config=... --port=..." for another
-	$(BIN)/python serve.py $(if $(findstring --config,$(ARGS)),,--config=configs/tiny_cpu.py) $(ARGS)
+	$(BIN)/jaxserve serve $(ARGS)
 
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
@@ -46,7 +46,7 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check -m 'not ray' $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
-	$(BIN)/python -m jaxserve.bench soak $(ARGS)
+	$(BIN)/jaxserve bench soak $(ARGS)
 
 # Its tests take longer than what counts as a hang, and to show where running threads are may crash.
 fuzz: $(READY) ## hostile strings and values through both doors, for an hour; MINUTES=5 for less
@@ -68,7 +68,7 @@ lint: $(READY) ## ruff, import-linter, mypy and hadolint
 
 compile-check: ## compile all kernels and steps for GPUs and TPUs; ARGS="--target=a100 --tensor=2"
 	@$(PYTHON) tools/compile_check/install.py
-	$(COMPILE)/bin/python -m jaxserve.compile_check $(ARGS)
+	$(COMPILE)/bin/python -m jaxserve compile-check $(ARGS)
 
 reference: $(REFERENCE)/.ready ## regenerate the reference logits with transformers and compare
 	$(REFERENCE)/bin/python tools/reference/make_reference.py --check

@@ -1,4 +1,4 @@
-"""Serves a model over gRPC and HTTP: flags -> config -> engine -> server.
+"""`jaxserve serve` from a clone, without an installed command.
 
     python serve.py --config=configs/tiny_cpu.py
     python serve.py --model=/path/to/checkpoint --config.scheduler.max_rows=16
@@ -9,85 +9,11 @@ Presets are in configs/.
 
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
-
-if __name__ == "__main__":  # Ctrl-C ends it at once while it imports, loads and compiles
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-from jaxserve.command_line import run
-from jaxserve.engine.errors import ConfigError
-from jaxserve.hosts.ending import end_process
-from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.seat import find_seat
-from jaxserve.server import launch
-from jaxserve.server.access.options import access_settings
-from jaxserve.server.batch_options import open_batches
-from jaxserve.server.console import announce, complain
-from jaxserve.server.http.door import http_settings
-from jaxserve.server.logs import log_to_stderr
-from jaxserve.server.process import run_server
-from jaxserve.server.requests.options import TEXT
-from jaxserve.server.trace_options import open_traces
-
-_STARTED = time.monotonic()
-_DEFAULT = Path(__file__).resolve().parent / "configs" / "tiny_cpu.py"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 after SIGTERM or Ctrl-C, 1 for an engine or a group of hosts that has failed, 2
-    for a flag or a config that cannot be served."""
-    log_to_stderr()
-    form, seat = TEXT, None
-    try:
-        answer = launch.answer(argv, str(_DEFAULT))
-        if answer is not None:
-            print(answer)
-            return 0
-        config = launch.read_config()
-        form = config.telemetry.log_format
-        log_to_stderr(form)
-        launch.check_checkpoint(config)
-        seat = find_seat(config.mesh)
-        if seat is not None and not seat.leads:
-            from jaxserve.engine.following import follow, leave_signals_to_the_leader
-
-            follow(config, seat, leave_signals_to_the_leader)
-            return 0
-        launch.check_ports(config)
-        http, access = http_settings(config), access_settings(config)
-        with (
-            open_batches(config) as batches,
-            open_traces(config, lambda: engine.info().model) as traces,
-        ):
-            # Imported late: jax takes seconds, and everything above should answer at once.
-            from jaxserve.engine.build import build_engine
-
-            engine = build_engine(config, seat=seat)
-            engine.start()
-
-            def on_ready(server: launch.Server) -> None:
-                seconds = time.monotonic() - _STARTED
-                announce(launch.ready_text(engine.info(), server, seconds), form)
-
-            code = run_server(engine, config, on_ready, batches, http, access, traces)
-        if code and seat is not None:
-            end_process(code)  # the other hosts have ended: JAX would wait for them
-        return code
-    except (launch.UsageError, ConfigError, GroupError) as error:
-        complain(f"serve.py: {error}", form)
-        code = 1 if isinstance(error, GroupError) else 2
-        if seat is not None:
-            end_process(code)  # JAX would wait for the other hosts
-        return code
-    except Exception:
-        if seat is None:
-            raise
-        traceback.print_exc()
-        end_process(1)
-
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ^C ends it at once while it imports
+
+    from jaxserve.command_line import run
+    from jaxserve.serve import main
+
+    run(lambda: main(sys.argv[1:], "serve.py"))

@@ -1,7 +1,7 @@
 """Every field there is, with its default; a preset starts from here and changes some.
 
 Not a preset of its own: it names no model. Any field can be set on the command line,
-`--config.scheduler.max_rows=16`; `python serve.py --help` shows what is said of each here.
+`--config.scheduler.max_rows=16`; `jaxserve serve --help` shows what is said of each here.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _SLO_CLASSES = {
 
 
 def get_config() -> ConfigDict:
-    """What serve.py, the bench and the notebook take."""
+    """What `jaxserve serve`, the bench and the notebook take."""
     return ConfigDict(
         {
             "model": _model(),
@@ -84,10 +84,10 @@ def _scheduler() -> dict[str, Any]:
     """Who is served next."""
     return {
         # vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
-        # python -m jaxserve.policies lists all. path/to/file.py:name is one of your own, or
+        # jaxserve policies lists all. path/to/file.py:name is one of your own, or
         # path/to/file.py where that has no other.
         "policy": "sarathi",
-        # The policy's own parameters, as python -m jaxserve.policies shows them:
+        # The policy's own parameters, as jaxserve policies shows them:
         # --config.scheduler.params.watermark=0.05. They may follow its name, too,
         # sarathi:watermark=0.05.
         "params": {},
@@ -103,7 +103,7 @@ def _scheduler() -> dict[str, Any]:
         # call, one cannot have all of the places.
         "max_queue": 256,
         # What steps take is learned while serving. This is what is believed before: a profile
-        # that python -m jaxserve.profile wrote; empty: what a few steps take that are timed at
+        # that jaxserve profile wrote; empty: what a few steps take that are timed at
         # the first start, in at most 20 s, and kept beside the compiled ones.
         "profile": "",
         # For policies that draw lots.
@@ -118,7 +118,7 @@ def _engine() -> dict[str, Any]:
         "max_model_len": 0,
         # auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, numba on CPUs that have it, else
         # xla) | xla | numba | triton | tpu | mosaic-gpu (Hopper: as triton, but for decodes; where
-        # `python -m jaxserve.bench gpu` has measured that it is faster). triton-interpret,
+        # `jaxserve bench gpu` has measured that it is faster). triton-interpret,
         # tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly: for tests.
         "attention_backend": "auto",
         # Rows of the decode batches to compile, ascending; empty: powers of two, then steps of 256.
@@ -135,7 +135,7 @@ def _engine() -> dict[str, Any]:
         # as hung: health turns to NOT_SERVING until it goes on. 0: never.
         "stall_s": 60.0,
         # File that all that is served is written to, without any text, so that
-        # python -m jaxserve.simulate --replay=FILE can serve it again; empty: nowhere.
+        # jaxserve simulate --replay=FILE can serve it again; empty: nowhere.
         "record": "",
         # At this size, MiB, and at each start of the server, what is there goes on as FILE.1,
         # replacing an older one, and FILE begins again. One server a FILE.
@@ -173,7 +173,7 @@ def _server() -> dict[str, Any]:
         "http_port": 8000,
         # Prometheus; -1: none, 0: any free port.
         "metrics_port": 9464,
-        # File of API keys, python -m jaxserve.keys writes it, read again when it changes. More may
+        # File of API keys, jaxserve keys writes it, read again when it changes. More may
         # be in the environment, JAXSERVE_API_KEYS. With neither, everybody may call.
         "api_keys": "",
         # TLS on all ports: PEM file of the certificate and those between it and its CA.

@@ -1,8 +1,8 @@
 """Llama 3 8B in bfloat16 on one GPU or TPU with at least 24 GB.
 
     export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
-    python serve.py --config=configs/llama_3_8b.py --model=/path/to/Meta-Llama-3-8B
-    python serve.py --config=configs/llama_3_8b.py --load_format=random
+    jaxserve serve llama_3_8b --model=/path/to/Meta-Llama-3-8B
+    jaxserve serve llama_3_8b --load_format=random
 
 Other Llama-style models (Llama 2, Yi, Mistral, Qwen) are served the same way. On GPUs JAX takes
 only three quarters of the memory unless the variable says otherwise. By arithmetic, not measured:

@@ -1,7 +1,7 @@
 """OPT-125M in float32 on a CPU. Random weights unless a checkpoint is given.
 
-    python serve.py --config=configs/opt_125m_cpu.py
-    python serve.py --config=configs/opt_125m_cpu.py --model=/path/to/opt-125m
+    jaxserve serve opt_125m_cpu
+    jaxserve serve opt_125m_cpu --model=/path/to/opt-125m
 
 docs/performance.md has what to expect: this is the configuration that is measured there. Random
 weights write noise, at the same speed. 0.5 GiB of weights and 1 GiB of pool.

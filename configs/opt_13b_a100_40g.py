@@ -1,10 +1,10 @@
 """OPT-13B in float16 on one A100 with 40 GB.
 
     export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
-    python serve.py --config=configs/opt_13b_a100_40g.py --model=/path/to/opt-13b
-    python serve.py --config=configs/opt_13b_a100_40g.py --load_format=random
+    jaxserve serve opt_13b_a100_40g --model=/path/to/opt-13b
+    jaxserve serve opt_13b_a100_40g --load_format=random
 
-The first takes a Hugging Face directory, or the same converted (`python -m jaxserve.convert`),
+The first takes a Hugging Face directory, or the same converted (`jaxserve convert`),
 which loads faster. JAX takes only three quarters of the memory unless the variable says otherwise.
 By arithmetic, not measured: the weights take 24 GiB and leave room for about 15,000 tokens of K
 and V (0.78 MiB a token), 25 requests of 600 tokens at once.

@@ -1,7 +1,7 @@
 """The model in the box, on any CPU: a few million parameters that write small stories.
 
-    python serve.py --config=configs/tiny_cpu.py
-    python -m jaxserve.client "Once upon a time"
+    jaxserve serve tiny_cpu
+    jaxserve complete "Once upon a time"
 
 Expect the first token within 15 s of the second start (the first one compiles), 64 MiB of pool
 and some hundred tokens per second and stream on two cores.

@@ -1,6 +1,6 @@
 """Converts a Hugging Face directory to an Orbax checkpoint that restores onto any sharding.
 
-    python -m jaxserve.convert SRC DST [--dtype=auto|float32|bfloat16|float16]
+    jaxserve convert SRC DST [--dtype=auto|float32|bfloat16|float16]
 
 DST gets params/ (Orbax), config.json and the tokenizer's files; serve it like any checkpoint. The
 whole model passes through host memory.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.command_line import Parser, exit_code, run
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
@@ -73,7 +73,7 @@ def convert(source: Path, target: Path, dtype: str = "auto", *, progress: bool =
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = Parser(prog="python -m jaxserve.convert", description=__doc__)
+    parser = Parser(prog="jaxserve convert", description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
@@ -81,11 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         convert(args.source, args.target, args.dtype, progress=True)
     except (CheckpointError, OSError) as error:
-        print(f"jaxserve.convert: {error}", file=sys.stderr)
+        print(f"jaxserve convert: {error}", file=sys.stderr)
         return exit_code(error)
     print(f"wrote {args.target}")
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,9 +1,9 @@
 """API keys of a server: makes, lists and revokes them.
 
-    python -m jaxserve.keys new alice --rate=60 --concurrency=4 --file=keys.txt
-    python -m jaxserve.keys list --file=keys.txt
-    python -m jaxserve.keys revoke alice --file=keys.txt
-    python serve.py --config.server.api_keys=keys.txt
+    jaxserve keys new alice --rate=60 --concurrency=4 --file=keys.txt
+    jaxserve keys list --file=keys.txt
+    jaxserve keys revoke alice --file=keys.txt
+    jaxserve serve --config.server.api_keys=keys.txt
 
 A key is shown once, on stdout; the file has its hash. Servers read a file that has changed within a
 second, and calls that run go on. A new key of an old name goes on with that one's batches.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser, run
+from jaxserve.command_line import Parser
 from jaxserve.server.access.key_lines import (
     LIMITS,
     ApiKey,
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _list(Path(args.file))
     except OSError as error:
-        print(f"jaxserve.keys: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"jaxserve keys: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     except _Refused as error:
-        print(f"jaxserve.keys: {error}", file=sys.stderr)
+        print(f"jaxserve keys: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
         parser.error(str(error))
@@ -80,10 +80,10 @@ def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:
         joint = "" if not text or text.endswith("\n") else "\n"
         _replace(path, f"{text}{joint}{key.line()}\n")
         print(secret)
-        print(f"jaxserve.keys: {path} has its hash; it is not shown again", file=sys.stderr)
+        print(f"jaxserve keys: {path} has its hash; it is not shown again", file=sys.stderr)
         return
     print(secret)
-    print("jaxserve.keys: this line is for the file, server.api_keys:", file=sys.stderr)
+    print("jaxserve keys: this line is for the file, server.api_keys:", file=sys.stderr)
     print(key.line())
 
 
@@ -141,7 +141,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m jaxserve.keys", description=__doc__)
+    parser = Parser(prog="jaxserve keys", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="new|list|revoke")
     new = commands.add_parser("new", help="a key for somebody")
     new.add_argument("name", help="whose it is, or what for; logs have it")
@@ -154,7 +154,3 @@ def _parser() -> Parser:
     revoke.add_argument("name")
     revoke.add_argument("--file", required=True, help="the server's api_keys")
     return parser
-
-
-if __name__ == "__main__":
-    run(main)

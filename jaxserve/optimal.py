@@ -1,8 +1,8 @@
 """The best schedule of a small workload, or whether one better than x exists (InferMax section 5).
 
-    python -m jaxserve.optimal --workload=fixed:4x3x3 --kv_tokens=10 --picture=best.png
-    python -m jaxserve.optimal --workload=requests.csv --kv_tokens=40 --objective=mean_ttft --json
-    python -m jaxserve.optimal --workload=fixed:4x3x3 --kv_tokens=10 --better_than=0.022
+    jaxserve optimal --workload=fixed:4x3x3 --kv_tokens=10 --picture=best.png
+    jaxserve optimal --workload=requests.csv --kv_tokens=40 --objective=mean_ttft --json
+    jaxserve optimal --workload=fixed:4x3x3 --kv_tokens=10 --better_than=0.022
 
 --workload: fixed:IxOxB, a file of prompt_tokens,output_tokens, or a trace with arrivals, of which
 --num_requests takes the first. Needs OR-Tools: pip install 'jaxserve[optimal]'. The search starts
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.command_line import Parser, exit_code, run
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.picture and found.replay is not None:
             _picture(args, problem, found, start)
     except (OptimalError, UnknownSystem, WorkloadError, ValueError, OSError) as error:
-        print(f"jaxserve.optimal: {error}", file=sys.stderr)
+        print(f"jaxserve optimal: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
@@ -188,7 +188,7 @@ def _json(problem: Problem, found: Solution) -> dict[str, Any]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m jaxserve.optimal",
+        prog="jaxserve optimal",
         description=__doc__,
     )
     add = parser.add_argument
@@ -220,7 +220,3 @@ def _seconds(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return value
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,7 +1,7 @@
 """Lists the scheduling policies: what they do, where they come from, and whether a server takes it.
 
-    python -m jaxserve.policies
-    python -m jaxserve.policies --json
+    jaxserve policies
+    jaxserve policies --json
 
 Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets one.
 """
@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.command_line import Parser, run
+from jaxserve.command_line import Parser
 from jaxserve.sched.parameters import parameters, text_of
 from jaxserve.sched.registry import PolicyEntry, policies, variants
 
@@ -20,7 +20,7 @@ from jaxserve.sched.registry import PolicyEntry, policies, variants
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 2 for a wrong command line."""
     parser = Parser(
-        prog="python -m jaxserve.policies",
+        prog="jaxserve policies",
         description=__doc__,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -69,7 +69,3 @@ def text(found: dict[str, list[dict[str, Any]]]) -> str:
         lines.append(f"NAME+{variant['suffix']}: {variant['summary']}")
         lines.append(f"  [{variant['source']}]")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,7 +1,7 @@
 """Measures the engine's steps on the device there is, and fits a cost model to them.
 
-    python -m jaxserve.profile --config=configs/tiny_cpu.py --out=tiny.json
-    python -m jaxserve.simulate --system=tiny.json --workload=sharegpt --rate=2
+    jaxserve profile --config=configs/tiny_cpu.py --out=tiny.json
+    jaxserve simulate --system=tiny.json --workload=sharegpt --rate=2
 
 The engine and its flags are those of serve.py. What is written is a system for the simulator, with
 device and versions. Under two minutes for the model in the box on CPU, compilation included.
@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.command_line import Parser, exit_code, run
+from jaxserve.command_line import Parser, exit_code
 from jaxserve.configs import base
 from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
@@ -263,7 +263,7 @@ def _check_out(path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
     parser = Parser(
-        prog="python -m jaxserve.profile",
+        prog="jaxserve profile",
         description=__doc__,
     )
     parser.add_argument("--out", default="profile.json", help="where to (profile.json)")
@@ -283,12 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine.stop()
         system.save(args.out)
     except (launch.UsageError, ConfigError, FitError, OSError) as error:
-        print(f"jaxserve.profile: {error}", file=sys.stderr)
+        print(f"jaxserve profile: {error}", file=sys.stderr)
         return 1 if isinstance(error, FitError) else exit_code(error)
     print(report(system, len(samples)))
     print(f"wrote {args.out}")
     return 0
-
-
-if __name__ == "__main__":
-    run(main)

@@ -75,7 +75,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "tpu-interpret": ("tpu_backend", "INTERPRET_BACKEND"),
 }
 # Of those that do not run everywhere. "auto" takes the first that fits, so it never is mosaic-gpu:
-# which of the two decodes faster, `python -m jaxserve.bench gpu` measures.
+# which of the two decodes faster, `jaxserve bench gpu` measures.
 PLATFORMS = {"triton": "gpu", "tpu": "tpu", "mosaic-gpu": "gpu", "numba": "cpu"}
 # Compute capability that kernels want: Ampere or later; Hopper alone, since no other has wgmma.
 CAPABILITIES: dict[str, tuple[float, float | None]] = {

@@ -26,7 +26,8 @@ PACKAGE = ROOT / "jaxserve"
 @pytest.mark.parametrize(
     ("main", "name", "flag"),
     [
-        (client.main, "client", "--file"),
+        (client.complete, "complete", "--file"),
+        (client.batch, "batch", "--out"),
         (policies.main, "policies", "--jsn"),
         (simulate.main, "simulate", "--rat=3"),
         (advise.main, "advise", "--rat=3"),
@@ -43,9 +44,9 @@ def test_what_is_wrong_is_said_in_two_lines(
     assert caught.value.code == 2
     out, error = capsys.readouterr()
     wrong, where = error.splitlines()
-    assert out == "" and wrong.startswith(f"jaxserve.{name}: ")
+    assert out == "" and wrong.startswith(f"jaxserve {name}: ")
     assert flag.partition("=")[0] in wrong
-    assert where == f"python -m jaxserve.{name} --help says what there is"
+    assert where == f"jaxserve {name} --help says what there is"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +107,22 @@ def test_every_command_of_the_bench_is_listed_and_explained(
         with pytest.raises(SystemExit) as caught:
             bench.main(argv)
         assert caught.value.code == 0
-    listed, told = capsys.readouterr().out.split(f"usage: python -m jaxserve.bench {command} ")
+    listed, told = capsys.readouterr().out.split(f"usage: jaxserve bench {command} ")
     assert re.search(rf"^    {command}\s+\w", listed, re.MULTILINE)
     assert "show this help message and exit" in told
 
 
 @pytest.mark.parametrize(
-    "main", [advise.main, client.main, keys.main, optimal.main, policies.main, simulate.main]
+    "main",
+    [
+        advise.main,
+        client.batch,
+        client.complete,
+        keys.main,
+        optimal.main,
+        policies.main,
+        simulate.main,
+    ],
 )
 def test_every_command_explains_its_flags(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
@@ -181,7 +191,7 @@ def test_every_command_is_run_so() -> None:
         for node in ast.parse(path.read_text()).body:
             text = ast.unparse(node)
             if text.startswith("if __name__ ==") and not re.search(
-                r"^    (run|signal)", text, re.M
+                r"^    (run|signal|entry_point)", text, re.M
             ):
                 others.add(str(path.relative_to(PACKAGE)))
     tools = {"server/generate_proto.py", "server/requests/template_worker.py"}

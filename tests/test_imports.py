@@ -15,10 +15,10 @@ HEAVY = (
     "pydantic", "jinja2", "tokenizers",
 )  # fmt: skip
 RUN = """
-import runpy, sys
-sys.argv[:] = sys.argv[1:]
+import sys
+from jaxserve.cli import main
 try:
-    runpy.run_module(sys.argv[0], run_name="__main__")
+    assert main(sys.argv[1:]) == 0
 except SystemExit as ended:
     assert not ended.code, ended.code
 """
@@ -31,15 +31,25 @@ print("HEAVY", *(name for name in {HEAVY} if name in sys.modules))
 @pytest.mark.parametrize(
     ("begin", "arguments"),
     [
-        (RUN, ["jaxserve.simulate", "--help"]),
-        (RUN, ["jaxserve.simulate", *SIMULATE, "--num_requests=50"]),
-        (RUN, ["jaxserve.optimal", "--help"]),
-        (RUN, ["jaxserve.advise", "--help"]),
-        (RUN, ["jaxserve.policies"]),
-        (RUN, ["jaxserve.keys", "--help"]),
+        (RUN, ["simulate", "--help"]),
+        (RUN, ["simulate", *SIMULATE, "--num_requests=50"]),
+        (RUN, ["optimal", "--help"]),
+        (RUN, ["advise", "--help"]),
+        (RUN, ["--help"]),
+        (RUN, ["policies"]),
+        (RUN, ["keys", "--help"]),
         ("from jaxserve import LLM, SamplingParams", []),
     ],
-    ids=["simulate --help", "simulate", "optimal", "advise", "policies", "keys", "LLM"],
+    ids=[
+        "simulate --help",
+        "simulate",
+        "optimal",
+        "advise",
+        "help",
+        "policies",
+        "keys",
+        "LLM",
+    ],
 )
 def test_what_starts_at_once(begin: str, arguments: list[str]) -> None:
     command = [sys.executable, "-c", begin + SAY, *arguments]

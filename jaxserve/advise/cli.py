@@ -1,16 +1,16 @@
 r"""Says which policy to serve with: all that a server takes, simulated on your traffic, ranked.
 
-    python -m jaxserve.advise --replay=served.jsonl
-    python -m jaxserve.advise --replay=served.jsonl --slo_ttft_ms=300 --slo_tbt_ms=80
-    python -m jaxserve.advise --system=mine.json --workload=sharegpt --rate=8 \
+    jaxserve advise --replay=served.jsonl
+    jaxserve advise --replay=served.jsonl --slo_ttft_ms=300 --slo_tbt_ms=80
+    jaxserve advise --system=mine.json --workload=sharegpt --rate=8 \
         --slo_ttft_ms=1000 --slo_tbt_ms=100
-    python -m jaxserve.advise --system=llama-2-7b@a100 --workload=sharegpt --rate=8 \
+    jaxserve advise --system=llama-2-7b@a100 --workload=sharegpt --rate=8 \
         --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s --json
 
 --replay=FILE is what a server has served that was started with --config.engine.record=FILE, on a
 system that is fitted to its steps. Otherwise --workload says what comes, and --system on what: a
-profile of this machine, which `python -m jaxserve.profile --out=mine.json` writes, or MODEL@DEVICE.
-The flags are those of `python -m jaxserve.simulate`, which says more of them.
+profile of this machine, which `jaxserve profile --out=mine.json` writes, or MODEL@DEVICE.
+The flags are those of `jaxserve simulate`, which says more of them.
 
 First every policy is simulated with one seed; the best few then with more, --seeds in the end, and
 with 0.8 and 1.25 times the traffic, one seed again. Policies are ranked by the share of the
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _advise(args)
     except REFUSED as error:
-        print(f"jaxserve.advise: {error}", file=sys.stderr)
+        print(f"jaxserve advise: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def flag_parser() -> Parser:
     """The parser; `check` what it gives."""
-    parser = Parser(prog="python -m jaxserve.advise", description=__doc__)
+    parser = Parser(prog="jaxserve advise", description=__doc__)
     flags.add_policy(parser, None, "all that a server takes")
     flags.add_what_is_simulated(parser, system="needed without --replay")
     flags.add_how_often(parser)

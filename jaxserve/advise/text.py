@@ -19,7 +19,7 @@ def report(advice: Advice) -> str:
     """All of it, for people."""
     lines = [_setting(advice), "", _table(advice), *_notes(advice), ""]
     lines += [_verdict(advice), why(advice), *_other_rates(advice)]
-    return "\n".join([*lines, "", f"    python serve.py {' '.join(serve_flags(advice.best))}"])
+    return "\n".join([*lines, "", f"    jaxserve serve {' '.join(serve_flags(advice.best))}"])
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What hostile and clumsy clients can do to a server, tried on one: in five minutes or so.
 
-    python -m jaxserve.bench abuse
-    python -m jaxserve.bench abuse --config=configs/tiny_cpu.py --json
+    jaxserve bench abuse
+    jaxserve bench abuse --config=configs/tiny_cpu.py --json
 
 Server processes of its own listen on this machine only. They get what CASES lists, over gRPC and
 HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,
@@ -80,7 +80,7 @@ class Row:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="python -m jaxserve.bench abuse", description=__doc__)
+    parser = Parser(prog="jaxserve bench abuse", description=__doc__)
     parser.set_defaults(command="abuse")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, rest = parser.parse_known_args(argv)

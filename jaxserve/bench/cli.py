@@ -1,20 +1,20 @@
 """Measures the engine. A summary for people, and with --json one JSON object as the last line.
 
-    python -m jaxserve.bench throughput --config=configs/opt_125m_cpu.py --num_requests=32
-    python -m jaxserve.bench latency --input_len=128 --output_len=64
-    python -m jaxserve.bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
-    python -m jaxserve.bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
-    python -m jaxserve.bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
-    python -m jaxserve.bench plan
-    python -m jaxserve.bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
-    python -m jaxserve.bench mixed --rate=16
-    python -m jaxserve.bench slo --load=0.5
-    python -m jaxserve.bench abuse
-    python -m jaxserve.bench soak --minutes=2
-    python -m jaxserve.bench fronts
-    python -m jaxserve.bench kernels
-    python -m jaxserve.bench gpu
-    python -m jaxserve.bench league
+    jaxserve bench throughput --config=configs/opt_125m_cpu.py --num_requests=32
+    jaxserve bench latency --input_len=128 --output_len=64
+    jaxserve bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
+    jaxserve bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
+    jaxserve bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
+    jaxserve bench plan
+    jaxserve bench fidelity --config=configs/tiny_cpu.py,configs/opt_125m_cpu.py
+    jaxserve bench mixed --rate=16
+    jaxserve bench slo --load=0.5
+    jaxserve bench abuse
+    jaxserve bench soak --minutes=2
+    jaxserve bench fronts
+    jaxserve bench kernels
+    jaxserve bench gpu
+    jaxserve bench league
 
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
@@ -265,7 +265,7 @@ def _check_load(args: argparse.Namespace) -> None:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m jaxserve.bench",
+        prog="jaxserve bench",
         description=__doc__,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -334,5 +334,5 @@ def _number(
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"jaxserve.bench: {error}", file=sys.stderr)
+    print(f"jaxserve bench: {error}", file=sys.stderr)
     return code

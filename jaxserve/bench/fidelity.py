@@ -1,4 +1,4 @@
-"""How well the simulator predicts the engine: `python -m jaxserve.bench fidelity`.
+"""How well the simulator predicts the engine: `jaxserve bench fidelity`.
 
 Serves some loads and records them (`--config.engine.record`), each several times, in turns, so that
 what drifts on the machine falls on all of them. Then each recorded load is simulated, under the

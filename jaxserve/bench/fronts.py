@@ -1,7 +1,7 @@
 """What the doors cost: the same work for the engine in its process, over gRPC and over HTTP.
 
-    python -m jaxserve.bench fronts
-    python -m jaxserve.bench fronts --config=configs/opt_125m_cpu.py --repeats=3 --json
+    jaxserve bench fronts
+    jaxserve bench fronts --config=configs/opt_125m_cpu.py --repeats=3 --json
 
 One engine serves all three in turns, so that what drifts on the machine falls on all of them:
 throughput of --streams requests submitted at once, the CPU time that the server's process takes
@@ -38,7 +38,7 @@ Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the engine's config; argparse exits by itself for --help. Raises
     UsageError or ConfigError."""
-    parser = Parser(prog="python -m jaxserve.bench fronts", description=__doc__)
+    parser = Parser(prog="jaxserve bench fronts", description=__doc__)
     parser.set_defaults(command="fronts")
     for name, default, text in (
         ("streams", 32, "requests at once"),

@@ -1,7 +1,7 @@
 """Everything there is to measure on a GPU, in under nine minutes.
 
-    python -m jaxserve.bench gpu
-    python -m jaxserve.bench gpu --json_file=gpu.json --markdown=gpu.md
+    jaxserve bench gpu
+    jaxserve bench gpu --json_file=gpu.json --markdown=gpu.md
 
 Checks every kernel against its reference, times them, tries decode attention by other backends,
 which none but whoever reads here may choose, then runs OPT-13B with random weights: a
@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
     parser = Parser(
-        prog="python -m jaxserve.bench gpu",
+        prog="jaxserve bench gpu",
         description=__doc__,
     )
     parser.set_defaults(command="gpu")
@@ -66,7 +66,7 @@ def show(args: argparse.Namespace) -> int:
     """Measures, prints and writes; the exit code."""
     if jax.default_backend() != "gpu":
         print(
-            f"jaxserve.bench gpu: there is no GPU here: jax sees {kernels.device_name()} only",
+            f"jaxserve bench gpu: there is no GPU here: jax sees {kernels.device_name()} only",
             file=sys.stderr,
         )
         return 1

@@ -1,4 +1,4 @@
-"""What `python -m jaxserve.bench gpu` is to measure, and what it found."""
+"""What `jaxserve bench gpu` is to measure, and what it found."""
 
 from __future__ import annotations
 

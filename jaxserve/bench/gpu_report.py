@@ -1,4 +1,4 @@
-"""What `python -m jaxserve.bench gpu` found, as a page."""
+"""What `jaxserve bench gpu` found, as a page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _title(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
     return (
         "# Performance on a GPU\n\n"
         "Measured, none of it estimated, by\n\n"
-        "    python -m jaxserve.bench gpu --markdown=gpu.md\n\n"
+        "    jaxserve bench gpu --markdown=gpu.md\n\n"
         f"on {outcome.device}, {about['date']}, {used}; backend `{plan.backend}`."
     )
 

@@ -1,8 +1,8 @@
 """How fast the kernels are, against what the device can do.
 
-    python -m jaxserve.bench kernels
-    python -m jaxserve.bench kernels --model=tiny --rows=2 --context=64 --prefill=64 --moves=16
-    python -m jaxserve.bench kernels --backend=xla --json
+    jaxserve bench kernels
+    jaxserve bench kernels --model=tiny --rows=2 --context=64 --prefill=64 --moves=16
+    jaxserve bench kernels --backend=xla --json
 
 Bytes are those that must be read and written, operations those that must be done: what a kernel
 does beyond them counts against it. Ceilings are measured in the same run: scaling an array in
@@ -66,7 +66,7 @@ class Measured:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
     parser = Parser(
-        prog="python -m jaxserve.bench kernels",
+        prog="jaxserve bench kernels",
         description=__doc__,
     )
     parser.set_defaults(command="kernels")
@@ -112,7 +112,7 @@ def show(args: argparse.Namespace) -> int:
     try:
         ceilings, found = run(args.model, work, args.backend, args.matrix, tell, bar)
     except ValueError as error:  # a backend that does not take the shape
-        print(f"jaxserve.bench: {error}", file=sys.stderr)
+        print(f"jaxserve bench: {error}", file=sys.stderr)
         return 2
     if args.json:
         about = {"machine": machine(), "versions": versions(), "device": device_name()}

@@ -1,7 +1,7 @@
 """Real-time requests over a best-effort batch, served under several policies, and simulated.
 
-    python -m jaxserve.bench mixed
-    python -m jaxserve.bench mixed --policies=bros,vllm --rate=20 --repeats=1 --json
+    jaxserve bench mixed
+    jaxserve bench mixed --policies=bros,vllm --rate=20 --repeats=1 --json
 
 Each policy has an engine of its own, with the same small pool. A batch of best-effort requests is
 there at once, and real-time ones come at random times beside it, until both are done; the policies
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
     parser = Parser(
-        prog="python -m jaxserve.bench mixed",
+        prog="jaxserve bench mixed",
         description=__doc__,
     )
     parser.set_defaults(command="mixed")

@@ -1,8 +1,8 @@
 """How long policies take to plan one step. The device waits for a plan that takes longer than the
 step before it.
 
-    python -m jaxserve.bench plan
-    python -m jaxserve.bench plan --policies=sarathi,edf --candidates=1600 --json
+    jaxserve bench plan
+    jaxserve bench plan --policies=sarathi,edf --candidates=1600 --json
 
 Two situations for each number of candidates, every second one of which is best-effort: all of them
 decode, or half of them decode while the other half waits and memory lasts for some. For policies
@@ -46,7 +46,7 @@ RHO = 1e-6  # seconds a hidden token
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
     parser = Parser(
-        prog="python -m jaxserve.bench plan",
+        prog="jaxserve bench plan",
         description=__doc__,
     )
     parser.set_defaults(command="plan")

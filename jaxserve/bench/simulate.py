@@ -1,7 +1,7 @@
 """How long simulations take: seconds of this thread's CPU, compiled and in Python.
 
-    python -m jaxserve.bench simulate
-    python -m jaxserve.bench simulate --workload=AzureLLMInferenceTrace_conv.csv --policies=edf
+    jaxserve bench simulate
+    jaxserve bench simulate --workload=AzureLLMInferenceTrace_conv.csv --policies=edf
 
 The setting is that of the Azure hour on docs/infermax.md: Llama-3-70B on four A100s with 100,000
 tokens of cache and batches of 16,384, and the rules `infermax_paper`; without a trace, as many
@@ -36,7 +36,7 @@ WAYS = {"compiled": True, "python": False}
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
     parser = Parser(
-        prog="python -m jaxserve.bench simulate",
+        prog="jaxserve bench simulate",
         description=__doc__,
     )
     parser.set_defaults(command="simulate")

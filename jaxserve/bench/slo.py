@@ -1,7 +1,7 @@
 """Requests of three SLO classes, served under several policies.
 
-    python -m jaxserve.bench slo
-    python -m jaxserve.bench slo --policies=accelgen:long=160,vllm --load=1.2 --repeats=1 --json
+    jaxserve bench slo
+    jaxserve bench slo --policies=accelgen:long=160,vllm --load=1.2 --repeats=1 --json
 
 Each policy has an engine of its own, with the same small pool, and they take turns, so that what
 drifts on the machine falls on all of them; each turn has other requests, the same for every policy.
@@ -116,7 +116,7 @@ class Alone:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with the configuration as `config`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="python -m jaxserve.bench slo", description=__doc__)
+    parser = Parser(prog="jaxserve bench slo", description=__doc__)
     parser.set_defaults(command="slo")
     add = parser.add_argument
     add("--policies", default=",".join(POLICIES), help="names, separated by commas (%(default)s)")

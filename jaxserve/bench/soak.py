@@ -1,7 +1,7 @@
 """A server under everything at once for a while, and what is left of it afterwards.
 
-    python -m jaxserve.bench soak --minutes=30
-    python -m jaxserve.bench soak --minutes=2 --policy=accelgen --seed=1 --json
+    jaxserve bench soak --minutes=30
+    jaxserve bench soak --minutes=2 --policy=accelgen --seed=1 --json
 
 A server process of its own listens on this machine only, with a pool so small that requests are
 preempted. Clients call it through both doors at once: both tiers, any lengths, targets and classes,
@@ -89,7 +89,7 @@ class Outcome:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
     --help. Raises UsageError or ConfigError."""
-    parser = Parser(prog="python -m jaxserve.bench soak", description=__doc__)
+    parser = Parser(prog="jaxserve bench soak", description=__doc__)
     parser.set_defaults(command="soak")
     parser.add_argument("--minutes", type=float, default=2.0, help="of calls (2)")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked (0)")

@@ -1,8 +1,8 @@
 """Talks to a jaxserve server: `Client` for programs, and a command line.
 
-python -m jaxserve.client "Once upon a time"
-python -m jaxserve.client --file prompts.txt --max_tokens 64 --out answers.jsonl
-python -m jaxserve.client --batch prompts.jsonl --out results.jsonl
+jaxserve complete "Once upon a time"
+jaxserve complete --file prompts.txt --max_tokens 64 --out answers.jsonl
+jaxserve batch prompts.jsonl --out results.jsonl
 """
 
 from jaxserve.client.client import DEFAULT_ADDRESS, Call, Client, Completion

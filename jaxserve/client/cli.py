@@ -1,10 +1,10 @@
-"""The command line of `python -m jaxserve.client`."""
+"""The command lines of `jaxserve complete` and `jaxserve batch`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,70 +44,73 @@ _NUMBERS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for what server or file refused, 2 for usage, 130 for ^C."""
-    parser = _parser()
+def complete(argv: Sequence[str] | None = None) -> int:
+    """Continues a prompt, or a file of them. Returns the exit code: 0, 1 for what server or file
+    refused, 2 for usage, 130 for ^C."""
+    return _run(_complete_parser(), argv, _check_complete, _complete)
+
+
+def batch(argv: Sequence[str] | None = None) -> int:
+    """Has a file of prompts done whenever the server has time. Exit codes as of `complete`."""
+    return _run(_batch_parser(), argv, _check_batch, _batch)
+
+
+def _run(
+    parser: Parser,
+    argv: Sequence[str] | None,
+    check: Callable[[argparse.Namespace], None],
+    work: Callable[[Client, argparse.Namespace], int],
+) -> int:
     args = parser.parse_args(argv)
     try:
-        _check(args)
+        if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
+            limits = f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
+            raise ValueError(f"--timeout {limits}, got {args.timeout:g}")
+        check(args)
         with Client(args.address, api_key=read_key(args), tls=read_tls(args)) as client:
-            if args.info:
-                return _info(client, args)
-            if args.batch is not None:
-                return _batch(client, args)
-            if args.file is None:
-                return _one(client, args.prompt, _options(args))
-            return _many(client, args)
+            return work(client, args)
     except (ServerError, PromptError, ResultsError, BatchCancelled) as error:
-        return _failed(str(error))
+        return _failed(args, str(error))
     except OSError as error:
-        return _failed(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+        return _failed(
+            args, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        )
     except UnicodeDecodeError as error:
-        return _failed(f"{args.file or args.batch} is not UTF-8: {error}")
+        return _failed(args, f"{args.file} is not UTF-8: {error}")
     except ValueError as error:  # flags that do not go together, what a protobuf field cannot hold
         parser.error(str(error))
     except KeyboardInterrupt:
         if args.file is not None and args.out not in (None, STDOUT):
-            _failed("interrupted; the same command with --resume goes on")
-        if args.batch is not None:
-            _failed("interrupted; the same command goes on, with --cancel it ends the batch")
+            _failed(args, f"interrupted; the same command {args.resumes}")
         return 130
 
 
-def _failed(problem: str | None) -> int:
-    print(f"jaxserve.client: {problem}", file=sys.stderr)
+def _failed(args: argparse.Namespace, problem: str | None) -> int:
+    print(f"{args.prog}: {problem}", file=sys.stderr)
     return 1
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_complete(args: argparse.Namespace) -> None:
     """ValueError for flags that do not go together."""
-    given = (args.prompt is not None, args.file is not None, args.batch is not None, args.info)
-    if given.count(True) != 1:
-        raise ValueError("give one prompt, --file or --batch with many, or --info")
-    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
-        limits = f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
-        raise ValueError(f"--timeout {limits}, got {args.timeout:g}")
+    if (args.prompt is not None, args.file is not None, args.info).count(True) != 1:
+        raise ValueError("give one prompt, --file with many, or --info")
     if args.file is None and args.concurrency is not None:
         raise ValueError("--concurrency goes with --file")
     if args.concurrency is not None and args.concurrency < 1:
         raise ValueError(f"--concurrency must be at least 1, got {args.concurrency}")
     if args.resume and (args.file is None or args.out in (None, STDOUT)):
         raise ValueError("--resume goes with --file and --out=FILE")
-    if args.batch is None:
-        if args.file is None and args.out is not None:
-            raise ValueError("--out goes with --file and --batch")
-        if args.file is not None and args.out not in (None, STDOUT):
-            _check_answers(Path(args.file), Path(args.out), resume=args.resume)
-        if args.cancel:
-            raise ValueError("--cancel goes with --batch")
-        return
-    if args.out is None or args.out == STDOUT:
-        raise ValueError("--batch needs a file for its results, --out=FILE")
-    slo = (args.ttft_ms, args.tbt_ms, args.jct_ms)
-    named = args.tier == "realtime" or args.slo_class or args.serve_late
-    if named or slo.count(None) < len(slo):
-        raise ValueError("--batch is best-effort: --tier, --slo_class and targets are not for it")
-    path, out = Path(args.batch), Path(args.out)
+    if args.file is None and args.out is not None:
+        raise ValueError("--out goes with --file")
+    if args.file is not None and args.out not in (None, STDOUT):
+        _check_answers(Path(args.file), Path(args.out), resume=args.resume)
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    """Likewise."""
+    if args.out == STDOUT:
+        raise ValueError("--out: a batch needs a file for its results")
+    path, out = Path(args.file), Path(args.out)
     check_file("out", out)
     if out.exists() and not out.is_file():
         raise ValueError(f"--out: {out} is not a file")
@@ -133,7 +136,7 @@ def _check_other(prompts: Path, *written: Path) -> None:
 def _batch(client: Client, args: argparse.Namespace) -> int:
     """Results go to a file, which any later call goes on with."""
     defaults = {name: value for name, value in _sampling(args).items() if value is not None}
-    prompts = read_prompts(Path(args.batch), defaults)
+    prompts = read_prompts(Path(args.file), defaults)
     with ResultsFile(Path(args.out), prompts) as results:
         if args.cancel:
             if results.batch is None:
@@ -145,8 +148,14 @@ def _batch(client: Client, args: argparse.Namespace) -> int:
         patience_s = PATIENCE_S if args.timeout is None else args.timeout
         BatchRun(client, prompts, results, patience_s).run()
         if results.failed:
-            return _failed(f"{results.failed} of {results.done} prompts failed")
+            return _failed(args, f"{results.failed} of {results.done} prompts failed")
     return 0
+
+
+def _complete(client: Client, args: argparse.Namespace) -> int:
+    if args.info:
+        return _info(client, args)
+    return _one(client, args.prompt, _options(args)) if args.file is None else _many(client, args)
 
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
@@ -216,8 +225,9 @@ def _many(client: Client, args: argparse.Namespace) -> int:
             failed = run.run(prompts, answers)
         except ServerAway as error:
             goes_on = "; the same command with --resume goes on" if path else ""
-            return _failed(f"{error} ({len(answers.done)} of {len(prompts)} prompts done{goes_on})")
-    return _failed(f"{failed} of {len(prompts)} prompts failed") if failed else 0
+            done = f"{len(answers.done)} of {len(prompts)} prompts done{goes_on}"
+            return _failed(args, f"{error} ({done})")
+    return _failed(args, f"{failed} of {len(prompts)} prompts failed") if failed else 0
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -242,43 +252,73 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID:BIAS") from None
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m jaxserve.client",
-        description="Continues a prompt, or many, on a jaxserve server.",
+def _complete_parser() -> Parser:
+    parser = _parser(
+        "jaxserve complete",
+        "Continues a prompt, or a file of them, on a jaxserve server.",
+        resumes="with --resume goes on",
     )
-    add = parser.add_argument
-    add("prompt", nargs="?", help="the text to continue")
-    add("--info", action="store_true", help="show what is served instead")
-    add("--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)")
-    wait = f"with --batch, until a server that is away is ({PATIENCE_S:g})"
-    add("--timeout", type=float, help=f"seconds until a call is given up; {wait}")
-    add_access_flags(parser)
+    parser.add_argument("prompt", nargs="?", help="the text to continue")
+    parser.add_argument("--info", action="store_true", help="show what is served instead")
     many = parser.add_argument_group("many prompts")
     many.add_argument(
         "--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order"
     )
     many.add_argument("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
-    many.add_argument(
-        "--batch",
-        metavar="FILE",
-        help="prompts as JSON lines, which the server does whenever it has time: "
-        '{"prompt": "Once upon a time"} or {"token_ids": [5, 6]}, if you like with "id": "a" and '
-        '"sampling": {"max_tokens": 64}; interrupted, the same command goes on',
-    )
-    many.add_argument(
-        "--out",
-        metavar="FILE",
-        help="where the answers go (stdout); --batch needs one",
-    )
+    many.add_argument("--out", metavar="FILE", help="where the answers go (stdout)")
     many.add_argument(
         "--resume", action="store_true", help="with --file, keep the answers that --out has already"
     )
-    many.add_argument("--cancel", action="store_true", help="end the --batch that --out waits for")
-    sampling = parser.add_argument_group(
-        "sampling",
-        "Absent ones have the server's default. With --batch, for lines that do not say.",
+    _add_sampling(parser, "Absent ones have the server's default.")
+    service = parser.add_argument_group("service level")
+    service.add_argument(
+        "--slo_class", default="", help="one of the server's (--info), for what is not given here"
     )
+    service.add_argument("--tier", choices=tuple(TIERS), help="realtime")
+    service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
+    service.add_argument("--tbt_ms", type=float, help="target: between two tokens")
+    service.add_argument("--jct_ms", type=float, help="target: arrival to last token")
+    service.add_argument(
+        "--serve_late", action="store_true", help="not refused though the first token will be late"
+    )
+    return parser
+
+
+def _batch_parser() -> Parser:
+    parser = _parser(
+        "jaxserve batch",
+        "Has a jaxserve server do a file of prompts whenever it has time. Interrupted, the same\n"
+        "command goes on.",
+        resumes="goes on, with --cancel it ends the batch",
+        timeout=f"; until a server that is away is ({PATIENCE_S:g})",
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help='prompts as JSON lines: {"prompt": "Once upon a time"} or {"token_ids": [5, 6]}, if '
+        'you like with "id": "a" and "sampling": {"max_tokens": 64}',
+    )
+    parser.add_argument("--out", metavar="FILE", required=True, help="where the results go")
+    parser.add_argument("--cancel", action="store_true", help="end the batch that --out waits for")
+    _add_sampling(parser, "For lines that do not say. Absent ones have the server's default.")
+    return parser
+
+
+def _parser(prog: str, description: str, *, resumes: str, timeout: str = "") -> Parser:
+    """A parser with the flags of both. resumes: what the same command does that was interrupted.
+    timeout: what else it is good for."""
+    parser = Parser(prog=prog, description=description)
+    parser.set_defaults(prog=prog, resumes=resumes)
+    parser.add_argument(
+        "--address", default=DEFAULT_ADDRESS, help="host:port of the server (%(default)s)"
+    )
+    parser.add_argument("--timeout", type=float, help=f"seconds until a call is given up{timeout}")
+    add_access_flags(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser, description: str) -> None:
+    sampling = parser.add_argument_group("sampling", description)
     for name, kind, text in _NUMBERS:
         sampling.add_argument(f"--{name}", type=kind, help=text)
     sampling.add_argument("--stop", action="append", help="end before this string; repeatable")
@@ -288,15 +328,3 @@ def _parser() -> Parser:
         "--logit_bias", action="append", type=_bias, default=[], metavar="TOKEN_ID:BIAS"
     )
     add_grammar_flags(parser)
-    service = parser.add_argument_group("service level")
-    service.add_argument(
-        "--slo_class", default="", help="one of the server's (--info), for what is not given here"
-    )
-    service.add_argument("--tier", choices=tuple(TIERS), help="realtime; --batch: best_effort")
-    service.add_argument("--ttft_ms", type=float, help="target: arrival to first token")
-    service.add_argument("--tbt_ms", type=float, help="target: between two tokens")
-    service.add_argument("--jct_ms", type=float, help="target: arrival to last token")
-    service.add_argument(
-        "--serve_late", action="store_true", help="not refused though the first token will be late"
-    )
-    return parser

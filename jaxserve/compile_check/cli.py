@@ -1,8 +1,8 @@
 """Do the kernels and the model's steps compile for these devices, and fit them?
 
-    python -m jaxserve.compile_check
-    python -m jaxserve.compile_check --target=a100,v5e:4 --model=opt-13b
-    python -m jaxserve.compile_check --programs=steps --json
+    jaxserve compile-check
+    jaxserve compile-check --target=a100,v5e:4 --model=opt-13b
+    jaxserve compile-check --programs=steps --json
 
 A target is a device, or as many of them as `v5e:4` says, which share each layer's heads; without
 a number as few as the model fits. None of the devices is needed, but their compilers are: `make
@@ -108,7 +108,7 @@ def exit_code(results: Sequence[Result]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m jaxserve.compile_check",
+        prog="jaxserve compile-check",
         description=__doc__,
     )
 

@@ -23,7 +23,7 @@ from jaxserve.deploy.cluster import Cluster, NotReady, local_cluster
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.settings import Settings
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.launch import python_command
+from jaxserve.server.launch import jaxserve_command
 
 _MISSING = "Ray is not installed: pip install 'jaxserve[ray]'"
 
@@ -93,7 +93,7 @@ def ready_text(cluster: Cluster, settings: Settings, seconds: float) -> str:
             f"  address  {cluster.grpc}",
             f"  http     {cluster.http}",
             "Try it in a second terminal:",
-            f'  {python_command()} -m jaxserve.client --address={cluster.grpc} "Once upon a time"',
+            f'  {jaxserve_command()} complete --address={cluster.grpc} "Once upon a time"',
             f"  curl {cluster.http}/completions -H 'Content-Type: application/json' -d '{prompt}'",
         )
     )

@@ -1,4 +1,4 @@
-"""Writes down what is served, for `python -m jaxserve.simulate --replay`.
+"""Writes down what is served, for `jaxserve simulate --replay`.
 
 The format is in `sched/simulation/recording.py`. The engine's thread only puts events into a queue;
 a thread of its own turns them into lines, so that serving never waits for a disk. Who came when and

@@ -1,7 +1,7 @@
 """The first cost model of an engine that nobody has profiled: a few steps timed before it serves.
 
 It is a prior. What is served corrects it (`sched/online_cost.py`), so few shapes will do;
-`python -m jaxserve.profile` measures more of them, and longer.
+`jaxserve profile` measures more of them, and longer.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class LLM:
 
 
 def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> ConfigDict:
-    from jaxserve.server.launch import check_checkpoint, check_config  # with all of the server
+    from jaxserve.server.launch import check_config, find_checkpoint  # with all of the server
 
     if config is None:
         config = base.get_config() if model else tiny_cpu.get_config()
@@ -241,7 +241,7 @@ def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) ->
         with config.ignore_type():
             config[section][field] = value
     check_config(config)
-    check_checkpoint(config)
+    find_checkpoint(config)
     return config
 
 

@@ -1,4 +1,4 @@
-"""What serve.py --help prints: its flags, and the fields as configs/base.py explains them."""
+"""What `jaxserve serve --help` prints: flags, and fields as configs/base.py explains them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> s
     """shortcuts: flags beside --config, each with the field that it sets and what that is. config:
     whose values are shown."""
     lines = [
-        "usage: serve.py [--config=FILE] [--NAME=VALUE ...] [--config.SECTION.FIELD=VALUE ...]",
+        "usage: jaxserve serve [MODEL] [--NAME=VALUE ...] [--config.SECTION.FIELD=VALUE ...]",
         "",
-        "Serves a model until SIGTERM or ^C.",
+        "Serves a model until SIGTERM or ^C; without MODEL and --config, the model in the box.",
         "",
+        "  MODEL",
+        *_wrapped(
+            "a checkpoint's folder, a model of the Hugging Face Hub, such as Qwen/Qwen2.5-0.5B, or "
+            "a preset, such as opt_125m_cpu"
+        ),
         "  --help, -h",
         "  --version",
         "  --config=FILE",
-        *_wrapped("Python with get_config(), which gives the fields their values"),
+        *_wrapped("Python with get_config(), which gives the fields their values, or a preset"),
     ]
     for name, (path, text) in shortcuts.items():
         lines += [f"  --{name}=VALUE", *_wrapped(f"{text}; the same as --config.{path}")]

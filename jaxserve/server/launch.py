@@ -1,4 +1,5 @@
-"""What serve.py needs around the engine: flags to a checked config, and the text when it is ready.
+"""What `jaxserve serve` needs around the engine: flags to a checked config, the text when
+it is ready.
 
 Nothing here imports jax, so that a mistake shows before anything slow starts.
 """
@@ -23,6 +24,7 @@ from jaxserve.command_line import with_underscores
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
+from jaxserve.hub import download, is_hub_id
 from jaxserve.server.access.options import KEY_VARIABLE, Access
 from jaxserve.server.batch_options import check_batches
 from jaxserve.server.flag_hints import hint
@@ -67,6 +69,37 @@ class UsageError(ValueError):
     """The command line is wrong; one line says how."""
 
 
+def preset_path(name: str) -> str:
+    """The file of a preset, such as `tiny_cpu`, whether it is there or not."""
+    return str(Path(base.__file__).parent / f"{name.replace('-', '_')}.py")
+
+
+def with_model(argv: Sequence[str]) -> list[str]:
+    """The arguments with the MODEL that they may begin with as flags.
+
+    Args:
+        argv: without the program's name. MODEL is a preset's name, a checkpoint's folder or a model
+            of the Hugging Face Hub; the latter two go with configs/base.py, unless --config names
+            another. A config file does, too.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if not argv or argv[0].startswith("-"):
+        return list(argv)
+    model, rest = argv[0], list(argv[1:])
+    if model.endswith(".py") or (not os.path.exists(model) and os.path.isfile(preset_path(model))):
+        return [f"--config={model}", *rest]
+    if os.path.exists(model) or os.sep in model:
+        has_config = any(each.lstrip("-").partition("=")[0] == "config" for each in rest)
+        config = [] if has_config else [f"--config={preset_path('base')}"]
+        return [*config, f"--model={model}", *rest]
+    raise UsageError(
+        f"{model!r} is neither a folder nor a preset ({', '.join(_presets())}), and a model of the "
+        "Hugging Face Hub is OWNER/NAME"
+    )
+
+
 def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> str | None:
     """What to print where the command line is a question; else None, and the flags are parsed.
     Arguments as in `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
@@ -94,8 +127,8 @@ def parse_flags(
         _check_field_flag(argument)
         name, equals, value = argument.lstrip("-").partition("=")
         if name == "config" and argument.startswith("-"):
-            default = value if equals else "".join(argv[place + 1 : place + 2])
-            _check_config_file(default)
+            default = _config_file(value if equals else "".join(argv[place + 1 : place + 2]))
+            argv[place + (not equals)] = f"--config={default}" if equals else default
     # The file is loaded as a module of this name, into an earlier one's namespace if there is one.
     sys.modules.pop("config_config", None)
     try:
@@ -126,7 +159,7 @@ def parse_flags(
 
 
 def flag_names() -> list[str]:
-    """The flags of serve.py: shortcuts, and fields as config.SECTION.FIELD."""
+    """The flags of `jaxserve serve`: shortcuts, and fields as config.SECTION.FIELD."""
     fields = [f"config.{path}" for path, _ in _leaves(base.get_config())]
     return ["config", *_SHORTCUTS, *fields]
 
@@ -154,14 +187,18 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
     return config
 
 
-def check_checkpoint(config: ConfigDict) -> None:
-    """Whether the model's path may be a checkpoint's, before JAX is imported. Raises
-    ConfigError."""
-    if config.model.path:
-        try:
-            check_folder(config.model.path)
-        except ValueError as error:
-            raise ConfigError(f"model.path: {error}") from None
+def find_checkpoint(config: ConfigDict) -> None:
+    """Whether the model's path may be a checkpoint's, before JAX is imported. What is no folder
+    here, but may be a model of the Hugging Face Hub, is taken from there. Raises ConfigError."""
+    if not config.model.path:
+        return
+    try:
+        if is_hub_id(config.model.path):
+            config.model.name = config.model.name or config.model.path
+            config.model.path = download(config.model.path)
+        check_folder(config.model.path)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from None
 
 
 def check_config(config: Any) -> None:
@@ -244,25 +281,27 @@ def _with_key(access: Access) -> str:
 
 
 def client_line(address: str, access: Access) -> str:
-    """The client's command, with the interpreter and the flags only if they are needed."""
+    """The client's command, with its folder and the flags only if they are needed."""
     host, _, port = address.rpartition(":")
     reached = "localhost" if host in ("0.0.0.0", "[::]") else host
-    command = python_command()
     default = reached == "localhost" and int(port) == DEFAULT_PORT
     where = "" if default else f"--address={reached}:{port} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
-    return f'{command} -m jaxserve.client {where}"Once upon a time"'
+    return f'{jaxserve_command()} complete {where}"Once upon a time"'
 
 
-def python_command() -> str:
-    """The one that runs, as short as a shell here finds it."""
-    python = shutil.which("python")
-    here = Path(sys.executable)
-    if python is not None and Path(python).parent == here.parent:
-        return "python"
+def jaxserve_command() -> str:
+    """`jaxserve` of the interpreter that runs, as short as a shell here finds it."""
+    folder = Path(sys.executable).parent
+    script = folder / "jaxserve"
+    name, module = ("jaxserve", "") if script.is_file() else ("python", " -m jaxserve")
+    found = shutil.which(name)
+    if found is not None and Path(found).parent == folder:
+        return f"{name}{module}"
+    here = script if not module else Path(sys.executable)
     inside = here.is_relative_to(Path.cwd())
-    return str(here.relative_to(Path.cwd()) if inside else here)
+    return f"{here.relative_to(Path.cwd()) if inside else here}{module}"
 
 
 def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -338,13 +377,18 @@ def _check_field_flag(argument: str) -> None:
         raise UsageError(f"unknown field {path}{_hint(path, known)}")
 
 
-def _check_config_file(path: str) -> None:
-    if os.path.isfile(path):
-        return
+def _config_file(given: str) -> str:
+    """A file, or the name of a preset."""
+    found = next((path for path in (given, preset_path(given)) if os.path.isfile(path)), None)
+    if found is None:
+        known = ", ".join(_presets())
+        raise UsageError(f"--config: there is no file {given!r}; presets: {known}")
+    return found
+
+
+def _presets() -> list[str]:
     folder = Path(base.__file__).parent
-    presets = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("base", "__init__"))
-    known = ", ".join(f"configs/{name}.py" for name in presets)
-    raise UsageError(f"--config: there is no file {path!r}; presets: {known}")
+    return sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("base", "__init__"))
 
 
 def _config_file_error(error: Exception) -> str | None:

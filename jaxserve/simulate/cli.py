@@ -1,21 +1,21 @@
 r"""Simulates serving: no device, no weights, minutes in seconds.
 
-    python -m jaxserve.simulate --policy=vllm --system=llama-2-7b@a100 \
+    jaxserve simulate --policy=vllm --system=llama-2-7b@a100 \
         --workload=fixed:1024x128x32 --kv_tokens=100000 --max_batch_tokens=4096 --json
-    python -m jaxserve.simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \
+    jaxserve simulate --policy=vllm,sarathi,edf --workload=sharegpt --rate=2,4,6,8 \
         --slo_ttft_ms=1000 --slo_tbt_ms=100 --plots=figures
-    python -m jaxserve.simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \
+    jaxserve simulate --policy=edf,sarathi:watermark=0.05 --workload=sharegpt --rate=8 \
         --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s
-    python -m jaxserve.simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
-    python -m jaxserve.simulate --policy=vllm,sarathi --workload=sharegpt --find=capacity \
+    jaxserve simulate --policy=sarathi --workload=AzureLLMInferenceTrace_conv.csv
+    jaxserve simulate --policy=vllm,sarathi --workload=sharegpt --find=capacity \
         --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
-    python -m jaxserve.simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
+    jaxserve simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
         --best_effort=closed:batch=64,input=uniform:512:1024,output=uniform:32:128
-    python -m jaxserve.simulate --workload=sharegpt --rate=300 --num_requests=20000 --seeds=1 \
+    jaxserve simulate --workload=sharegpt --rate=300 --num_requests=20000 --seeds=1 \
         --slo_ttft_ms=1000 --replicas=64 --routing=slo --routers=4 --snapshot_s=0.5 \
         --snapshot_age_s=0.1 --snapshot_loss=0.05 --faults=0:at=20s:slow=3,7:at=30s
-    python -m jaxserve.simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
-    python -m jaxserve.simulate --replay=served.jsonl --policy=sarathi,vllm,edf
+    jaxserve simulate --workload=alpaca --rate=20 --seeds=1 --chrome_trace=trace.json
+    jaxserve simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, or a trace's path: a CSV of
 prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may say what each
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.seed = args.seed or 0
         return _find(args) if args.find else _compare(args)
     except REFUSED as error:
-        print(f"jaxserve.simulate: {error}", file=sys.stderr)
+        print(f"jaxserve simulate: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
@@ -143,7 +143,7 @@ def _find(args: argparse.Namespace) -> int:
     _say(args, capacity_report(found, level), as_json.capacities(searches))
     problems = [one.problem() for one in searches if one.problem()]
     for problem in problems:
-        print(f"jaxserve.simulate: {problem}", file=sys.stderr)
+        print(f"jaxserve simulate: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 

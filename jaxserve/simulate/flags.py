@@ -43,7 +43,7 @@ NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not 
 def parser(description: str, epilog: str = "") -> Parser:
     """The parser; `check` what it gives. description, epilog: before and after the flags."""
     parser = Parser(
-        prog="python -m jaxserve.simulate",
+        prog="jaxserve simulate",
         description=description,
         epilog=epilog,
     )

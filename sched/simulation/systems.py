@@ -2,7 +2,7 @@
 
 Two come with constants fitted by InferMax's authors; any other is scaled from its arithmetic and
 its bytes, with figures fitted to measured tables where there are any; a measured one is read from a
-profile (`python -m jaxserve.profile`). docs/systems.md has them all.
+profile (`jaxserve profile`). docs/systems.md has them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.bench` on a small engine with random weights, and its errors."""
+"""`jaxserve bench` on a small engine with random weights, and its errors."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ import pytest
 from absl import flags
 
 from jaxserve.advise import cli as advise
-from jaxserve.bench import cli
+from jaxserve.bench import cli as bench
+from jaxserve.cli import COMMANDS
 from jaxserve.configs import base
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import (
@@ -45,10 +46,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Indented lines of a page that run Python, those that go on joined."""
+    """Indented lines of a page that run jaxserve or Python, those that go on joined."""
     text = re.sub(r"\\\n\s+", "", page.read_text())
-    lines = re.findall(r"^    (?:\.venv/bin/)?(python .*)$", text, re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    lines = re.findall(r"^    (?:\.venv/bin/)?((?:jaxserve|python) .*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def test_the_policy_table_is_the_registry() -> None:
@@ -92,22 +93,28 @@ def test_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Parsed, not run: flags, presets and fields exist."""
     monkeypatch.chdir(ROOT)
     for command in commands(page):
-        if command[:2] == ["-m", "jaxserve.bench"]:
-            cli.parse(command[2:])
-        elif command[:2] == ["-m", "jaxserve.simulate"]:
-            assert simulate_flags.check(simulate_flags.parser("").parse_args(command[2:])) == ""
-        elif command[:2] == ["-m", "jaxserve.advise"]:
-            assert advise.check(advise.flag_parser().parse_args(command[2:])) == ""
-        elif command[0] == "serve.py" and "FILE" not in command[-1]:
-            values = flags.FlagValues()
-            launch.parse_flags(command, "configs/tiny_cpu.py", values)
-            launch.read_config(values)
-        elif command[0] == "-c":
-            compile(command[1], str(page), "exec")
-        elif command[0] == "-m":
-            assert importlib.util.find_spec(command[1]) is not None, command
+        program, name, *given = command
+        if name in ("serve", "serve.py"):
+            if not any("FILE" in each for each in given):
+                values = flags.FlagValues()
+                launch.parse_flags(
+                    [name, *launch.with_model(given)], launch.preset_path("tiny_cpu"), values
+                )
+                launch.read_config(values)
+        elif program == "jaxserve":
+            assert name in COMMANDS, command
+            if name == "bench":
+                bench.parse(given)
+            elif name == "simulate":
+                assert simulate_flags.check(simulate_flags.parser("").parse_args(given)) == ""
+            elif name == "advise":
+                assert advise.check(advise.flag_parser().parse_args(given)) == ""
+        elif name == "-c":
+            compile(given[0], str(page), "exec")
+        elif name == "-m":
+            assert importlib.util.find_spec(given[0]) is not None, command
         else:
-            assert (ROOT / command[0]).exists(), command
+            assert (ROOT / name).exists(), command
 
 
 def test_there_are_commands_to_check() -> None:

@@ -63,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def check(python: Path, *flags: str) -> list[dict[str, Any]]:
     """What the command says of every target; it must exit with 0."""
     ran = subprocess.run(
-        [python, "-m", "jaxserve.compile_check", *flags, "--json"],
+        [python, "-m", "jaxserve", "compile-check", *flags, "--json"],
         cwd=ROOT,
         env={
             name: value

@@ -104,7 +104,7 @@ def hosts(folder: Path, count: int, devices: int, *flags: str) -> Iterator[Hosts
 def _until_ready(leader: subprocess.Popen[str], logs: list[Path]) -> str:
     assert leader.stdout is not None
     printed = ""
-    while "jaxserve.client" not in printed:
+    while " complete " not in printed:
         line = leader.stdout.readline()
         assert line, "\n".join(log.read_text()[-3000:] for log in logs)
         printed += line

@@ -151,7 +151,7 @@ OPTIONS: dict[str, Any] = {"scale": 0.1, "backend": "triton"}
 
 def skip_without_compiler() -> None:
     """Newer jaxlibs compile Triton code while lowering, with the CUDA plugin that CPU machines do
-    not have; there `python -m jaxserve.compile_check` does all of this."""
+    not have; there `jaxserve compile-check` does all of this."""
     if tuple(int(part) for part in jax.lib.__version__.split(".")[:3]) > (0, 10, 2):
         pytest.skip("this jaxlib lowers Triton kernels only with its CUDA plugin")
 

@@ -128,5 +128,5 @@ def test_a_place_that_cannot_be_written_is_found_before_the_weights_are_read(
     monkeypatch.setattr(convert, "load_params", reading)
     assert convert.main([str(tmp_path), str(tmp_path / "file" / "out")]) == 2
     assert (
-        capsys.readouterr().err == f"jaxserve.convert: DST: {tmp_path / 'file'} is not a folder\n"
+        capsys.readouterr().err == f"jaxserve convert: DST: {tmp_path / 'file'} is not a folder\n"
     )

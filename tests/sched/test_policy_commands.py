@@ -1,4 +1,4 @@
-"""`python -m jaxserve.policies`, `python -m jaxserve.bench plan` and `simulate`."""
+"""`jaxserve policies`, `jaxserve bench plan` and `simulate`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_order_of_the_first_example_ages(tmp_path: Path) -> None:
 def test_the_load_of_the_page_shows_what_the_first_example_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (line,) = re.findall(r"^    python -m jaxserve.simulate (.*sarathi.*)$", PAGE.read_text(), re.M)
+    (line,) = re.findall(r"^    jaxserve simulate (.*sarathi.*)$", PAGE.read_text(), re.M)
     (said,) = re.findall(r"first token is ([0-9.]+) of `sarathi`'s", PAGE.read_text())
     (tmp_path / "aged.py").write_text(EXAMPLES["aged"])
     monkeypatch.chdir(tmp_path)

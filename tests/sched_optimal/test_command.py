@@ -1,4 +1,4 @@
-"""`python -m jaxserve.optimal`, and the experiment that uses it, at toy size."""
+"""`jaxserve optimal`, and the experiment that uses it, at toy size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.advise`: who wins is said where somebody does, and only there."""
+"""`jaxserve advise`: who wins is said where somebody does, and only there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_who_keeps_targets_beats_who_does_not(capsys: pytest.CaptureFixture[str]
     assert found["why"] in said and "most of them of class chat" in found["why"]
     flags = "--policy=priority --config.scheduler.max_batch_tokens=4096"
     flags += " --config.scheduler.max_prefill_tokens=512"
-    assert f"    python serve.py {flags}" in said.splitlines()
+    assert f"    jaxserve serve {flags}" in said.splitlines()
     assert found["flags"] == flags.split()
 
 
@@ -92,7 +92,7 @@ def test_who_cannot_serve_the_traffic_is_not_ranked(capsys: pytest.CaptureFixtur
     )
     assert found["why"] == "There is no other to compare it with."
     assert main([*argv, "--policy=vllm"]) == 2
-    assert capsys.readouterr().err == f"jaxserve.advise: {problem}\n"
+    assert capsys.readouterr().err == f"jaxserve advise: {problem}\n"
 
 
 def test_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_what_is_wrong_is_said_in_a_line(
         assert end.code == 2
     said = capsys.readouterr().err
     first, *help = said.splitlines()
-    assert first.startswith("jaxserve.advise: ") and problem in first
-    assert help in ([], ["python -m jaxserve.advise --help says what there is"])
+    assert first.startswith("jaxserve advise: ") and problem in first
+    assert help in ([], ["jaxserve advise --help says what there is"])
 
 
 # What is noise.

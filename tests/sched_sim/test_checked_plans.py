@@ -182,7 +182,7 @@ def test_the_command_says_it_in_one_line(
     try:
         assert command.main([*argv, "--kv_tokens=640"]) == 1
         error = capsys.readouterr().err
-        assert error == f"jaxserve.simulate: policy {argv[0][9:]}: more blocks than are free\n"
+        assert error == f"jaxserve simulate: policy {argv[0][9:]}: more blocks than are free\n"
         assert command.main([*argv, "--max_batch_tokens=200"]) == 1
         assert capsys.readouterr().err.count("\n") == 1
     finally:

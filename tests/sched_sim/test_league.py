@@ -1,4 +1,4 @@
-"""`python -m jaxserve.bench league` at toy size: resumed, with a policy of one's own, and its page
+"""`jaxserve bench league` at toy size: resumed, with a policy of one's own, and its page
 in docs/."""
 
 from __future__ import annotations

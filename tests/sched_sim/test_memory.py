@@ -17,7 +17,7 @@ def test_a_billion_requests_are_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["--workload=fixed:8x8x999999999"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "jaxserve.simulate: fixed:8x8x999999999: 999,999,999 requests with 7,999,999,992 tokens to "
+        "jaxserve simulate: fixed:8x8x999999999: 999,999,999 requests with 7,999,999,992 tokens to "
         "write would take about 1,100 GB of memory; there are "
     )
     assert error.count("\n") == 1

@@ -128,7 +128,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
     monkeypatch.setattr(profile, "build", lambda *args, **kwargs: pytest.fail("it began"))
     assert profile.main([f"--out={tmp_path / 'none' / 'a.json'}"]) == 2
     assert capsys.readouterr().err == (
-        f"jaxserve.profile: --out: there is no folder {tmp_path / 'none'}\n"
+        f"jaxserve profile: --out: there is no folder {tmp_path / 'none'}\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.simulate --replay`."""
+"""`jaxserve simulate --replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.simulate --find=capacity`."""
+"""`jaxserve simulate --find=capacity`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_where_there_is_none(
     said = capsys.readouterr()
     (found,) = json.loads(said.out.splitlines()[-1])["capacity"]
     assert found["bound"] == bound
-    assert f"jaxserve.simulate: {problem}" in said.err.splitlines()[-1]
+    assert f"jaxserve simulate: {problem}" in said.err.splitlines()[-1]
 
 
 def test_where_nobody_has_a_target(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.simulate`: its last line, its tables, its figures, its complaints."""
+"""`jaxserve simulate`: its last line, its tables, its figures, its complaints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.simulate` before several replicas: routers, snapshots, faults."""
+"""`jaxserve simulate` before several replicas: routers, snapshots, faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several seeds in `python -m jaxserve.simulate`: means, intervals, ratios, the summary."""
+"""Several seeds in `jaxserve simulate`: means, intervals, ratios, the summary."""
 
 from __future__ import annotations
 

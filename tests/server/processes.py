@@ -70,7 +70,7 @@ def serve(*flags: str) -> Iterator[ServedProcess]:
         try:
             assert process.stdout is not None and process.stderr is not None
             printed = []
-            while not printed or "jaxserve.client" not in printed[-1]:
+            while not printed or " complete " not in printed[-1]:
                 printed.append(process.stdout.readline())
                 assert printed[-1], process.stderr.read()
             text = "".join(printed)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client import Client, Unreachable, make_request
-from jaxserve.client.cli import main
+from jaxserve.client.cli import complete
 from jaxserve.sched.request import Grammar, Tier
 from jaxserve.server.runner import Server
 from tests.server.fake_engine import INFO, FakeEngine
@@ -30,12 +30,12 @@ def test_one_prompt_is_streamed_to_stdout(
     server: Server, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.run()
-    assert main([f"--address={server.address}", "Once upon", "--max_tokens=3"]) == 0
+    assert complete([f"--address={server.address}", "Once upon", "--max_tokens=3"]) == 0
     assert capsys.readouterr().out == "Once upon w0 w1 w2\n"
 
 
 def test_what_is_served_is_shown(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--address={server.address}", "--info"]) == 0
+    assert complete([f"--address={server.address}", "--info"]) == 0
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["model"] == INFO.model and shown["num_blocks"] == str(INFO.num_blocks)
     assert shown["cost_model"] == INFO.cost_model
@@ -43,7 +43,7 @@ def test_what_is_served_is_shown(server: Server, capsys: pytest.CaptureFixture[s
 
 def test_the_module_runs_from_a_shell(server: Server, engine: FakeEngine) -> None:
     engine.run()
-    command = [sys.executable, "-m", "jaxserve.client", "--address", server.address]
+    command = [sys.executable, "-m", "jaxserve", "complete", "--address", server.address]
     done = subprocess.run([*command, "hi", "--max_tokens=1"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hi w0\n", "")
 
@@ -57,7 +57,7 @@ def test_several_continuations_are_numbered(
     server: Server, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.run()
-    assert main([f"--address={server.address}", "hi", "--max_tokens=1", "--n=2"]) == 0
+    assert complete([f"--address={server.address}", "hi", "--max_tokens=1", "--n=2"]) == 0
     assert capsys.readouterr().out == "[0] hi w0\n[1] hi w0\n"
 
 
@@ -83,7 +83,7 @@ def test_every_flag_reaches_the_engine(
     flags = [f"--{name}={number}" for name, number in sampling.items()]
     flags += ["--stop=a", "--stop=b", "--stop_token_id=5", "--ignore_eos", "--logit_bias=9:-1.5"]
     flags += ["--tier=best_effort", "--ttft_ms=100", "--tbt_ms=10", "--jct_ms=1000"]
-    assert main([f"--address={server.address}", "hi", *flags]) == 0
+    assert complete([f"--address={server.address}", "hi", *flags]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2 * (1 + 4 + 1), "log-probabilities, one a token, and a verdict"
     assert told[0] == "105:-13.1250  106:-13.2500", "of the prompt's second token"
@@ -116,7 +116,7 @@ def test_flags_hold_the_text_to_a_grammar(
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "boolean"}')
     flags = [flag.replace("FILE", str(schema)) for flag in flags]
-    assert main([f"--address={server.address}", "hi", "--max_tokens=1", *flags]) == 0
+    assert complete([f"--address={server.address}", "hi", "--max_tokens=1", *flags]) == 0
     assert engine.requests[-1].sampling.grammar == grammar
 
 
@@ -126,16 +126,16 @@ def test_a_grammar_that_cannot_be_is_one_clear_line(
     absent, binary = tmp_path / "absent.json", tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
     to = f"--address={server.address}"
-    assert main([to, "hi", f"--json_schema=@{absent}"]) == 1
-    assert capsys.readouterr().err == f"jaxserve.client: {absent}: No such file or directory\n"
-    assert main([to, "hi", "--regex=bad"]) == 1
+    assert complete([to, "hi", f"--json_schema=@{absent}"]) == 1
+    assert capsys.readouterr().err == f"jaxserve complete: {absent}: No such file or directory\n"
+    assert complete([to, "hi", "--regex=bad"]) == 1
     assert "grammar.regex: is bad" in capsys.readouterr().err
     for wrong, problem in (
         ([f"--json_schema=@{binary}"], f"--json_schema: {binary} is not UTF-8"),
         (["--regex=a", "--json_object"], "--json_object: not allowed with argument --regex"),
     ):
         with pytest.raises(SystemExit):
-            main([to, "hi", *wrong])
+            complete([to, "hi", *wrong])
         assert problem in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_a_file_of_prompts_gives_json_lines_in_its_order(
     source.write_text("\n\n".join(prompts))
     flags = [f"--file={source}", f"--out={target}", "--max_tokens=2", "--logprobs=1"]
     flags += ["--prompt_logprobs=0"]
-    assert main([f"--address={server.address}", *flags]) == 0
+    assert complete([f"--address={server.address}", *flags]) == 0
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert [record["prompt"] for record in records] == prompts
     (completion,) = records[7]["completions"]
@@ -168,7 +168,7 @@ def test_a_refused_prompt_of_a_file_is_recorded_and_the_others_go_on(
     engine.run()
     source = tmp_path / "prompts.txt"
     source.write_text(f"one\n{'x' * 5000}\nthree\n")
-    assert main([f"--address={server.address}", f"--file={source}", "--max_tokens=1"]) == 1
+    assert complete([f"--address={server.address}", f"--file={source}", "--max_tokens=1"]) == 1
     captured = capsys.readouterr()
     first, second, third = map(json.loads, captured.out.splitlines())
     assert first["completions"] and third["completions"]
@@ -184,24 +184,28 @@ def test_nobody_there_is_one_clear_line(
     source = tmp_path / "prompts.txt"
     source.write_text("one\ntwo\n")
     given = "hi" if what == "prompt" else f"--file={source}"
-    assert main([f"--address={nobody}", given]) == 1
+    assert complete([f"--address={nobody}", given]) == 1
     error = capsys.readouterr().err
-    assert error == f"jaxserve.client: no server answers at {nobody}: is it running? (make serve)\n"
+    assert (
+        error == f"jaxserve complete: no server answers at {nobody}: is it running? (make serve)\n"
+    )
 
 
 def test_a_refusal_is_one_clear_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--address={server.address}", "hi", "--temperature=-1"]) == 1
+    assert complete([f"--address={server.address}", "hi", "--temperature=-1"]) == 1
     out, error = capsys.readouterr()
     assert out == ""
-    assert error.startswith("jaxserve.client: temperature: must be at least 0")
+    assert error.startswith("jaxserve complete: temperature: must be at least 0")
     assert error.count("\n") == 1
 
 
 def test_a_missing_file_is_one_clear_line(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([f"--address={server.address}", "--file=/no/such/file"]) == 1
-    assert capsys.readouterr().err == "jaxserve.client: /no/such/file: No such file or directory\n"
+    assert complete([f"--address={server.address}", "--file=/no/such/file"]) == 1
+    assert (
+        capsys.readouterr().err == "jaxserve complete: /no/such/file: No such file or directory\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_a_missing_file_is_one_clear_line(
 )
 def test_wrong_usage_exits_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
-        main(arguments)
+        complete(arguments)
     assert error.value.code == 2
 
 
@@ -249,7 +253,7 @@ def test_unreachable_is_an_error_of_its_own(nobody: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["hi", "--out=x"], "goes with --file and --batch"),
+        (["hi", "--out=x"], "--out goes with --file"),
         (["hi", "--concurrency=2"], "goes with --file"),
         (["--file=x", "--concurrency=0"], "at least 1, got 0"),
         (["hi", "--max_tokens=3000000000"], "max_tokens: "),
@@ -260,7 +264,7 @@ def test_usage_is_two_lines(
     server: Server, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([f"--address={server.address}", *flags])
+        complete([f"--address={server.address}", *flags])
     assert caught.value.code == 2
     problem, _ = capsys.readouterr().err.splitlines()
     assert complaint in problem
@@ -271,5 +275,5 @@ def test_a_file_that_is_not_text(
 ) -> None:
     path = tmp_path / "prompts"
     path.write_bytes(b"\xff\xfe\x00")
-    assert main([f"--address={server.address}", f"--file={path}"]) == 1
+    assert complete([f"--address={server.address}", f"--file={path}"]) == 1
     assert "is not UTF-8" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxserve.client import Client, ServerError, many
-from jaxserve.client.cli import main
+from jaxserve.client.cli import complete
 from jaxserve.server.requests import admission
 from jaxserve.server.runner import Server
 from tests.server.batches.relay import Relay
@@ -47,7 +47,7 @@ def lines(path: Path) -> list[int]:
 
 
 def run(server: Server, *flags: str) -> int:
-    return main([f"--address={server.address}", "--max_tokens=1", *flags])
+    return complete([f"--address={server.address}", "--max_tokens=1", *flags])
 
 
 @pytest.mark.parametrize("flags", [(), ("--resume",)])
@@ -99,7 +99,7 @@ def test_a_file_without_prompts_is_said(
     source = tmp_path / "p.txt"
     source.write_text(text)
     assert run(server, f"--file={source}") == 1
-    assert capsys.readouterr().err == f"jaxserve.client: {source}: there are no prompts in it\n"
+    assert capsys.readouterr().err == f"jaxserve complete: {source}: there are no prompts in it\n"
 
 
 def test_what_a_full_queue_refuses_is_asked_again(
@@ -161,7 +161,7 @@ class InThread:
         self._thread.start()
 
     def _run(self, argv: tuple[str, ...]) -> None:
-        self.code = main(["--max_tokens=1", "--concurrency=2", *argv])
+        self.code = complete(["--max_tokens=1", "--concurrency=2", *argv])
 
     def wait(self) -> int | None:
         self._thread.join(PATIENCE)
@@ -269,8 +269,8 @@ def test_resuming_with_something_else_changes_nothing(
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxserve.client.cli import main
-sys.exit(main())
+from jaxserve.client.cli import complete
+sys.exit(complete())
 """
 
 
@@ -292,6 +292,6 @@ def test_an_interrupted_run_says_how_far_it_got(
     assert process.returncode == 130
     assert "2/6" in error and "100%" not in error and "6/6" not in error
     assert error.splitlines()[-1] == (
-        "jaxserve.client: interrupted; the same command with --resume goes on"
+        "jaxserve complete: interrupted; the same command with --resume goes on"
     )
     assert lines(out) == [1, 2]

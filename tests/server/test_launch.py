@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from absl import flags
@@ -158,7 +159,7 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
         ("--seed=5", r"did you mean --config\.model\.seed or --config\.scheduler\.seed\?$"),
         ("--no-request-lg", r"did you mean --request_log\?$"),
         ("--zzqq", "there is no flag --zzqq; --help says what there is$"),
-        ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu.py"),
+        ("--config=no/such.py", "no file 'no/such.py'; presets: .*tiny_cpu$"),
         ("--port=abc", "--port=abc: must be a whole number$"),
         ("tiny", "unexpected argument 'tiny'"),
     ],
@@ -222,7 +223,7 @@ def test_every_preset_is_well_formed_and_says_its_command(name: str) -> None:
     module = importlib.import_module(f"jaxserve.configs.{name}")
     config = module.get_config()
     launch.check_config(config)
-    assert f"python serve.py --config=configs/{name}.py" in module.__doc__
+    assert f"jaxserve serve {name}" in module.__doc__
     assert config.model.path or config.model.preset in preset_names()
     assert config.scheduler.max_prefill_tokens <= config.scheduler.max_batch_tokens
 
@@ -259,7 +260,7 @@ def test_what_is_printed_when_the_server_is_ready() -> None:
             f"address  {server.address}\n",
             f"http://{server.metrics_address}/metrics",
             "batches  off\n",
-            f'-m jaxserve.client --address={server.address} "Once upon a time"',
+            f' complete --address={server.address} "Once upon a time"',
         ):
             assert words in text
 
@@ -276,11 +277,13 @@ def test_it_is_printed_how_hidden_caches_are_read() -> None:
 def test_the_clients_line_is_as_short_as_it_can_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    short = 'python -m jaxserve.client "Once upon a time"'
-    python = tmp_path / ".venv" / "bin" / "python"
-    monkeypatch.setattr(sys, "executable", str(python))
+    short = 'jaxserve complete "Once upon a time"'
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "jaxserve").touch()
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "which", lambda name: str(python))
+    monkeypatch.setattr(shutil, "which", lambda name: str(folder / name))
     assert launch.client_line("localhost:50051", Access()) == short
     assert launch.client_line("0.0.0.0:50051", Access()) == short
     assert "--address=box:50051 " in launch.client_line("box:50051", Access())
@@ -288,8 +291,50 @@ def test_the_clients_line_is_as_short_as_it_can_be(
     assert " --tls " in launch.client_line("localhost:50051", tls)
     mutual = Access(tls=Tls(Path("cert"), Path("key"), Path("ca")))
     assert " --tls_cert=FILE --tls_key=FILE " in launch.client_line("localhost:50051", mutual)
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/python")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert launch.client_line("localhost:50051", Access()) == f".venv/bin/{short}"
+    (folder / "jaxserve").unlink()  # not installed: a clone's folder is on the path
+    module = short.replace("jaxserve", "python -m jaxserve")
+    assert launch.client_line("localhost:50051", Access()) == f".venv/bin/{module}"
+
+
+def test_a_model_comes_first(tmp_path: Path) -> None:
+    base_config = f"--config={launch.preset_path('base')}"
+    for model in (str(tmp_path), "Qwen/Qwen2.5-0.5B", "no/such"):
+        assert launch.with_model([model, "--port=0"]) == [
+            base_config,
+            f"--model={model}",
+            "--port=0",
+        ]
+        given = [model, "--config", "opt_125m_cpu"]
+        assert launch.with_model(given) == [f"--model={model}", *given[1:]]
+    for preset in ("opt-125m-cpu", "opt_125m_cpu", str(ROOT / "configs" / "opt_125m_cpu.py")):
+        assert launch.with_model([preset]) == [f"--config={preset}"]
+        assert parse(*launch.with_model([preset])).model.preset == "opt-125m"
+    assert parse("--config", "opt_125m_cpu", "--port=0").model.preset == "opt-125m"
+    assert launch.with_model(["--port=0"]) == ["--port=0"]
+    with pytest.raises(launch.UsageError, match=r"'llama' is neither a folder nor a preset \(.*, "):
+        launch.with_model(["llama"])
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(model: str, **options: Any) -> str:
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "config.json").touch()
+    config = parse("--model=Qwen/Qwen2.5-0.5B")
+    launch.find_checkpoint(config)
+    assert (config.model.path, config.model.name) == (str(tmp_path), "Qwen/Qwen2.5-0.5B")
+    assert asked["model"] == "Qwen/Qwen2.5-0.5B" and "*.safetensors" in asked["allow_patterns"]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        launch.find_checkpoint(parse("--model=Qwen/Qwen2.5-0.5B"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.client.cli import main
+from jaxserve.client.cli import complete
 from jaxserve.client.verdicts import verdict_line, verdict_record
 from jaxserve.sched.reachability import SloProblem, SloProblemKind
 from jaxserve.sched.request import SLO, Tier
@@ -95,23 +95,23 @@ def test_the_client_prints_it(
 ) -> None:
     engine.run()
     flags = [f"--address={server.address}", "hi", "--max_tokens=4", "--slo_class=chat"]
-    assert main(flags) == 0
+    assert complete(flags) == 0
     line = "slo chat missed: TTFT 200 of 250 ms, TBT 59.2 of 50 ms, missed\n"
     assert capsys.readouterr().err == line
     engine.problems = (BAD, SloProblem(SloProblemKind.JCT_BEFORE_TTFT, 0.2, 0.25))
-    assert main([*flags, "--n=2", "--tbt_ms=100"]) == 0
+    assert complete([*flags, "--n=2", "--tbt_ms=100"]) == 0
     line = (
         "slo chat met: TTFT 200 of 250 ms, TBT 59.2 of 100 ms; "
         "note: ttft_ms 100 is less than the 150 that the prompt takes alone; "
         "note: jct_ms 200 is less than ttft_ms, 250\n"
     )
     assert capsys.readouterr().err == 2 * line
-    assert main([f"--address={server.address}", "hi", "--max_tokens=4"]) == 0
+    assert complete([f"--address={server.address}", "hi", "--max_tokens=4"]) == 0
     assert capsys.readouterr().err == ""
     source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("one\n")
     flags = [f"--file={source}", f"--out={target}", "--max_tokens=4", "--slo_class=chat"]
-    assert main([f"--address={server.address}", *flags]) == 0
+    assert complete([f"--address={server.address}", *flags]) == 0
     (completion,) = json.loads(target.read_text())["completions"]
     assert completion["timings"]["tbt_ms"] == pytest.approx(59.2)
     assert completion["slo"] == {
@@ -128,7 +128,7 @@ def test_the_client_prints_it(
 
 
 def test_the_client_lists_the_classes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--address={server.address}", "--info"]) == 0
+    assert complete([f"--address={server.address}", "--info"]) == 0
     out = capsys.readouterr().out
     assert "slo_classes        chat (ttft_ms 250, tbt_ms 50)\n" in out
 

@@ -3,7 +3,7 @@
     VENV/bin/python tools/vllm_cpu/bench.py --dtype=float32
 
 VENV is what setup.sh made; jaxserve is not needed in it. The workload is that of
-`python -m jaxserve.bench throughput` and `latency`: random token ids, greedy, end of sequence
+`jaxserve bench throughput` and `latency`: random token ids, greedy, end of sequence
 ignored, one warm-up run, then the repeats. Nothing is downloaded. vLLM may log after that line.
 """
 

@@ -99,7 +99,7 @@ def one_round(args: argparse.Namespace) -> dict[str, Any]:
         what = [f"--model={args.model}", f"--dtype={dtype}", *lengths]
         model = [f"--config.model.preset={args.model}", f"--config.model.dtype={dtype}"]
         flags = [*CONFIG, *model, f"--policy={args.policy}", "--json", *lengths]
-        ours = [sys.executable, "-m", "jaxserve.bench"]
+        ours = [sys.executable, "-m", "jaxserve", "bench"]
         found[dtype] = {
             "throughput": run([*ours, "throughput", *flags, *batch]),
             "latency": run([*ours, "latency", *flags, *alone]),

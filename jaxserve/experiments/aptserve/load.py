@@ -1,5 +1,5 @@
 """Real serving, not simulated: attainment against rate with a pool that holds about ten requests,
-by the same measurement as `python -m jaxserve.bench load`."""
+by the same measurement as `jaxserve bench load`."""
 
 from __future__ import annotations
 

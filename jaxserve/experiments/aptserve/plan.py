@@ -16,7 +16,7 @@ Times = dict[str, dict[str, float]]  # situation: candidates: milliseconds
 
 
 def measure(scale: Scale) -> Times:
-    """On this machine, as `python -m jaxserve.bench plan` does."""
+    """On this machine, as `jaxserve bench plan` does."""
     return plan.measure(POLICY, scale.candidates, scale.plan_repeats)
 
 
@@ -58,7 +58,7 @@ def section(scale: Scale, times: Times) -> Section:
         "Milliseconds of one plan, medians of the CPU's time, where half of those that run have "
         "hidden caches and: all requests decode; half of them do, and half wait for memory that "
         "lasts for some (mixed); all but an eighth wait (prefill); all decode, but the pool lacks "
-        "half of the blocks that they need next (scarce). Measured as `python -m jaxserve.bench "
+        "half of the blocks that they need next (scarce). Measured as `jaxserve bench "
         "plan --policies=aptserve` does, on the machine that made this page.",
         [
             Row(

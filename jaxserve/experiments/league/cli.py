@@ -1,8 +1,8 @@
 """Makes docs/league.md: every policy on every workload of the four papers, simulated.
 
-    python -m jaxserve.bench league
-    python -m jaxserve.bench league --azure=DIR
-    python -m jaxserve.bench league --policy=path/to/mine.py:mine
+    jaxserve bench league
+    jaxserve bench league --azure=DIR
+    jaxserve bench league --policy=path/to/mine.py:mine
 
 Runs are written to figures/league.csv in the folder of the page as they end: after ^C, or worse,
 the same command goes on where it was. It goes on only with numbers that the code of now would give:
@@ -42,7 +42,7 @@ NEEDS = {"numba": "fast", "ortools": "optimal", "matplotlib": "dev"}  # and the 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, checked; argparse exits by itself where they are wrong."""
-    parser = Parser(prog="python -m jaxserve.bench league", description=__doc__)
+    parser = Parser(prog="jaxserve bench league", description=__doc__)
     parser.set_defaults(command="league")
     add = parser.add_argument
     add("--policy", default="", help="more rows: names or path/to/file.py:name, with commas")
@@ -103,7 +103,7 @@ def show(args: argparse.Namespace) -> int:
         standings = Standings(found, entrants, own)
         page = write_page(standings, args.scale, list(traces), args.out, whole=args.whole)
     except (ValueError, OSError) as error:
-        print(f"jaxserve.bench: {error}", file=sys.stderr)
+        print(f"jaxserve bench: {error}", file=sys.stderr)
         return 1
     print(f"wrote {page}, its numbers and figures")
     if args.whole:

@@ -20,7 +20,7 @@ from jaxserve.experiments.league.tables import (
 )
 from jaxserve.experiments.league.workloads import LONGEST, SLACK, SYSTEMS, WORKLOADS
 
-COMMAND = "python -m jaxserve.bench league"
+COMMAND = "jaxserve bench league"
 
 
 def write_page(

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.keys`."""
+"""`jaxserve keys`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve import client as api
 from jaxserve.client import Client, ServerError, Unreachable
-from jaxserve.client.cli import main
+from jaxserve.client.cli import complete
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.server.access.keys import Keys
@@ -169,22 +169,22 @@ def test_the_command_has_flags_for_it(
     ca, mine = f"--tls_ca={authority.pair.cert}", authority.issue("commander")
     where = [f"--address={one_way.address}", ca, "--info"]
     (tmp_path / "key").write_text("alice\n")
-    assert main([*where, "--api_key=alice"]) == 0
-    assert main([*where, f"--api_key_file={tmp_path / 'key'}"]) == 0
+    assert complete([*where, "--api_key=alice"]) == 0
+    assert complete([*where, f"--api_key_file={tmp_path / 'key'}"]) == 0
     monkeypatch.setenv("JAXSERVE_API_KEY", "alice")
-    assert main(where) == 0
+    assert complete(where) == 0
     monkeypatch.setenv("JAXSERVE_API_KEY", "mallory")
-    assert main(where) == 1
+    assert complete(where) == 1
     assert "the API key is not one of ours" in capsys.readouterr().err
-    assert main([where[0], "--tls", "--info"]) == 1
+    assert complete([where[0], "--tls", "--info"]) == 1
     assert f"no TLS with {one_way.address}: " in capsys.readouterr().err
     own = [f"--tls_cert={mine.cert}", f"--tls_key={mine.key}"]
-    assert main([f"--address={mutual.address}", ca, *own, "--info"]) == 0
+    assert complete([f"--address={mutual.address}", ca, *own, "--info"]) == 0
     for wrong in (own[:1], ["--tls_ca=/nowhere"], ["--api_key="]):
         capsys.readouterr()
         with contextlib.suppress(SystemExit):
-            assert main([*where[:1], *wrong, "--info"]) == 1
-        assert capsys.readouterr().err.startswith("jaxserve.client: ")
+            assert complete([*where[:1], *wrong, "--info"]) == 1
+        assert capsys.readouterr().err.startswith("jaxserve complete: ")
 
 
 def settings(**fields: str) -> Access:

@@ -16,4 +16,4 @@ def write(path: Path, count: int) -> Path:
 
 def command(address: str, prompts: Path, *flags: str) -> list[str]:
     out = prompts.with_name("results.jsonl")
-    return [f"--address={address}", f"--batch={prompts}", f"--out={out}", *flags]
+    return [f"--address={address}", str(prompts), f"--out={out}", *flags]

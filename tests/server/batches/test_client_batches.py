@@ -1,4 +1,4 @@
-"""`python -m jaxserve.client --batch`, through all that may happen to it."""
+"""`jaxserve batch`, through all that may happen to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.client import Client, ServerError, batch_run
 from jaxserve.client.batch_prompts import read_prompts
 from jaxserve.client.batch_results import ResultsFile
 from jaxserve.client.batch_run import BatchRun
-from jaxserve.client.cli import main
+from jaxserve.client.cli import batch
 from tests.server.batches.prompt_files import command, write
 from tests.server.batches.relay import Relay
 from tests.server.batches.serving import PATIENCE, BatchDoor, batch_server
@@ -54,10 +54,10 @@ def test_a_file_of_prompts_gives_a_file_of_results(
     door: BatchDoor, engine: FakeEngine, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.run()
-    assert main(command(door.server.address, prompts)) == 0
+    assert batch(command(door.server.address, prompts)) == 0
     check(prompts, 6)
     assert "6/6" in capsys.readouterr().err
-    assert main(command(door.server.address, prompts)) == 0
+    assert batch(command(door.server.address, prompts)) == 0
     assert len(engine.requests) == 6, "it was all there"
 
 
@@ -70,7 +70,7 @@ def test_a_line_in_error_has_a_record_and_the_exit_code_is_1(
     prompts.write_text("\n".join(map(json.dumps, [{"prompt": "x"}, bad, {"prompt": "y"}])))
     arguments = command(door.server.address, prompts, "--max_tokens=2", "--logprobs=1")
     for _ in range(2):
-        assert main(arguments) == 1
+        assert batch(arguments) == 1
         assert "1 of 3 prompts failed" in capsys.readouterr().err.splitlines()[-1]
     one, two, three = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert one["completions"][0]["text"] == three["completions"][0]["text"] == " w0 w1"
@@ -97,11 +97,11 @@ def test_an_interrupted_client_goes_on_where_it_was(
             engine.step()
 
     monkeypatch.setattr(ResultsFile, "append", interrupted)
-    assert main(command(door.server.address, prompts)) == 130
+    assert batch(command(door.server.address, prompts)) == 130
     assert "interrupted; the same command goes on" in capsys.readouterr().err
     monkeypatch.undo()
     engine.run()
-    assert main(command(door.server.address, prompts)) == 0
+    assert batch(command(door.server.address, prompts)) == 0
     check(prompts, 6)
     assert served(engine) == [1, 2, 3, 4, 5, 6]
 
@@ -170,7 +170,7 @@ def test_a_server_that_restarts_and_a_network_that_fails(prompts: Path, tmp_path
     codes = []
     with Relay() as network:
         arguments = command(network.address, prompts)
-        client = threading.Thread(target=lambda: codes.append(main(arguments)), daemon=True)
+        client = threading.Thread(target=lambda: codes.append(batch(arguments)), daemon=True)
         first = FakeEngine()
         with batch_server(first, tmp_path / "journal") as door:
             network.target = door.server.address
@@ -204,13 +204,13 @@ def test_a_server_that_lost_the_batch_does_only_what_is_missing(
 
     with batch_server(first, tmp_path / "one", in_flight=2) as door:
         monkeypatch.setattr(ResultsFile, "append", interrupted)
-        assert main(command(door.server.address, prompts)) == 130
+        assert batch(command(door.server.address, prompts)) == 130
         monkeypatch.undo()
     done = len(prompts.with_name("results.jsonl").read_bytes().splitlines())
     assert 0 < done < 6
     second = FakeEngine().run()
     with batch_server(second, tmp_path / "other") as door:
-        assert main(command(door.server.address, prompts)) == 0
+        assert batch(command(door.server.address, prompts)) == 0
     check(prompts, 6)
     assert served(second) == [*range(done + 1, 7)]
 
@@ -220,22 +220,22 @@ def test_cancelling_and_beginning_again(
 ) -> None:
     codes: list[int] = []
     arguments = command(door.server.address, prompts)
-    client = threading.Thread(target=lambda: codes.append(main(arguments)), daemon=True)
+    client = threading.Thread(target=lambda: codes.append(batch(arguments)), daemon=True)
     client.start()
     engine.wait(lambda: len(engine.live) == 4)
-    assert main([*arguments, "--cancel"]) == 1
+    assert batch([*arguments, "--cancel"]) == 1
     assert "another client is writing" in capsys.readouterr().err
-    batch = json.loads(prompts.with_name("results.jsonl.batch").read_text())["batch_id"]
-    door.cancel(batch)
+    batch_id = json.loads(prompts.with_name("results.jsonl.batch").read_text())["batch_id"]
+    door.cancel(batch_id)
     client.join(PATIENCE)
     assert codes == [1]
-    assert f"batch {batch} was cancelled" in capsys.readouterr().err
-    assert main([*arguments, "--cancel"]) == 0
+    assert f"batch {batch_id} was cancelled" in capsys.readouterr().err
+    assert batch([*arguments, "--cancel"]) == 0
     assert "has 0 of 6 results" in capsys.readouterr().out
     engine.run()
-    assert main(arguments) == 0
+    assert batch(arguments) == 0
     check(prompts, 6)
-    assert main([*arguments, "--cancel"]) == 1
+    assert batch([*arguments, "--cancel"]) == 1
     assert "--cancel: there is no batch" in capsys.readouterr().err
 
 
@@ -251,14 +251,14 @@ def test_cancelling_what_is_done_says_so(
 
     monkeypatch.setattr(ResultsFile, "append", interrupted)
     arguments = command(door.server.address, prompts)
-    assert main(arguments) == 130
+    assert batch(arguments) == 130
     monkeypatch.undo()
-    batch = json.loads(prompts.with_name("results.jsonl.batch").read_text())["batch_id"]
+    batch_id = json.loads(prompts.with_name("results.jsonl.batch").read_text())["batch_id"]
     engine.run()
-    assert len(door.results(batch)) == 6
-    assert main([*arguments, "--cancel"]) == 0
+    assert len(door.results(batch_id)) == 6
+    assert batch([*arguments, "--cancel"]) == 0
     assert "done already; " in capsys.readouterr().out
-    assert main(arguments) == 0
+    assert batch(arguments) == 0
     check(prompts, 6)
     assert served(engine) == [1, 2, 3, 4, 5, 6]
 

@@ -10,7 +10,6 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.client.batch_results import ResultsFile
-from jaxserve.client.cli import main
 from jaxserve.server.batches.records import BatchState
 from tests.server.batches.journals import opened
 from tests.server.batches.relay import Relay
@@ -49,9 +48,9 @@ def test_a_killed_server_loses_no_line_of_500(
 
     monkeypatch.setattr(ResultsFile, "append", spied)
     with Relay() as network:
-        arguments = [f"--address={network.address}", f"--batch={tmp_path / 'prompts.jsonl'}"]
+        arguments = [f"--address={network.address}", str(tmp_path / "prompts.jsonl")]
         arguments += [f"--out={out}"]
-        client = threading.Thread(target=lambda: codes.append(main(arguments)), daemon=True)
+        client = threading.Thread(target=lambda: codes.append(batch(arguments)), daemon=True)
         flags = (f"--config.server.batch_dir={journal}", "--config.server.batch_in_flight=24")
         with serve(*flags) as server:
             network.target = server.address

@@ -1,0 +1,78 @@
+"""The command `jaxserve`: its subcommands, each imported only when it is named."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxserve import __version__
+from jaxserve.command_line import run
+
+COMMANDS = {
+    "serve": ("jaxserve.serve", "main", "serve a model over gRPC and HTTP"),
+    "chat": ("jaxserve.client.chat", "main", "talk with the model that a server has"),
+    "complete": ("jaxserve.client.cli", "complete", "continue a prompt, or a file of them"),
+    "batch": ("jaxserve.client.cli", "batch", "have a file of prompts done when there is time"),
+    "bench": ("jaxserve.bench.cli", "main", "measure engine, server, kernels and policies"),
+    "simulate": ("jaxserve.simulate.cli", "main", "serve traffic on a simulated device"),
+    "advise": ("jaxserve.advise.cli", "main", "say which policy suits one's own traffic"),
+    "optimal": ("jaxserve.optimal", "main", "find the best schedule there is"),
+    "policies": ("jaxserve.policies", "main", "list scheduling policies and their parameters"),
+    "profile": ("jaxserve.profile", "main", "measure this machine for the simulator"),
+    "convert": ("jaxserve.convert", "main", "convert a checkpoint to Orbax"),
+    "keys": ("jaxserve.keys", "main", "make, list and revoke API keys"),
+    "compile-check": (
+        "jaxserve.compile_check.cli",
+        "main",
+        "compile kernels and steps for devices that are not there",
+    ),
+}
+"""By name: the module, the function in it that takes the arguments and returns the exit code, and
+what the subcommand does."""
+
+
+def entry_point() -> NoReturn:
+    """What the installed script and `python -m jaxserve` call."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ^C ends it at once while it imports
+    run(lambda: main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a subcommand.
+
+    Args:
+        argv: its name and its arguments, without the program's name.
+
+    Returns:
+        The exit code: the subcommand's, or 2 where there is none of that name.
+    """
+    name = argv[0] if argv else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_help_text(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if name == "--version":
+        print(f"jaxserve {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name.replace("_", "-"), COMMANDS, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"jaxserve: there is no command {name!r}{hint}", file=sys.stderr)
+        print("jaxserve --help says what there is", file=sys.stderr)
+        return 2
+    module, function, _ = COMMANDS[name]
+    command = getattr(importlib.import_module(module), function)
+    if name != "serve":  # which loads and compiles before it has a use for ^C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return int(command(argv[1:]))
+
+
+def _help_text() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["usage: jaxserve COMMAND ...", "", "LLM serving in JAX with SLO-aware scheduling.", ""]
+    lines += [f"  {name:<{width}}{text}" for name, (_, _, text) in COMMANDS.items()]
+    lines += ["", "jaxserve COMMAND --help says more; --version, and no more."]
+    return "\n".join(lines)

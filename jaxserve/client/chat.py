@@ -1,0 +1,156 @@
+"""The command line of `jaxserve chat`: a conversation with the model that a server has, by HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxserve.client.access_flags import add_access_flags, read_key, read_tls
+from jaxserve.client.connection import Tls, key_metadata
+from jaxserve.command_line import Parser
+
+DEFAULT_ADDRESS = "localhost:8000"
+
+
+class ChatError(Exception):
+    """The server refused, or is not there; one line says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 at the end of the input, 1 for what the server refused, 2 for usage,
+    130 for ^C."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        chat = Chat(args.address, read_key(args), read_tls(args), _options(args), args.system)
+        if args.message is not None:
+            _say(chat, args.message)
+            return 0
+        while (message := _read()) is not None:
+            if message.strip():
+                _say(chat, message)
+        return 0
+    except (ChatError, OSError) as error:
+        print(f"jaxserve chat: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # flags that do not go together
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+class Chat:
+    """The turns of one conversation, the server's among them."""
+
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        options: dict[str, Any] | None = None,
+        system: str | None = None,
+    ) -> None:
+        self._address, self._tls = address, _context(tls)
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= dict(key_metadata(api_key, address, tls))
+        self._options = options or {}
+        self._turns = [{"role": "system", "content": system}] if system else []
+
+    def answers(self, message: str) -> Iterator[str]:
+        """The pieces of the answer, as they come. Raises ChatError; the message then counts as not
+        said."""
+        asked = [*self._turns, {"role": "user", "content": message}]
+        pieces: list[str] = []
+        for piece in self._stream({"messages": asked, "stream": True, **self._options}):
+            pieces.append(piece)
+            yield piece
+        self._turns = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, body: dict[str, Any]) -> Iterator[str]:
+        connection = (
+            http.client.HTTPConnection(self._address)
+            if self._tls is None
+            else http.client.HTTPSConnection(self._address, context=self._tls)
+        )
+        try:
+            data = json.dumps(body).encode()
+            connection.request("POST", "/v1/chat/completions", data, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ChatError(_problem(response.read()) or f"HTTP {response.status}")
+            for line in response:
+                data = line.removeprefix(b"data: ").strip()
+                if data and data != b"[DONE]":
+                    yield _piece(data)
+        except ConnectionRefusedError:
+            problem = f"no server answers at {self._address}: is it running? (jaxserve serve)"
+            raise ChatError(problem) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(f"{self._address}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+
+def _context(tls: Tls | None) -> ssl.SSLContext | None:
+    if tls is None:
+        return None
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.cert is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def _piece(data: bytes) -> str:
+    event = json.loads(data)
+    if "error" in event:
+        raise ChatError(event["error"]["message"])
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _problem(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _say(chat: Chat, message: str) -> None:
+    for piece in chat.answers(message):
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def _read() -> str | None:
+    """A line of the user's; None at the end. A prompt is for those who can see it."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    given = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="jaxserve chat",
+        description="Talks with the model of a jaxserve server, a line of input at a time.",
+    )
+    add = parser.add_argument
+    add("message", nargs="?", help="one message, whose answer is all; else they come from stdin")
+    add("--address", default=DEFAULT_ADDRESS, help="host:port of the server's HTTP (%(default)s)")
+    add("--system", metavar="TEXT", help="what the model is told before the first message")
+    add("--max_tokens", type=int, help="at most that many tokens an answer (all there is room for)")
+    add("--temperature", type=float, help="0 is greedy (1)")
+    add("--top_p", type=float, help="1 is off (1)")
+    add("--seed", type=int, help="same seed, same text")
+    add_access_flags(parser)
+    return parser

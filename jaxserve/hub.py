@@ -1,0 +1,40 @@
+"""Models of the Hugging Face Hub: `Qwen/Qwen2.5-0.5B` to a folder here."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether this may be one of the Hub's models: OWNER/NAME, and nothing of that name here."""
+    return _HUB_ID.fullmatch(model) is not None and not os.path.lexists(model)
+
+
+def download(model: str) -> str:
+    """The folder with the model's files, in the Hub's cache. What is there already is not loaded
+    again, and does where the Hub cannot be reached.
+
+    Raises:
+        ValueError: it is not there, and cannot be downloaded; the line says what to do.
+    """
+    from huggingface_hub import errors, snapshot_download  # late: a second
+
+    try:
+        # Subfolders have the same weights in other formats.
+        return snapshot_download(model, allow_patterns=_FILES, ignore_patterns="*/*")
+    except errors.LocalEntryNotFoundError:
+        problem = "it cannot be reached, and its cache here has no such model"
+    except errors.GatedRepoError:
+        problem = "the owner asks who uses it: accept that on its page, then `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        problem = "it has no such model, or shows it only after `hf auth login`"
+    except Exception as error:  # of whichever HTTP library there is, too
+        problem = (str(error) or type(error).__name__).splitlines()[0]
+    raise ValueError(
+        f"there is no folder {model}, nor can the Hugging Face Hub give it: {problem}; where it "
+        f"can, hf download {model} --local-dir {model.split('/')[1]} makes a folder to copy here"
+    )
