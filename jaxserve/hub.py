@@ -6,7 +6,7 @@ import os
 import re
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FILES = ("*.json", "*.safetensors", "*.jinja")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_hub_id(model: str) -> bool:
