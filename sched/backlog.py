@@ -142,13 +142,7 @@ class Backlog:
     @property
     def max_rows(self) -> int:
         """Requests that may hold cache, where the policy has a limit of its own, too."""
-        own = getattr(self.policy, "max_rows", None)
-        return min(self.limits.max_rows, own or self.limits.max_rows)
-
-    @property
-    def mixed(self) -> bool:
-        """Whether prompts are computed beside decodes."""
-        return bool(getattr(self.policy, "mixed_batches", True))
+        return self.policy.row_limit(self.limits)
 
     @property
     def prefill_tokens(self) -> int:

@@ -73,7 +73,7 @@ class BatchBudget:
     ) -> None:
         self.view = view
         limits = view.limits
-        rows = limits.max_rows if max_rows is None else min(max_rows, limits.max_rows)
+        rows = limits.max_rows if max_rows is None else max_rows
         prefill = limits.max_prefill_tokens if prefill_tokens is None else prefill_tokens
         running = view.table.in_state(RUNNING)
         self.batch_left = limits.max_batch_tokens

@@ -43,11 +43,6 @@ class BlockEnds:
         """Whether any block has two holders."""
         return self.num_shared > 0
 
-    def open_ends(self, side: int) -> np.ndarray:
-        """Blocks that one row alone holds, and fills from the other end than `side`: ids [n]."""
-        mine, other = self.owners[:, side], self.owners[:, 1 - side]
-        return np.flatnonzero((mine == NOBODY) & (other != NOBODY) & (self.refs == 1))
-
     def both_ends(self) -> np.ndarray:
         """Blocks that two rows fill: ids [n]."""
         if not self.num_shared:

@@ -240,12 +240,14 @@ class FirstToken:
         rows = min(self._backlog.max_rows, self._holders + work.starts)
         mean = self._read / self._decodes if self._decodes else work.tokens / work.prompts
         decode = self._backlog.step_time(BatchFeatures(rows, rows, rows * mean, rows, 0, 0, 0))
-        return prefill + decode * (max(0.0, steps - taken) if self._backlog.mixed else steps)
+        if self._backlog.policy.mixed_batches:
+            steps = max(0.0, steps - taken)
+        return prefill + decode * steps
 
     def _prefill(self, work: _Work, decodes: int, read: float) -> tuple[float, int]:
         """Seconds of the steps that compute prompts, beside so many decodes, and their number."""
         backlog = self._backlog
-        if not backlog.mixed:
+        if not backlog.policy.mixed_batches:
             decodes, read = 0, 0.0
         room = max(1, backlog.prefill_tokens - decodes)
         steps = max(1, -(-work.tokens // room))

@@ -108,17 +108,28 @@ class Policy(abc.ABC):
     """One scheduling system. It keeps no clock and touches no device. A new one is made for every
     scheduler, so it may remember things between plans.
 
-    chunked: whether a prompt may be computed in parts; if not, max_batch_tokens must hold a whole
-    one. hypothetical: whether it knows what nobody can, `View.oracle`; simulations run it, the live
-    server refuses it. hybrid_cache: whether it ever plans hidden caches, where the view offers them
-    (`View.rho`). moves_cache: whether it ever plans `Copy`, `Checkpoint` or `Restore`; what serves
-    the others need not be ready for either. counts_blocks: whether it asks how many blocks there
-    are, and how many a request has or takes, but never which; a simulation only counts them then.
-    steady: whether, while nobody waits, every request decodes and memory lasts, it plans a token
-    for each of them; the steps ahead are certain then, and a simulation takes several at once.
+    Attributes:
+        chunked: Whether a prompt may be computed in parts; if not, max_batch_tokens must hold a
+            whole one.
+        full_prefill: P = C, whatever the limits say.
+        mixed_batches: Whether prompts are computed beside decodes.
+        max_rows: Requests that may hold cache, where that is the policy's own limit.
+        hypothetical: Whether it knows what nobody can, `View.oracle`. Simulations run it; the live
+            server refuses it.
+        hybrid_cache: Whether it ever plans hidden caches, where the view offers them (`View.rho`).
+        moves_cache: Whether it ever plans `Copy`, `Checkpoint` or `Restore`. What serves the others
+            need not be ready for these.
+        counts_blocks: Whether it asks how many blocks there are, and how many a request has or
+            takes, but never which. A simulation then only counts them.
+        steady: Whether it plans a token for each request while nobody waits, every request decodes
+            and memory lasts. The steps ahead are certain then, and a simulation takes several at
+            once.
     """
 
     chunked: bool = True
+    full_prefill: bool = False
+    mixed_batches: bool = True
+    max_rows: int | None = None
     hypothetical: bool = False
     hybrid_cache: bool = False
     moves_cache: bool = False
@@ -138,10 +149,14 @@ class Policy(abc.ABC):
         return None
 
     def prefill_limit(self, limits: Limits) -> int:
-        """How far prompts may fill a batch, tokens: P, or C where they are whole, or may fill it
-        (`full_prefill`)."""
-        whole = not self.chunked or getattr(self, "full_prefill", False)
+        """How far prompts may fill a batch, tokens: P, or C where they are whole, or may fill
+        it."""
+        whole = not self.chunked or self.full_prefill
         return limits.max_batch_tokens if whole else limits.max_prefill_tokens
+
+    def row_limit(self, limits: Limits) -> int:
+        """Requests that may hold cache."""
+        return min(limits.max_rows, self.max_rows or limits.max_rows)
 
     @abc.abstractmethod
     def plan(self, view: View, now: float) -> BatchPlan:

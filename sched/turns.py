@@ -59,12 +59,11 @@ def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> n
     running = table.in_state(RUNNING)
     decodes = table.decoding(running)
     tokens = policy.prefill_limit(view.limits) - int(table.pending(running[~decodes]).sum())
-    if getattr(policy, "mixed_batches", True):
+    if policy.mixed_batches:
         tokens -= int(np.count_nonzero(decodes))
     lower = table.tier[running] > table.tier[lane[0]]
     losers = running[lower & policy.takes_room]  # room for whom the policy makes
-    most = getattr(policy, "max_rows", None) or view.limits.max_rows
-    places = min(most, view.limits.max_rows) - len(running) + len(losers)
+    places = policy.row_limit(view.limits) - len(running) + len(losers)
     blocks = pool.num_free + int(pool.held[losers].sum())
     length = table.prompt_len[lane]
     needed, taken = blocks_for(length, pool.block_size), list[int]()

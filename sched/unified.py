@@ -110,7 +110,7 @@ class UnifiedPolicy(Policy):
         ranking = self.ranking(view, now)
         budget = BatchBudget(
             view,
-            max_rows=self.max_rows,
+            max_rows=self.row_limit(view.limits),
             prefill_tokens=view.limits.max_batch_tokens if self.full_prefill else None,
             expected=self.expected(view),
         )

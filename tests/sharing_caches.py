@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.sched.block_ends import NOBODY
 from jaxserve.sched.block_sizes import blocks_a_plane, slots_for
 from jaxserve.sched.kinds import HIDDEN, KV, LEFT, RIGHT
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Operation, Preempt, Restore
@@ -62,7 +63,8 @@ class _Plan:
         self.operations: list[Operation] = []
         self.batch: list[tuple[int, int, int, int, int]] = []  # row, tokens, reserve, kind, side
         self.left = left_filled(view)
-        ends = self.pool.open_ends(LEFT)
+        lone = (self.pool.refs == 1) & (self.pool.owners[:, RIGHT] != NOBODY)
+        ends = np.flatnonzero(lone)
         self.ends = np.roll(ends, policy.lot(max(len(ends), 1))).tolist()
         self.free, self.host_free = self.pool.num_free, view.host.num_free
         self.tokens = view.limits.max_batch_tokens

@@ -57,13 +57,10 @@ def fixed(
     prices: Prices, policy: Policy, limits: Limits, num_blocks: int, block_size: int
 ) -> dict[str, Any]:
     """What no step changes of a replica's snapshots, by field."""
-    whole = not policy.chunked or getattr(policy, "full_prefill", False)
-    own = getattr(policy, "max_rows", None)
-    rows = limits.max_rows if own is None else min(own, limits.max_rows)
     return {
         "prices": prices,
-        "prefill_tokens": limits.max_batch_tokens if whole else limits.max_prefill_tokens,
-        "max_rows": rows,
+        "prefill_tokens": policy.prefill_limit(limits),
+        "max_rows": policy.row_limit(limits),
         "by_tier": serves_by_tier(policy),
         "num_blocks": num_blocks,
         "block_size": block_size,

@@ -129,7 +129,7 @@ class Drive:
     def _check(self, plan: BatchPlan, prefill: np.ndarray) -> None:
         table, limits = self.table, self.limits
         assert plan.total_tokens <= limits.max_batch_tokens
-        whole = getattr(self.policy, "full_prefill", False)
+        whole = not self.policy.chunked or self.policy.full_prefill
         p = limits.max_batch_tokens if whole else limits.max_prefill_tokens
         # Decodes may come on top where a policy puts them behind prefills.
         assert plan.num_tokens[prefill[plan.rows]].sum() <= p

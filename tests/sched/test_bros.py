@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.block_ends import NOBODY
 from jaxserve.sched.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.kinds import Direction
 from jaxserve.sched.policies.bros.bros import Bros
@@ -355,7 +356,8 @@ def test_no_real_time_request_lacks_memory_that_best_effort_ones_hold(
         runs, waits = (left[table.state[left] == state] for state in (RUNNING, WAITING))
         first = waits[np.argsort(table.seq[waits])][:1]
         theirs = np.flatnonzero((table.tier == BEST) & (table.state == RUNNING))
-        lent = len(pool.open_ends(Direction.LEFT)) if sharing else pool.blocks_held(theirs).sum()
+        lone = (pool.refs == 1) & (pool.owners[:, Direction.RIGHT] != NOBODY)
+        lent = lone.sum() if sharing else pool.blocks_held(theirs).sum()
         free = (pool.num_free + lent) // 2 * 2
         for row in [*runs.tolist(), *first.tolist()]:
             one, known = np.array([row]), table.prompt_len[[row]] + table.generated[[row]]

@@ -80,6 +80,7 @@ class AccelGen(Policy):
     _allowances: Allowances = field(init=False, repr=False, compare=False)
     _missed: Missed = field(init=False, repr=False, compare=False)
     counts_blocks = True
+    full_prefill = True
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tbt"):
@@ -98,11 +99,6 @@ class AccelGen(Policy):
         object.__setattr__(self, "_seen", Seen())
         object.__setattr__(self, "_allowances", Allowances())
         object.__setattr__(self, "_missed", Missed())
-
-    @property
-    def full_prefill(self) -> bool:
-        """P = C, whatever the limits say: Eq. 6 is what bounds a batch."""
-        return True
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Decodes, urgent prompts, prompts under way, and of the others the best fit."""

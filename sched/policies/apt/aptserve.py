@@ -81,11 +81,6 @@ class AptServe(Policy):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
-    @property
-    def full_prefill(self) -> bool:
-        """P = C, whatever the limits say."""
-        return not self.chunked
-
     def plan(self, view: View, now: float) -> BatchPlan:
         """A step of prefills where those that wait have been without a token for longer in all than
         those that run (section 5), and of decodes otherwise; chunked, one batch of both."""

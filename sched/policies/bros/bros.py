@@ -109,6 +109,7 @@ class Bros(Policy):
     moves_cache: bool = field(default=True, init=False)
     counts_blocks: bool = field(default=False, init=False)
     takes_room = True
+    full_prefill = True
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tbt", "max_age", "floor"):
@@ -126,11 +127,6 @@ class Bros(Policy):
         object.__setattr__(self, "moves_cache", self.sharing)
         object.__setattr__(self, "counts_blocks", not self.sharing)
         object.__setattr__(self, "_memory", _Memory(self.initial))
-
-    @property
-    def full_prefill(self) -> bool:
-        """P = C, whatever the limits say."""
-        return True
 
     @property
     def size(self) -> int:

@@ -114,8 +114,7 @@ def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
     s["max_prefill_tokens"] = limits.max_prefill_tokens
     if policy.full_prefill:
         s["max_prefill_tokens"] = limits.max_batch_tokens
-    own = policy.max_rows
-    s["max_rows"] = limits.max_rows if own is None else min(own, limits.max_rows)
+    s["max_rows"] = policy.row_limit(limits)
     s["watermark"] = int(policy.watermark * setting.num_blocks)
     s["reserve"] = list(Reserve).index(policy.reserve)
     s["num_blocks"], s["block_size"] = setting.num_blocks, setting.block_size
