@@ -42,7 +42,8 @@ def build_batch(
     batch = Rows(
         counts=counts,
         contexts=step.start,
-        tables=pool.tables[rows],
+        tables=pool.tables,
+        table_rows=rows,
         direction=pool.direction[rows],
         kind=pool.kind[rows],
         tokens=tokens,
@@ -97,7 +98,8 @@ def widening(buckets: Buckets, move: Widen) -> Iterator[tuple[Layout, np.ndarray
         rows = Rows(
             counts=ends - begins,
             contexts=begins,
-            tables=move.tables[which],
+            tables=move.tables,
+            table_rows=which,
             direction=move.directions[which],
         )
         yield layout, layout.pack(rows).buffer

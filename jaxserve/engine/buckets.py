@@ -33,7 +33,7 @@ WIDEN_TOKENS = 128
 class Buckets:
     """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
     are steps for rows with hidden caches, too. fitted: some of those are for few such rows, and for
-    nothing else. decode_group, decode_chunk: as in `Padding`."""
+    nothing else. decode_group, decode_chunk: as in `Padding`. block_size: as in `Layout`."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -43,6 +43,7 @@ class Buckets:
     fitted: bool = True
     decode_group: int = 1
     decode_chunk: int = 1
+    block_size: int = 0
 
     @property
     def padding(self) -> Padding:
@@ -58,7 +59,7 @@ class Buckets:
         return self._decodes(size, self._room(size, hidden))
 
     def _decodes(self, rows: int, hidden: int, *, kv: bool = True) -> Layout:
-        return Layout(rows, rows, self.width, self.slots, True, hidden, kv)
+        return self._layout(rows, rows, True, hidden, kv)
 
     def mixed(self, tokens: int, *, hidden: int = 0) -> Layout:
         """The smallest step for that many tokens in any number of rows. hidden: decodes with hidden
@@ -68,7 +69,14 @@ class Buckets:
         return self._mixed(size, self._room(self._rows_for(size), hidden))
 
     def _mixed(self, tokens: int, hidden: int) -> Layout:
-        return Layout(tokens, self._rows_for(tokens), self.width, self.slots, False, hidden)
+        return self._layout(tokens, self._rows_for(tokens), False, hidden)
+
+    def _layout(
+        self, tokens: int, rows: int, decode_only: bool, hidden: int, kv: bool = True
+    ) -> Layout:
+        return Layout(
+            tokens, rows, self.width, self.slots, decode_only, hidden, kv, self.block_size
+        )
 
     def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
         """The smallest step for rows of so many tokens each, with caches of these kinds."""
@@ -120,6 +128,7 @@ def make_buckets(
     fitted: bool = True,
     decode_group: int = 1,
     decode_chunk: int = 1,
+    block_size: int = 0,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
 
@@ -137,7 +146,15 @@ def make_buckets(
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
     return Buckets(
-        row_sizes, token_sizes, width, max_rows, hidden, fitted, decode_group, decode_chunk
+        row_sizes,
+        token_sizes,
+        width,
+        max_rows,
+        hidden,
+        fitted,
+        decode_group,
+        decode_chunk,
+        block_size,
     )
 
 

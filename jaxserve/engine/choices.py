@@ -100,6 +100,7 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         fitted=jax.default_backend() not in UNFITTED,
         decode_group=kernels.decode_group,
         decode_chunk=kernels.chunk_tokens(demand.block_size, width),
+        block_size=demand.block_size,
     )
     moving = moving_workspace(policy, model, cached, pool_heads // tensor)
     room = pool_room(

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.hidden import make_widen
-from jaxserve.engine.layout import Layout
+from jaxserve.engine.layout import Layout, expand
 from jaxserve.engine.moves import Mover
 from jaxserve.engine.placing import put_whole
 from jaxserve.engine.prompt_step import make_prompt_step
@@ -96,7 +96,7 @@ class Executor(Protocol):
 
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
-        vectors were; packed: int32 [layout.size], see `batching.widening`."""
+        vectors were; packed: as for `submit`, see `batching.widening`."""
         ...
 
     def copy_slots(self, places: np.ndarray) -> None:
@@ -125,7 +125,7 @@ class Executor(Protocol):
         full: bool,
         targets: np.ndarray | None = None,
     ) -> Handle:
-        """Launches one step. packed: int32 [layout.size], not to be changed afterwards. full: some
+        """Launches one step. packed: of `Layout.pack`, not to be changed afterwards. full: some
         row samples with more than plain greedy. targets: int32 [layout.tokens] of no decode step,
         what follows each token in its prompt, `layout.NO_TARGET` where nobody asks; None where
         nobody asks at all."""
@@ -188,6 +188,11 @@ class JaxExecutor:
         pool_format = row_major(pool.sharding)
         self._step = make_model_step(model, pool_format)
         self._score = make_prompt_step(model)
+        self._expand = jax.jit(
+            expand,
+            static_argnames="layout",
+            out_shardings=None if model.mesh is None else self._place,
+        )
         self._widen = make_widen(model, pool_format)
         self._draws_masked = draws_masked
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
@@ -235,7 +240,7 @@ class JaxExecutor:
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
-            batch = put_whole(packed, self._place)
+            batch = self._put(layout, packed)
             done = self._step(self.params, self.pool, self._state.newest, batch, layout=layout)
             self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = None
@@ -243,6 +248,14 @@ class JaxExecutor:
                 wanted = put_whole(targets, self._place)
                 prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
         return done, prompt
+
+    def _put(self, layout: Layout, packed: np.ndarray) -> jax.Array:
+        """A packed batch on the device, whole."""
+        batch: jax.Array = put_whole(packed, self._place)
+        if len(packed) == layout.size:
+            return batch
+        whole: jax.Array = self._expand(batch, layout=layout.as_expanded())
+        return whole
 
     def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
         """See `Executor`."""
@@ -263,7 +276,7 @@ class JaxExecutor:
     def widen(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
-            batch = put_whole(packed, self._place)
+            batch = self._put(layout, packed)
             self.pool = self._widen(self.params, self.pool, batch, layout=layout)
 
     def copy_slots(self, places: np.ndarray) -> None:
@@ -305,6 +318,8 @@ class JaxExecutor:
 
     def _run_once(self, layout: Layout, full: bool) -> None:
         """A step on padding, which compiles what goes with it."""
+        for size in layout.sizes[:-1]:
+            self._put(layout, np.zeros(size, np.int32))
         scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
         targets = layout.no_targets() if scored else None
         self.submit(layout, layout.empty(), full=full, targets=targets).result()

@@ -1,10 +1,18 @@
-"""How one step's numbers travel to the device: a single int32 buffer, one transfer a step."""
+"""How one step's numbers travel to the device: a single int32 buffer, one transfer a step.
+
+Where block tables are large, only the ids in use travel: the buffer is compact, and `expand` makes
+the whole one of it on the device. Steps that use more than a compact buffer holds send all.
+"""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +25,31 @@ PLACEHOLDER = -1
 NO_TARGET = -1
 """Nobody asks what the model thinks of the token that follows."""
 
+_SMALL_TABLES = 1 << 16
+"""Tables of no more ids are sent whole: their bytes cost less than a program that expands them."""
+_COMPACT_PART = 16
+"""A compact buffer holds this part of the ids."""
+
 
 @dataclass(frozen=True)
 class Rows:
-    """n rows of a batch, in any order. counts: tokens that each computes. contexts: its tokens in
-    the cache before. tables [n, 2, width]; direction, kind [n] of the cache, LEFT and KV where not
-    given. tokens: each row's, as far as the host knows them; the rest, the newest, is what its slot
-    sampled last. slots, emits [n]: where it samples, and whether."""
+    """n rows of a batch, in any order.
+
+    Attributes:
+        counts: tokens that each computes.
+        contexts: its tokens in the cache before.
+        tables: block ids, [m, 2, width].
+        table_rows: which of the tables is each row's, [n]; None: they are in the rows' order.
+        direction, kind: of the cache, [n] or one number; LEFT and KV where not given.
+        tokens: each row's, as far as the host knows them; the rest, the newest, is what its slot
+            sampled last.
+        slots, emits: where it samples, and whether, [n].
+    """
 
     counts: np.ndarray
     contexts: np.ndarray
     tables: np.ndarray
+    table_rows: np.ndarray | None = None
     direction: np.ndarray | int = 0
     kind: np.ndarray | int = 0
     tokens: Sequence[Sequence[int]] = ()
@@ -37,8 +59,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """buffer: int32 [size of the layout]. order int64 [n]: row i of the batch was number order[i]
-    of those that were packed."""
+    """A batch as a buffer.
+
+    Attributes:
+        buffer: int32, of one of the layout's `sizes`.
+        order: int64 [n]; row i of the batch was number order[i] of those that were packed.
+    """
 
     buffer: np.ndarray
     order: np.ndarray
@@ -46,11 +72,16 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class Layout:
-    """A static bucket: T tokens in R rows, block tables W wide, S device slots.
+    """A static bucket: T tokens in R rows, block tables W wide, S device slots. Hashable, so that
+    it is a static jit argument.
 
-    decode_only: T == R and token i is row i. hidden: 0 where no row has a hidden cache; else those
-    decodes that have one are among the first so many rows. kv: some row may have a KV cache.
-    Hashable, so that it is a static jit argument.
+    Attributes:
+        tokens, rows, width, slots: T, R, W and S.
+        decode_only: T == R, and token i is row i.
+        hidden: 0 where no row has a hidden cache; else those decodes that have one are among the
+            first so many rows.
+        kv: some row may have a KV cache.
+        block_size: tokens of a block; 0: not known, so that tables are always sent whole.
     """
 
     tokens: int
@@ -60,13 +91,13 @@ class Layout:
     decode_only: bool
     hidden: int = 0
     kv: bool = True
+    block_size: int = 0
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
         return {
             "tokens": t,
             "token_row": t,
-            "tables": (self.rows, 2, self.width),
             "context_lens": r,
             "query_start": r,
             "query_lens": r,
@@ -78,28 +109,34 @@ class Layout:
             "num_decodes": (),
             "num_rows": (),
             "greedy": (),  # whether the step itself draws the tokens, greedily
+            "tables": (self.rows, 2, self.width),  # last, so that compact buffers have the others
         }
 
     @property
     def size(self) -> int:
-        """Elements of a packed batch, int32: 4 bytes each go to the device a step."""
-        return sum(math.prod(shape) for shape in self._shapes().values())
+        """Elements of a whole buffer, int32, as the step takes it."""
+        return _places(self).sizes[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the buffers that are sent: the compact one, if there is one, and the whole
+        one. Four bytes each go to the device a step."""
+        return _places(self).sizes
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields as writable views of an int32 [size] buffer."""
-        return {name: buffer[a:b].reshape(shape) for name, a, b, shape in self._slices()}
+        """The fields as writable views of a buffer; of a compact one, all but the tables."""
+        return self._fields(buffer)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
         """The same inside a jitted function."""
-        return {name: packed[a:b].reshape(shape) for name, a, b, shape in self._slices()}
+        return self._fields(packed)
 
-    def _slices(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
-        out, at = [], 0
-        for name, shape in self._shapes().items():
-            end = at + math.prod(shape)
-            out.append((name, at, end, shape))
-            at = end
-        return out
+    def _fields(self, buffer: Any) -> dict[str, Any]:
+        return {
+            name: buffer[a:b].reshape(shape)
+            for name, a, b, shape in _places(self).fields
+            if b <= len(buffer)
+        }
 
     def pack(self, rows: Rows) -> PackedBatch:
         """The rows in a buffer, those of one token first, as the kernels want them, and of these
@@ -109,10 +146,18 @@ class Layout:
         counts, contexts = rows.counts[order], rows.contexts[order]
         n, total = len(order), int(counts.sum())
         first = np.cumsum(counts) - counts
-        buffer = self.empty()
+        blocks = self._blocks(contexts + counts)
+        begin, sizes = _places(self).tables, self.sizes
+        used = begin + 2 * int(blocks.sum())
+        buffer = self._padding(sizes[bisect.bisect_left(sizes, used)])
         fields = self.views(buffer)
         fields["token_row"][:total] = np.repeat(np.arange(n, dtype=np.int32), counts)
-        fields["tables"][:n] = rows.tables[order]
+        which = order if rows.table_rows is None else rows.table_rows[order]
+        if "tables" in fields:
+            width = blocks.max(initial=0)
+            fields["tables"][:n, :, :width] = rows.tables[which, :, :width]
+        else:
+            buffer[begin:used] = _used_ids(rows.tables, which, blocks)
         fields["context_lens"][:n] = contexts + counts
         fields["query_start"][:n] = first
         fields["query_lens"][:n] = counts
@@ -134,8 +179,17 @@ class Layout:
         return PackedBatch(buffer, order)
 
     def empty(self) -> np.ndarray:
-        """A buffer of padding: no rows, no tokens."""
-        buffer = np.zeros(self.size, np.int32)
+        """A whole buffer of padding: no rows, no tokens."""
+        return self._padding(self.size)
+
+    def _blocks(self, contexts: np.ndarray) -> np.ndarray:
+        """Blocks in use of each kind in rows of so many tokens."""
+        if not self.block_size:
+            return np.full(len(contexts), self.width)
+        return -(-contexts // self.block_size)
+
+    def _padding(self, size: int) -> np.ndarray:
+        buffer = np.zeros(size, np.int32)
         fields = self.views(buffer)
         fields["token_row"][:] = self.rows
         fields["slots"][:] = self.slots
@@ -147,9 +201,68 @@ class Layout:
         self.views(buffer)["greedy"][...] = 1
         return buffer
 
+    def as_expanded(self) -> Layout:
+        """What `expand` needs to know of it: one for all that have such buffers."""
+        return dataclasses.replace(self, slots=0, decode_only=False, hidden=0, kv=True)
+
     def no_targets(self) -> np.ndarray:
         """int32 [tokens] of NO_TARGET, see `Executor.submit`."""
         return np.full(self.tokens, NO_TARGET, np.int32)
+
+
+class _Places(NamedTuple):
+    """Where the fields are in a buffer, from where to where; where the tables begin, the last of
+    them; and `Layout.sizes`."""
+
+    fields: list[tuple[str, int, int, tuple[int, ...]]]
+    tables: int
+    sizes: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _places(layout: Layout) -> _Places:
+    fields, begin, end = [], 0, 0
+    for name, shape in layout._shapes().items():
+        begin, end = end, end + math.prod(shape)
+        fields.append((name, begin, end, shape))
+    ids = end - begin
+    large = layout.block_size > 0 and ids > _SMALL_TABLES
+    return _Places(fields, begin, (begin + ids // _COMPACT_PART, end) if large else (end,))
+
+
+def _used_ids(tables: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """The first blocks[i] ids of both kinds of row rows[i], one row behind the other."""
+    width = tables.shape[2]
+    counts = np.repeat(blocks, 2)
+    begins = (2 * width * rows[:, None] + np.array([0, width])).ravel()
+    begins -= np.cumsum(counts) - counts
+    return tables.ravel()[np.repeat(begins, counts) + np.arange(counts.sum())]
+
+
+def expand(packed: jax.Array, *, layout: Layout) -> jax.Array:
+    """The whole buffer [layout.size] of a compact one, inside a jitted function. What tables hold
+    past a row's blocks is another row's, or 0."""
+    fields, begin, width = layout.unpack(packed), _places(layout).tables, layout.width
+    blocks = -(-fields["context_lens"] // layout.block_size)
+    k = 2 * (jnp.cumsum(blocks) - blocks)
+    begins = jnp.stack([k, k + blocks], axis=1).reshape(-1)
+    ids = jnp.pad(packed[begin:], (0, width))
+
+    def gathered(whole: jax.Array) -> jax.Array:
+        tables = jax.vmap(lambda at: jax.lax.dynamic_slice(ids, (at,), (width,)))(begins)
+        return jax.lax.dynamic_update_slice(whole, tables.reshape(-1), (begin,))
+
+    def copied(whole: jax.Array) -> jax.Array:
+        def one(i: jax.Array, whole: jax.Array) -> jax.Array:
+            table = jax.lax.dynamic_slice(ids, (begins[i],), (width,))
+            return jax.lax.dynamic_update_slice(whole, table, (begin + i * width,))
+
+        return jax.lax.fori_loop(0, len(begins), one, whole)
+
+    # A gather copies number by number on CPUs; a loop starts a kernel each round on GPUs.
+    whole = jnp.zeros(layout.size, jnp.int32)
+    whole = jax.lax.platform_dependent(whole, cpu=copied, default=gathered)
+    return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,))
 
 
 def attention_batch(fields: dict[str, jax.Array]) -> AttentionBatch:
