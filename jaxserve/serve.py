@@ -14,18 +14,18 @@ import traceback
 from collections.abc import Sequence
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.seat import find_seat
-from jaxserve.server import launch
+from jaxserve.hosts.process_exit import end_process
+from jaxserve.hosts.rank import find_seat
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.batch_options import open_batches
-from jaxserve.server.console import announce, complain
-from jaxserve.server.http.door import http_settings
-from jaxserve.server.logs import log_to_stderr
-from jaxserve.server.process import run_server
+from jaxserve.server.batches.options import open_batches
+from jaxserve.server.http.frontend import http_settings
 from jaxserve.server.requests.options import TEXT
-from jaxserve.server.trace_options import open_traces
+from jaxserve.server.startup import launch
+from jaxserve.server.startup.process import run_server
+from jaxserve.server.startup.terminal import announce, complain
+from jaxserve.server.telemetry.logs import log_to_stderr
+from jaxserve.server.telemetry.trace_options import open_traces
 
 _STARTED = time.monotonic()
 
@@ -55,7 +55,10 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
         launch.find_checkpoint(config)
         seat = find_seat(config.mesh)
         if seat is not None and not seat.leads:
-            from jaxserve.engine.following import follow, leave_signals_to_the_leader
+            from jaxserve.engine.startup.follower_executor import (
+                follow,
+                leave_signals_to_the_leader,
+            )
 
             follow(config, seat, leave_signals_to_the_leader)
             return 0
@@ -66,7 +69,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
             open_traces(config, lambda: engine.info().model) as traces,
         ):
             # Imported late: jax takes seconds, and everything above should answer at once.
-            from jaxserve.engine.build import build_engine
+            from jaxserve.engine.startup.build import build_engine
 
             engine = build_engine(config, seat=seat)
             engine.start()

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from jaxserve.sched.request import SLO
-from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.classes import SloClass, parse_classes
 from jaxserve.sched.workloads.specs import MaxTokens
 from jaxserve.sched.workloads.workload import WorkloadError

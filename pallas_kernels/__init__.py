@@ -23,7 +23,6 @@ from jaxserve.pallas_kernels.backends import (
     select_backend,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.few_rows import few_rows, few_rows_kernel
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.move import move_slots, stage_in, stage_out
 from jaxserve.pallas_kernels.pool import (
@@ -33,6 +32,7 @@ from jaxserve.pallas_kernels.pool import (
     read_tokens,
     row_major,
 )
+from jaxserve.pallas_kernels.skinny_matmul import few_rows, few_rows_kernel
 
 __all__ = [
     "BACKENDS",

@@ -13,7 +13,9 @@ def argmax(scores: jax.Array) -> jax.Array:
     holds a NaN. Where numba has kernels, see `resolve_backend`, it is one of them on CPUs."""
     if resolve_backend("auto") != "numba":
         return _argmax(scores)
-    from jaxserve.pallas_kernels import numba_argmax  # as backends are, when first chosen
+    from jaxserve.pallas_kernels.cpu import (
+        argmax as numba_argmax,  # as backends are, when first chosen
+    )
 
     # A step may be compiled for a device that is not here.
     return jax.lax.platform_dependent(scores, cpu=numba_argmax.argmax, default=_argmax)

@@ -65,14 +65,14 @@ class Backend:
 # Name -> module here and its attribute, imported when it is first chosen: a machine without a GPU
 # need not have what the GPU's kernels import. The -interpret ones run anywhere, slowly: for tests.
 BACKENDS: dict[str, tuple[str, str]] = {
-    "xla": ("xla_backend", "BACKEND"),
-    "numba": ("numba_backend", "BACKEND"),
-    "triton": ("triton_backend", "BACKEND"),
-    "tpu": ("tpu_backend", "BACKEND"),
-    "mosaic-gpu": ("mosaic_backend", "BACKEND"),
-    "triton-interpret": ("triton_backend", "INTERPRET_BACKEND"),
-    "mosaic-gpu-interpret": ("mosaic_backend", "INTERPRET_BACKEND"),
-    "tpu-interpret": ("tpu_backend", "INTERPRET_BACKEND"),
+    "xla": ("xla.backend", "BACKEND"),
+    "numba": ("cpu.backend", "BACKEND"),
+    "triton": ("gpu_triton.backend", "BACKEND"),
+    "tpu": ("tpu.backend", "BACKEND"),
+    "mosaic-gpu": ("gpu_mosaic.backend", "BACKEND"),
+    "triton-interpret": ("gpu_triton.backend", "INTERPRET_BACKEND"),
+    "mosaic-gpu-interpret": ("gpu_mosaic.backend", "INTERPRET_BACKEND"),
+    "tpu-interpret": ("tpu.backend", "INTERPRET_BACKEND"),
 }
 # Of those that do not run everywhere. "auto" takes the first that fits, so it never is mosaic-gpu:
 # which of the two decodes faster, `jaxserve bench gpu` measures.

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.block_ends import NOBODY
-from jaxserve.sched.block_sizes import blocks_a_plane
-from jaxserve.sched.host import Segment
-from jaxserve.sched.kinds import HIDDEN, KV, LEFT, CacheKind, Direction
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, CacheKind, Direction
+from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -25,7 +25,7 @@ from jaxserve.sched.plan import (
     ToKV,
 )
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 
 def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:

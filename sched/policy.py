@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.cost_model import BatchFeatures, CostModel
-from jaxserve.sched.host import HostMemory
-from jaxserve.sched.padding import Padding
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.kv_offload import HostMemory
+from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.table import RequestTable
+from jaxserve.sched.state.request_table import RequestTable
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class View:
     def step_time(self, batch: BatchFeatures) -> Any:
         """Seconds that the device takes for a batch, planned or imagined, as it will be padded; an
         array where the features are arrays. Live it is learned from the steps so far
-        (`sched/online_cost.py`), so it may change from step to step."""
+        (`sched/cost/online_cost_model.py`), so it may change from step to step."""
         if self.padding is not None:
             batch = batch.padded(self.padding)
         return self.cost_model.batch_time(batch)

@@ -12,8 +12,8 @@ somewhere. What is left are policies that change their minds: one goes on for ev
 anybody will wait, if a request loses its cache FUTILE times while nobody computes anything new; or
 if IDLE plans, one after the other, have operations on the pool and no token at all.
 
-The compiled simulation has the first of these once more (`compiled/book.py`); its policies plan no
-operations but preemptions, of which there are finitely many without a batch between.
+The compiled simulation has the first of these once more (`compiled/bookkeeping.py`); its policies
+plan no operations but preemptions, of which there are finitely many without a batch between.
 """
 
 from __future__ import annotations

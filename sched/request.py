@@ -1,7 +1,7 @@
 """What a request is: prompt, sampling parameters, service-level objectives, tier.
 
 Everything here is immutable. What changes while a request is served lives in
-`jaxserve.sched.table.RequestTable`. This module never imports jax.
+`jaxserve.sched.state.request_table.RequestTable`. This module never imports jax.
 """
 
 from __future__ import annotations
@@ -209,9 +209,9 @@ class SamplingParams:
 class Request:
     """One prompt to continue. arrival: seconds on the engine's clock. slo_class: by whose name it
     is reported; its targets and its tier are the request's own by now. serve_late: it is not
-    refused though its first token is expected late (`sched/lateness.py`). tenant: whose it is; they
-    share a full engine by weight (`sched/fair_share.py`). weight: of that tenant from now on; None:
-    as before, 1 at first."""
+    refused though its first token is expected late (`sched/slo/slo_admission.py`). tenant: whose it
+    is; they share a full engine by weight (`sched/fairness/fair_share.py`). weight: of that tenant
+    from now on; None: as before, 1 at first."""
 
     id: str
     prompt: tuple[int, ...]

@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import blocks_a_plane
-from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
+from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.checks import check_plan
-from jaxserve.sched.cost_model import CostModel
-from jaxserve.sched.fair_share import DECODE_COST, FairShares
-from jaxserve.sched.host import HostMemory
-from jaxserve.sched.kinds import HIDDEN, LEFT
-from jaxserve.sched.padding import Padding
+from jaxserve.sched.cost.cost_model import CostModel
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.reachability import Alone
+from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
+from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
-from jaxserve.sched.reachability import Alone
 from jaxserve.sched.request import Request
+from jaxserve.sched.state.request_table import DRAINING, RUNNING, WAITING, RequestTable
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
-from jaxserve.sched.table import DRAINING, RUNNING, WAITING, RequestTable
-from jaxserve.sched.turns import hold_back, waiting_tenants
 
 _NOBODY = np.zeros(0, np.int64)
 

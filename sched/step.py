@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.padding import Padding
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import BatchPlan
 
 

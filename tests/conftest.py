@@ -4,7 +4,7 @@ to run beside the packages that it belongs to; and LLVM told not to optimise.
 Most of what the suite takes is compiling, and a third of that LLVM's optimising of loops that run
 for milliseconds. XLA's own passes, and the libraries that multiply, are as ever. What says how a
 model or a kernel computes is compiled as users have it all the same: `tests/models/conftest.py`,
-`tests/kernels/cases.py`; so is all that `make soak` serves.
+`tests/pallas_kernels/cases.py`; so is all that `make soak` serves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 
 FLAT = LinearCostModel(Coefficients(1e-4, 1e-3, 0, 0, 0, 0, 0, 0, 0), 1)
 """A millisecond a step, and a tenth for each of its tokens."""

@@ -7,10 +7,10 @@ from collections import Counter
 
 import numpy as np
 
-from jaxserve.sched.kinds import HIDDEN, KV
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Operation, Preempt, Restore, ToKV
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 
 class MovingCaches(Policy):

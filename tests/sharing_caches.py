@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.sched.block_ends import NOBODY
-from jaxserve.sched.block_sizes import blocks_a_plane, slots_for
-from jaxserve.sched.kinds import HIDDEN, KV, LEFT, RIGHT
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
+from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.sharing import comeback, left_filled, spilled
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.restore_plan import comeback, left_filled, spilled
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 TRIES = 100
 

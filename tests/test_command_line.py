@@ -181,7 +181,7 @@ def test_no_output_from_the_start_is_none_either(monkeypatch: pytest.MonkeyPatch
     assert caught.value.code == 0
 
 
-OWN_CALLERS = {"bench/crowd.py", "bench/front_client.py", "bench/saboteur.py"}
+OWN_CALLERS = {"bench/stress/crowd.py", "bench/frontend_client.py", "bench/stress/faulty_server.py"}
 """Processes of other commands' own."""
 
 
@@ -194,5 +194,5 @@ def test_every_command_is_run_so() -> None:
                 r"^    (run|signal|entry_point)", text, re.M
             ):
                 others.add(str(path.relative_to(PACKAGE)))
-    tools = {"server/generate_proto.py", "server/requests/template_worker.py"}
+    tools = {"tools/generate_proto.py", "server/requests/templates/template_worker.py"}
     assert others == OWN_CALLERS | tools

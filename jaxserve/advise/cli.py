@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from jaxserve.advise import text
 from jaxserve.advise.rounds import Advice, advise
 from jaxserve.command_line import Parser, exit_code
-from jaxserve.sched.metrics import has_targets
 from jaxserve.sched.registry import deployable, make_policy
+from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.simulate import asked, flags, output, replay
 from jaxserve.simulate.runs import REFUSED, Run
 from jaxserve.simulate.workers import Workers

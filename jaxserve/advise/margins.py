@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.fast import NotCompiled, form_of
+from jaxserve.sched.simulation.dispatch import NotCompiled, form_of
 from jaxserve.simulate.spread import half_width, mean
 from jaxserve.simulate.sweep import Point
 

@@ -19,7 +19,7 @@
 `mixed` serves real-time requests over a best-effort batch, under several policies, and `slo`
 requests of several SLO classes; see mixed.py and slo.py.
 `abuse` tries what hostile and clumsy clients can do, and `soak` does it for a while, beside good
-ones; see abuse.py and soak.py. `fronts` measures what gRPC and HTTP cost; see fronts.py.
+ones; see abuse.py and soak.py. `fronts` measures what gRPC and HTTP cost; see frontends.py.
 `plan` and `simulate` have no engine: they time policies and simulations, see plan.py and
 simulate.py. `league` simulates all policies on all workloads and writes docs/league.md. `kernels`
 times the attention kernels, and `gpu` is everything there is to measure on a GPU; see kernels.py
@@ -43,18 +43,18 @@ from ml_collections import ConfigDict
 from jaxserve import workload_flags
 from jaxserve.bench import fidelity, runs
 from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.load_target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.bench.report import text
 from jaxserve.bench.steps import step_metrics
-from jaxserve.bench.target import BenchError, EngineTarget, ServerTarget, Target
 from jaxserve.client import Client, ServerError
 from jaxserve.command_line import Parser
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
-from jaxserve.sched.simulation.recording import RecordingError
+from jaxserve.sched.simulation.recording.recording import RecordingError
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.server import launch
+from jaxserve.server.startup import launch
 
 INPUT_LEN, OUTPUT_LEN = 128, 64
 Measure = Callable[[Target], dict[str, Any]]
@@ -62,15 +62,30 @@ Measure = Callable[[Target], dict[str, Any]]
 # Commands with a parse(argv) and a show(args) of their own, imported when named (jax is slow); and
 # what they do.
 STANDALONE = {
-    "plan": ("jaxserve.bench.plan", "host time of each policy's plan, without an engine"),
-    "simulate": ("jaxserve.bench.simulate", "how long it takes to simulate an hour of traffic"),
+    "plan": ("jaxserve.bench.planning_time", "host time of each policy's plan, without an engine"),
+    "simulate": (
+        "jaxserve.bench.simulation_speed",
+        "how long it takes to simulate an hour of traffic",
+    ),
     "mixed": ("jaxserve.bench.mixed", "real-time requests over a best-effort batch, by policy"),
     "slo": ("jaxserve.bench.slo", "requests of several SLO classes, by policy"),
-    "abuse": ("jaxserve.bench.abuse", "hostile and clumsy clients against a server of its own"),
-    "soak": ("jaxserve.bench.soak", "everything at once for a while, and what is left of it"),
-    "fronts": ("jaxserve.bench.fronts", "what gRPC and HTTP cost, beside the engine alone"),
-    "kernels": ("jaxserve.bench.kernels", "the kernels against the device's copy and matmul rates"),
-    "gpu": ("jaxserve.bench.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
+    "abuse": (
+        "jaxserve.bench.stress.abuse",
+        "hostile and clumsy clients against a server of its own",
+    ),
+    "soak": (
+        "jaxserve.bench.stress.soak",
+        "everything at once for a while, and what is left of it",
+    ),
+    "fronts": ("jaxserve.bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
+    "kernels": (
+        "jaxserve.bench.kernels.kernels",
+        "the kernels against the device's copy and matmul rates",
+    ),
+    "gpu": (
+        "jaxserve.bench.kernels.gpu",
+        "everything on a GPU: checks, kernels, OPT-13B end to end",
+    ),
     "league": (
         "jaxserve.experiments.league.cli",
         "all policies on all workloads, simulated: docs/league.md",
@@ -210,7 +225,7 @@ def _in_process(
     args: argparse.Namespace, config: ConfigDict, run: Measure
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
-    from jaxserve.engine.build import build_engine
+    from jaxserve.engine.startup.build import build_engine
 
     engine = build_engine(config, progress=sys.stderr.isatty())
     recorder = StepRecorder()

@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from jaxserve.configs import base
-from jaxserve.server import launch
+from jaxserve.server.startup import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 

@@ -21,7 +21,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from jaxserve.bench.target import (
+from jaxserve.bench.load_target import (
     BenchError,
     EngineTarget,
     check_fits,
@@ -31,8 +31,8 @@ from jaxserve.bench.target import (
 )
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms
-from jaxserve.sched.simulation import replay
-from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.simulation.recording import replay
+from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.workloads.workload import (
     Lengths,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.bench.target import Job, Record, clock, take
+from jaxserve.bench.load_target import Job, Record, clock, take
 
 _PATIENCE_S = 600.0
 

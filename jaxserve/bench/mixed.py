@@ -30,8 +30,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxserve.bench.config_flags import read_config
-from jaxserve.bench.target import EngineTarget, drive, must_finish, random_jobs
-from jaxserve.bench.turns import (
+from jaxserve.bench.interleaved import (
     WARM_UP,
     again,
     check_numbers,
@@ -40,18 +39,19 @@ from jaxserve.bench.turns import (
     in_turns,
     policy_names,
 )
+from jaxserve.bench.load_target import EngineTarget, drive, must_finish, random_jobs
 from jaxserve.command_line import Parser
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation import replay
-from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.simulation.recording import replay
+from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
-from jaxserve.server.launch import UsageError
+from jaxserve.server.startup.launch import UsageError
 
 POLICIES = ("bros", "round_robin", "vllm", "priority")
 BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled

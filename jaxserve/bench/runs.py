@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.target import (
+from jaxserve.bench.load_target import (
     Target,
     check_fits,
     drive,
@@ -15,7 +15,7 @@ from jaxserve.bench.target import (
     random_jobs,
     times,
 )
-from jaxserve.sched.metrics import load_metrics, summarise
+from jaxserve.sched.slo.metrics import load_metrics, summarise
 from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
 

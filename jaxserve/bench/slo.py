@@ -36,8 +36,7 @@ import numpy as np
 
 from jaxserve.bench import runs
 from jaxserve.bench.config_flags import read_config
-from jaxserve.bench.target import EngineTarget, Target
-from jaxserve.bench.turns import (
+from jaxserve.bench.interleaved import (
     WARM_UP,
     again,
     check_numbers,
@@ -46,16 +45,17 @@ from jaxserve.bench.turns import (
     in_turns,
     policy_names,
 )
+from jaxserve.bench.load_target import EngineTarget, Target
 from jaxserve.command_line import Parser
 from jaxserve.group_table import group_lines
 from jaxserve.machine import machine, versions
-from jaxserve.sched.metrics import load_metrics
-from jaxserve.sched.simulation import replay
-from jaxserve.sched.simulation.replay import Recording
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.simulation.recording import replay
+from jaxserve.sched.simulation.recording.replay import Recording
+from jaxserve.sched.slo.metrics import load_metrics
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.lengths import DATA_SETS, sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
-from jaxserve.server.launch import UsageError
+from jaxserve.server.startup.launch import UsageError
 from jaxserve.simulate import spread
 
 POLICIES = ("accelgen:long=160", "sarathi", "vllm", "edf")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.metrics import summarise
+from jaxserve.sched.slo.metrics import summarise
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:

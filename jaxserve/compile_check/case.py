@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 import jaxserve
 from jaxserve.compile_check.targets import Target
-from jaxserve.engine.buckets import Buckets, make_buckets
-from jaxserve.engine.sizing import Demand, pool_blocks, pool_room
+from jaxserve.engine.device.buckets import Buckets, make_buckets
+from jaxserve.engine.startup.pool_size import Demand, pool_blocks, pool_room
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec
 from jaxserve.models.fused import fused_specs
@@ -25,7 +25,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size
 from jaxserve.pallas_kernels.backends import get_backend
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
-from jaxserve.sched.kinds import why_no_hidden_caches
+from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 
 TINY = "tiny"
 MEMORY_FRACTION = 0.9  # the engine's default

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from jaxserve.compile_check import toolchain
+from jaxserve.compile_check.analysis.findings import Findings, look
 from jaxserve.compile_check.case import Case
-from jaxserve.compile_check.findings import Findings, look
 from jaxserve.compile_check.programs import Program
-from jaxserve.pallas_kernels import tuned
+from jaxserve.pallas_kernels.gpu_triton import tuning
 
 COMPILED, FAILED, NO_ROOM = "compiled", "failed", "does not fit"
 NOT_CHECKED, NOT_SUPPORTED = "not checked", "not supported"  # no compiler here; no such kernel
@@ -89,8 +89,8 @@ def _target(case: Case) -> Iterator[None]:
     """Kernels pick their sizes by device; here there is none but the mesh's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(case.mesh))
-        if case.target.name in tuned.NAMED:
-            stack.enter_context(tuned.compiling_for(tuned.NAMED[case.target.name]))
+        if case.target.name in tuning.NAMED:
+            stack.enter_context(tuning.compiling_for(tuning.NAMED[case.target.name]))
         yield
 
 

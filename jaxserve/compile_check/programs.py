@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
-from jaxserve.engine.hidden import make_widen
-from jaxserve.engine.layout import Layout
-from jaxserve.engine.prompt_step import make_prompt_step
-from jaxserve.engine.sampling import Newest
-from jaxserve.engine.step_model import StepModel, unrolls
-from jaxserve.engine.steps import make_model_step
+from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.device.hidden_cache import make_widen
+from jaxserve.engine.device.model_step import make_model_step
+from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
+from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.step_model import StepModel, unrolls
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
 from jaxserve.pallas_kernels import attention as attend
 from jaxserve.pallas_kernels import move as moving
-from jaxserve.sched.kinds import default_hidden_read
+from jaxserve.sched.cache.cache_kinds import default_hidden_read
 
 MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
 POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")

@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.compile_check.analysis.ptx import KernelUse
 from jaxserve.compile_check.case import Sizes
 from jaxserve.compile_check.check import Checked, Wish
 from jaxserve.compile_check.compiling import COMPILED, NOT_CHECKED, Result
-from jaxserve.compile_check.ptx import KernelUse
 from jaxserve.pallas_kernels import default_block_size
 
 GIB = 1 << 30

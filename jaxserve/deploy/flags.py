@@ -11,8 +11,8 @@ from absl import flags
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.seat import check_tensor, check_wait
-from jaxserve.server import launch
+from jaxserve.hosts.rank import check_tensor, check_wait
+from jaxserve.server.startup import launch
 
 _DEFAULT = Path(base.__file__).parent / "tiny_cpu.py"
 _PROXIES = "Ray Serve's proxies listen, with the http_options and grpc_options of its config"

@@ -17,9 +17,9 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.hosts.seat import Seat
-from jaxserve.server.logs import log_to_stderr
-from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.hosts.rank import Seat
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.telemetry.logs import log_to_stderr
 
 _END_S = 10.0  # for followers that have been told to end
 
@@ -31,7 +31,7 @@ class HostFollower:
         """Serves with the others until the leader ends. Raises ConfigError; where the leader is
         lost, the process ends."""
         log_to_stderr(config.telemetry.log_format)
-        from jaxserve.engine.following import follow  # jax takes seconds
+        from jaxserve.engine.startup.follower_executor import follow  # jax takes seconds
 
         follow(config, seat, lambda: None)
 
@@ -91,7 +91,7 @@ class Followers:
 @contextlib.contextmanager
 def running(config: Any) -> Iterator[ServedEngine]:
     """The engine of a replica's config, started, until the exit. Raises ConfigError."""
-    from jaxserve.engine.build import build_engine  # jax takes seconds
+    from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 
     with contextlib.ExitStack() as stack:
         seat = followers = None

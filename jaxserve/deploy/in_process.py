@@ -103,7 +103,7 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class _Context:
-    """As much of grpc.aio.ServicerContext as `jaxserve.server.calls` needs."""
+    """As much of grpc.aio.ServicerContext as `jaxserve.server.grpc.calls` needs."""
 
     def __init__(
         self,

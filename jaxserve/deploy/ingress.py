@@ -20,17 +20,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.deploy.asks import RoutingRequestBuilder
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.metrics import page
 from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay
 from jaxserve.deploy.replicas import ASK, AVOID, NOTHING
-from jaxserve.deploy.told import Told, by_http, by_rpc
+from jaxserve.deploy.response_kind import Told, by_http, by_rpc
+from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.http.doorkeeper import limited
+from jaxserve.server.http.admission_middleware import limited
 from jaxserve.server.http.errors import ApiError, retry_after
-from jaxserve.server.http.sse import event
+from jaxserve.server.http.openai.sse import event
 from jaxserve.server.proto import generation_pb2 as pb
 
 log = logging.getLogger(__name__)

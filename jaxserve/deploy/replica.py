@@ -18,25 +18,25 @@ from prometheus_client import Metric
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.relay import Unserved
+from jaxserve.deploy.replica_stats import Tally
 from jaxserve.deploy.replicas import SNAPSHOT
-from jaxserve.deploy.tally import Tally
-from jaxserve.deploy.told import Told, by_http, by_rpc, first
+from jaxserve.deploy.response_kind import Told, by_http, by_rpc, first
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.doors import Doors, make_endings
+from jaxserve.server.frontends import Doors, make_endings
 from jaxserve.server.http.app import build_app
-from jaxserve.server.http.cors import with_cors
-from jaxserve.server.http.front import Front
-from jaxserve.server.logs import log_to_stderr
-from jaxserve.server.metrics import MetricsRegistry
-from jaxserve.server.requests.chat_template import load_chat_template
-from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.transport.cors import with_cors
+from jaxserve.server.requests.engine_client import ServedEngine
 from jaxserve.server.requests.options import server_options
+from jaxserve.server.requests.output_streams import StreamFailed
 from jaxserve.server.requests.slo_classes import slo_classes
-from jaxserve.server.requests.streams import StreamFailed
+from jaxserve.server.requests.templates.chat_template import load_chat_template
 from jaxserve.server.requests.watchdog import watch
-from jaxserve.server.trace_options import open_traces
+from jaxserve.server.telemetry.logs import log_to_stderr
+from jaxserve.server.telemetry.metrics import MetricsRegistry
+from jaxserve.server.telemetry.trace_options import open_traces
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxserve.engine.device.sampling import RequestRow
 from jaxserve.engine.output import Output
-from jaxserve.engine.sampling import RequestRow
-from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.reachability import Alone, SloProblem
+from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.sched.cost.reachability import Alone, SloProblem
 from jaxserve.sched.request import Request
 
 

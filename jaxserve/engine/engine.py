@@ -21,28 +21,28 @@ import jax
 import numpy as np
 
 from jaxserve.engine.commands import Cancel, Submit
-from jaxserve.engine.compiles import CompileCounter
-from jaxserve.engine.detokenize import Tokenizer
+from jaxserve.engine.device.compile_counter import CompileCounter
+from jaxserve.engine.device.executor import Executor
+from jaxserve.engine.device.sampling import RequestRow
+from jaxserve.engine.engine_snapshot import Readings
 from jaxserve.engine.errors import EngineStopped, HostLost
-from jaxserve.engine.executor import Executor
 from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
-from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.in_flight import InFlight
-from jaxserve.engine.outlook import Outlook
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.places import Places
-from jaxserve.engine.readings import Readings
-from jaxserve.engine.sampling import RequestRow
-from jaxserve.engine.serving import Serving
+from jaxserve.engine.request_places import Places
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.backlog import Backlog
-from jaxserve.sched.first_token import Wait
-from jaxserve.sched.online_cost import OnlineCostModel
-from jaxserve.sched.reachability import slo_problems
+from jaxserve.engine.step_loop import Serving
+from jaxserve.engine.text.detokenizer import Tokenizer
+from jaxserve.engine.text.grammars import Grammars
+from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.engine.ttft_estimator import Outlook
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.cost.reachability import slo_problems
 from jaxserve.sched.request import Grammar, Request, validate
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.watch import StepWatch
+from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.sched.slo.ttft_estimator import Wait
+from jaxserve.sched.step_timing import StepWatch
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxserve.engine.compiles import CompiledAfterWarmup
+from jaxserve.engine.device.compile_counter import CompiledAfterWarmup
 from jaxserve.engine.errors import HostLost
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.engine.executor import Handle, Undrawn
+from jaxserve.engine.device.executor import Handle, Undrawn
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
-from jaxserve.sched.watch import Watched
+from jaxserve.sched.step_timing import Watched
 
 
 @dataclass(frozen=True)

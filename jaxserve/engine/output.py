@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from jaxserve.sched.verdict import Verdict
+from jaxserve.sched.slo.verdict import Verdict
 
 
 class FinishReason(enum.StrEnum):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.engine.layout import Layout, PackedBatch
+from jaxserve.engine.device.batch_layout import Layout, PackedBatch
+from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.output import TokenLogprobs
-from jaxserve.engine.sampling import SampleResult
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
 

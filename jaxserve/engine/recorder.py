@@ -1,8 +1,8 @@
 """Writes down what is served, for `jaxserve simulate --replay`.
 
-The format is in `sched/simulation/recording.py`. The engine's thread only puts events into a queue;
-a thread of its own turns them into lines, so that serving never waits for a disk. Who came when and
-asked for how much is nobody else's business: files are their owner's alone.
+The format is in `sched/simulation/recording/recording.py`. The engine's thread only puts events
+into a queue; a thread of its own turns them into lines, so that serving never waits for a disk. Who
+came when and asked for how much is nobody else's business: files are their owner's alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import IO
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
-from jaxserve.sched.file_lock import lock, private
+from jaxserve.file_lock import lock, private
 from jaxserve.sched.request import Request
-from jaxserve.sched.simulation.recording import (
+from jaxserve.sched.simulation.recording.recording import (
     FEATURES,
     Arrival,
     End,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from jaxserve.engine.device.sampling import RequestRow, SlotParams
 from jaxserve.engine.failures import refuse
-from jaxserve.engine.grammars import Matcher
 from jaxserve.engine.output import COMPLETE, FinishReason, Output, Timings, TokenLogprobs, Usage
-from jaxserve.engine.sampling import RequestRow, SlotParams
 from jaxserve.engine.stats import RequestStats
-from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.reachability import SloProblem
+from jaxserve.engine.text.grammars import Matcher
+from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import Request
-from jaxserve.sched.verdict import Verdict, judge, tbt_that_counts
+from jaxserve.sched.slo.verdict import Verdict, judge, tbt_that_counts
 
 NO_SLOT = -1
 

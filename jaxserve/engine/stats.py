@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.request import Request, Tier
-from jaxserve.sched.verdict import Verdict
+from jaxserve.sched.slo.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.engine.engine import Engine
-from jaxserve.sched.blocks import BlockPool
+from jaxserve.sched.cache.block_pool import BlockPool
 
 FREE = -1
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from jaxserve.hosts.callers import Callers
 from jaxserve.hosts.channel import Channel, Closed
-from jaxserve.hosts.ending import end_process
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.messages import BadMessage, Message
-from jaxserve.hosts.seat import Seat
+from jaxserve.hosts.process_exit import end_process
+from jaxserve.hosts.rank import Seat
 
 log = logging.getLogger(__name__)
 

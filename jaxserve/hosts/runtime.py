@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 import jax
 
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.seat import Seat
+from jaxserve.hosts.rank import Seat
 
 # Hosts that are lost are noticed by the group's own beats, and long before: what JAX does then is
 # to abort the process, with many lines.

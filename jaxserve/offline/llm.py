@@ -25,9 +25,9 @@ from jaxserve.engine.errors import ConfigError, QueueFull
 from jaxserve.offline.loop import LoopThread
 from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.server.requests.chat_template import ChatTemplate, load_chat_template
-from jaxserve.server.requests.requests import EngineRequests
-from jaxserve.server.requests.streams import Stream
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.output_streams import Stream
+from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -51,7 +51,7 @@ class LLM:
     ) -> None:
         chosen = _config(str(model), config, fields)
         template = load_chat_template(chosen.model.path)
-        from jaxserve.engine.build import build_engine  # JAX takes seconds to import
+        from jaxserve.engine.startup.build import build_engine  # JAX takes seconds to import
 
         engine = build_engine(chosen)
         engine.start()
@@ -228,7 +228,10 @@ class LLM:
 
 
 def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> ConfigDict:
-    from jaxserve.server.launch import check_config, find_checkpoint  # with all of the server
+    from jaxserve.server.startup.launch import (  # with all of the server
+        check_config,
+        find_checkpoint,
+    )
 
     if config is None:
         config = base.get_config() if model else tiny_cpu.get_config()

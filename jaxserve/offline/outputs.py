@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
-from jaxserve.sched.verdict import Verdict
-from jaxserve.server.requests.streams import Delta
+from jaxserve.sched.slo.verdict import Verdict
+from jaxserve.server.requests.output_streams import Delta
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.command_line import Parser
-from jaxserve.sched.kinds import HIDDEN_READS
+from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
 from jaxserve.sched.simulation import simulator
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.sched.workloads.specs import ARRIVALS

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.sched.simulation.recording import older
+from jaxserve.sched.simulation.recording.recording import older
 from jaxserve.sched.simulation.results import SimulationResult, write_table
 from jaxserve.simulate.spread import flat
 from jaxserve.simulate.sweep import Point

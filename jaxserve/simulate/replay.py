@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxserve import workload_flags
 from jaxserve.sched.request import SLO
-from jaxserve.sched.simulation import replay
-from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.replay import Recording
+from jaxserve.sched.simulation.recording import replay
+from jaxserve.sched.simulation.recording.replay import Recording
+from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload

@@ -7,7 +7,7 @@ import math
 
 from jaxserve.command_line import Parser
 from jaxserve.sched.routing.routers import ROUTERS
-from jaxserve.sched.simulation.compiled.setting import Fault, Routing
+from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.workloads.classes import time_of, values_of
 from jaxserve.sched.workloads.workload import WorkloadError
 from jaxserve.workload_flags import positive_int

@@ -13,10 +13,10 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import simulator
-from jaxserve.sched.simulation.compiled.setting import Routing
-from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.settings import Routing
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 

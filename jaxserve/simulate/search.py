@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxserve.sched.metrics import has_targets
 from jaxserve.sched.simulation.capacity import FINE, Crossing, sustained
+from jaxserve.sched.slo.metrics import has_targets
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.simulate.runs import Run
 from jaxserve.simulate.sweep import Point, sweep

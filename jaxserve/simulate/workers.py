@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from jaxserve.sched.simulation.fast import COMPILING
+from jaxserve.sched.simulation.dispatch import COMPILING
 
 _FEW = 500  # requests; to start a process takes longer
 REFRESH_S = 0.2  # between two looks at how far the processes are

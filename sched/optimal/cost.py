@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 
 DIGITS = 1e4  # the smallest coefficient in units of time; what its rounding loses
 COARSEST, FINEST = 1e-9, 1e-14  # seconds

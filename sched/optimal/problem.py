@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.optimal.cost import ScaledCost
 from jaxserve.sched.optimal.replay import Replay, Schedule, replay, run
 from jaxserve.sched.plan import InvalidPlan

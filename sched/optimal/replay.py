@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import blocks_for
-from jaxserve.sched.cost_model import CostModel
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.table import State
+from jaxserve.sched.state.request_table import State
 from jaxserve.sched.workloads.workload import Workload
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.keys import Key, Lapse, where
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.policy_spec import Key, Lapse, where
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
 

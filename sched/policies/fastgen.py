@@ -8,7 +8,7 @@ the middle, the last to arrive is preempted.
 from __future__ import annotations
 
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve, UnifiedPolicy
 
 
 @register(

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.batch_budget import Candidates
-from jaxserve.sched.block_sizes import slots_for
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
-from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
-from jaxserve.sched.table import RUNNING, WAITING
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.unified.batch_budget import Candidates
+from jaxserve.sched.unified.ranking import Ranking, rank
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 NOBODY = -1
 MOST_QUEUES = 1000

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.batch_budget import Expected
-from jaxserve.sched.keys import Form, where
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policy import View
-from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, UnifiedPolicy
+from jaxserve.sched.unified.batch_budget import Expected
+from jaxserve.sched.unified.policy_spec import Form, where
+from jaxserve.sched.unified.ranking import Ranking, rank
+from jaxserve.sched.unified.unified_policy import Group, UnifiedPolicy
 
 
 class Expect(enum.Enum):

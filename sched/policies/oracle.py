@@ -1,8 +1,8 @@
 """What nobody can do: a schedule found by search, knowing arrivals and output lengths (AccelGen
 section 6.1, "Oracle").
 
-The search is in `sched/simulation/oracle.py`, which a simulation of `oracle` runs first; what it
-finds is a policy here, `Ordered`, or one of the others.
+The search is in `sched/simulation/oracle/search.py`, which a simulation of `oracle` runs first;
+what it finds is a policy here, `Ordered`, or one of the others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.keys import Form, evaluate
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.edf import EarliestDeadline
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.ranking import Ranking, rank
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import UnifiedPolicy, eviction_free
+from jaxserve.sched.unified.policy_spec import Form, evaluate
+from jaxserve.sched.unified.ranking import Ranking, rank
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy, eviction_free
 
 
 @dataclass(frozen=True)

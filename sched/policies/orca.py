@@ -7,7 +7,7 @@ prompt and all the tokens it may write (`max_tokens`), so nothing is ever preemp
 from __future__ import annotations
 
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, Reserve, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve, UnifiedPolicy
 
 BATCH_SIZE = 8  # in AccelGen's comparison (section 3), after Orca's own
 

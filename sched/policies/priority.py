@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.sched.keys import where
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.policy_spec import where
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 
 @register(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 
 @register(

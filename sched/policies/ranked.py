@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.sched.keys import Key
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.policy_spec import Key
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 
 def _ranked(key: Key | None, hypothetical: bool = False) -> UnifiedPolicy:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.batch_budget import Candidates
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
-from jaxserve.sched.unified import Group, UnifiedPolicy
+from jaxserve.sched.unified.batch_budget import Candidates
+from jaxserve.sched.unified.unified_policy import Group, UnifiedPolicy
 
 _FAR = 1 << 40  # requests: behind all others
 

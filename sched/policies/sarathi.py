@@ -4,7 +4,7 @@ is left of it without its parts (Table 1)."""
 from __future__ import annotations
 
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 DECODE_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL), Group(Phase.WAITING))
 

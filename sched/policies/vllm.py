@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
 

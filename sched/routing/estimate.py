@@ -2,8 +2,8 @@
 
 The same fluid view as of a step: prompts are computed one after the other in steps full of them,
 and blocks and rows become free as outputs end. See `snapshot.py` for what is known of a replica.
-A door, which has its own engine's whole backlog, predicts by request (`sched/first_token.py`, which
-says how the two differ).
+A door, which has its own engine's whole backlog, predicts by request
+(`sched/slo/ttft_estimator.py`, which says how the two differ).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.routing.draws import below, drawn, seeded
 from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
 
 class NoReplica(LookupError):

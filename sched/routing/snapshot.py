@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import blocks_for
-from jaxserve.sched.cost_model import CostModel, InferMaxCostModel, LinearCostModel
-from jaxserve.sched.online_cost import OnlineCostModel
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cost.cost_model import CostModel, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 
 PLANES = int(blocks_for(1, 1))  # a cache is K and V
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.metrics import Times, attained, group_metrics, rate, span, split_metrics
 from jaxserve.sched.request import Tier
-from jaxserve.sched.simulation.batch_rows import BatchRows
-from jaxserve.sched.simulation.compiled.setting import BATCH, REFUSED, Outcome
-from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.simulation.replica.batch_rows import BatchRows
+from jaxserve.sched.simulation.settings import BATCH, REFUSED, Outcome
+from jaxserve.sched.slo.metrics import Times, attained, group_metrics, rate, span, split_metrics
+from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.workload import Workload
 
 
@@ -202,7 +202,7 @@ class SimulationResult:
         makespan_s: first arrival to last token, or to where the run was cut off. tps: generated
         tokens over latency_s. mean_tpot_s: over requests with more than one token, preempted time
         included. slo_attainment: share of the requests within all of their own targets, ttft_, tbt_
-        and jct_attainment within one of them; 1 if there are none (`sched/metrics.py`).
+        and jct_attainment within one of them; 1 if there are none (`sched/slo/metrics.py`).
         num_refused: requests that found the queue full; they attain nothing and count in no
         latency. num_failed: that ended with less than all their tokens, with their replica.
         saved_slots, loaded_slots: of one plane each, to host memory and back;

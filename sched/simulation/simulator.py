@@ -1,5 +1,6 @@
 """Simulates serving: the engine's scheduler, policies and block accounting on a virtual clock; in
-Python (`replicas.py`), which is the reference, or compiled (`fast.py`), with the same outcome."""
+Python (`replicas.py`), which is the reference, or compiled (`dispatch.py`), with the same
+outcome."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import blocks_for, slots_for, tokens_in
-from jaxserve.sched.cost_model import CostModel, LinearCostModel
-from jaxserve.sched.host_terms import HostTerms
+from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
+from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
+from jaxserve.sched.cost.host_overhead import HostTerms
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import PolicyName, is_built_in, make_policy
-from jaxserve.sched.simulation.compiled.setting import Routing, Setting
-from jaxserve.sched.simulation.fast import NotCompiled, run
-from jaxserve.sched.simulation.oracle import Found, search
-from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.replicas import Options, Served
+from jaxserve.sched.simulation.dispatch import NotCompiled, run
+from jaxserve.sched.simulation.oracle.search import Found, search
+from jaxserve.sched.simulation.replica.event_loop import Options, Served
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.sched.simulation.routed import routed
+from jaxserve.sched.simulation.routing_setup import routed
+from jaxserve.sched.simulation.settings import Routing, Setting
+from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.workload import Workload
 
@@ -113,7 +114,7 @@ def simulate(
     a token read from a hidden cache costs a step, see `View`; None for no hidden caches.
     best_effort: what comes beside the workload. until: when the run is cut off, seconds. checked:
     check plans as the engine does; by default all but those of built-in policies. compiled: with
-    numba (`fast.py`); by default if it can be. coast: in Python, take certain steps several at
+    numba (`dispatch.py`); by default if it can be. coast: in Python, take certain steps several at
     once. Neither changes the outcome. online: policies see a model that begins as this one and
     learns from the steps, as a server's do. record_rows, record_batches: keep who was in each
     batch, and the batches. progress(n): n more have come. compiling(): numba begins to. InvalidPlan

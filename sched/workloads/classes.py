@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.terms import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, Terms
 from jaxserve.sched.workloads.workload import WorkloadError
 
 NO_SLO = SLO()

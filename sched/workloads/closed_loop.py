@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.lengths import Uniform
 from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.workload import (

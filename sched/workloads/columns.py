@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.sched.terms import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, Terms
 from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 

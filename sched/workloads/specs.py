@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, SLO
-from jaxserve.sched.terms import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, Terms
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop

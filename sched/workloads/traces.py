@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.columns import (
     OPTIONAL_COLUMNS,
     Extras,

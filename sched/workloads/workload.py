@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import SloClass, draw_terms, parse_classes, with_targets
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.traces import read_trace

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli, runs
-from jaxserve.bench.target import BenchError, EngineTarget
+from jaxserve.bench.load_target import BenchError, EngineTarget
 from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request, Tier
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
-from jaxserve.server.launch import UsageError
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
+from jaxserve.server.startup.launch import UsageError
 from tests.engine.harness import engine, write_shape
 
 # The shapes of tests.engine.harness.engine: somebody has compiled them.

@@ -27,12 +27,12 @@ from jaxserve.sched.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from jaxserve.sched.request import MAX_TOP_LOGPROBS as MAX_LOGPROBS
-from jaxserve.server import launch
+from jaxserve.server.batches.batch_lines import MAX_LINE_BYTES
 from jaxserve.server.batches.journal import MAX_LINES
-from jaxserve.server.batches.lines import MAX_LINE_BYTES
 from jaxserve.server.proto import batches_pb2
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import slo_classes
+from jaxserve.server.startup import launch
 from jaxserve.simulate import flags as simulate_flags
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.bench import cli, fronts, runs
+from jaxserve.bench import cli, frontends, runs
 from jaxserve.bench.http_target import HttpTarget
-from jaxserve.bench.target import BenchError
-from jaxserve.server.runner import Server
+from jaxserve.bench.load_target import BenchError
+from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -46,13 +46,13 @@ def test_what_http_refuses_ends_the_measurement(target: HttpTarget) -> None:
 
 
 def test_costs_are_medians_over_turns() -> None:
-    found = fronts.costs(TURNS)
+    found = frontends.costs(TURNS)
     assert found["gRPC"] == pytest.approx({"throughput": 0.02, "cpu_us": 30, "ttft_ms": 1.0})
     assert found["HTTP"] == pytest.approx({"throughput": 0.04, "cpu_us": 42, "ttft_ms": 2.5})
 
 
 def test_the_table_has_a_line_a_door() -> None:
-    lines = [" ".join(line.split()) for line in fronts.text(TURNS).splitlines()]
+    lines = [" ".join(line.split()) for line in frontends.text(TURNS).splitlines()]
     assert lines[1:] == [
         "engine alone 100 1,000 us 10.0 ms",
         "gRPC 98 2.0% 1,030 us +30 us 11.0 ms +1.0 ms",
@@ -64,6 +64,6 @@ def test_the_table_has_a_line_a_door() -> None:
 def test_wrong_flags_are_found_before_any_engine_is_built(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fronts, "run", lambda args: pytest.fail("it ran"))
+    monkeypatch.setattr(frontends, "run", lambda args: pytest.fail("it ran"))
     assert cli.main(["fronts", flag]) == 2
     assert flag.partition("=")[0] in capsys.readouterr().err

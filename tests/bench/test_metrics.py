@@ -1,4 +1,4 @@
-"""The maths of sched/metrics.py, against numbers worked out by hand."""
+"""The maths of sched/slo/metrics.py, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.steps import step_metrics
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.metrics import (
+from jaxserve.sched.request import SLO, Tier
+from jaxserve.sched.slo.metrics import (
     Times,
     attained,
     load_metrics,
@@ -21,8 +22,7 @@ from jaxserve.sched.metrics import (
     summarise,
     tokens_in_time,
 )
-from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import parse_classes, with_targets
 from tests.server.fake_engine import step_stats
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli, mixed
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.server.launch import UsageError
+from jaxserve.server.startup.launch import UsageError
 from tests.bench.test_cli import SMALL
 from tests.engine.harness import write_shape
 

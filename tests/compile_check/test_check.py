@@ -15,6 +15,9 @@ from jax.sharding import Mesh
 
 import jaxserve
 from jaxserve.compile_check import cli, programs, report, toolchain
+from jaxserve.compile_check.analysis.host_memory import host_copies
+from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
+from jaxserve.compile_check.analysis.ptx import parse
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
 from jaxserve.compile_check.check import AUTO, Wish, check
 from jaxserve.compile_check.compiling import (
@@ -25,17 +28,14 @@ from jaxserve.compile_check.compiling import (
     Result,
     compile_program,
 )
-from jaxserve.compile_check.host_memory import host_copies
-from jaxserve.compile_check.launches import shared_in, shared_memory
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
-from jaxserve.compile_check.ptx import parse
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
-from jaxserve.engine import step_model
-from jaxserve.engine.hidden_options import choose_read
-from jaxserve.engine.sizing import choose_block_size
+from jaxserve.engine.device import step_model
+from jaxserve.engine.startup.hidden_options import choose_read
+from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.presets import preset_names
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.hardware import Model, hidden_read_of
+from jaxserve.sched.simulation.systems.hardware import Model, hidden_read_of
 
 BOX = Path("assets", "tiny-stories")
 SIZES = Sizes(block_size=16, max_rows=4, max_batch_tokens=32, dtype="float32")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.pallas_kernels.mosaic_common import missing
+from jaxserve.pallas_kernels.gpu_mosaic.common import missing
 
 pytestmark = pytest.mark.slow
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from jaxserve.sched.backlog import Backlog
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo.backlog import Backlog
 from tests.cost_models import FLAT
 from tests.server.fake_engine import INFO, FakeEngine
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.deploy.cluster import Cluster
-from jaxserve.deploy.demo import main, ready_text
+from jaxserve.deploy.local.cluster import Cluster
+from jaxserve.deploy.local.demo import main, ready_text
 from jaxserve.deploy.settings import Settings
 
 
@@ -25,7 +25,9 @@ def test_what_is_wrong_is_one_line_that_names_the_flag(
     with pytest.raises(SystemExit) as ended:
         main(flags)
     first = capsys.readouterr().err.splitlines()[0]
-    assert ended.value.code == 2 and first.startswith(f"jaxserve.deploy.demo: {problem}"), first
+    assert ended.value.code == 2 and first.startswith(f"jaxserve.deploy.local.demo: {problem}"), (
+        first
+    )
 
 
 def test_the_lines_to_try_have_the_addresses() -> None:

@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from jaxserve.configs import base
-from jaxserve.server import launch
+from jaxserve.server.startup import launch
 from tests.deploy.test_kubernetes import PODS, SERVER, container
 
 ROOT = Path(__file__).parents[2]

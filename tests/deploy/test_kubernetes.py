@@ -19,12 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.settings import Settings
-from jaxserve.server import launch, runner
+from jaxserve.server import server as runner
 from jaxserve.server.access.options import KEYS_VARIABLE
-from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.http.live_feed import Limits
-from jaxserve.server.requests.chat_template import load_chat_template
-from jaxserve.server.runner import Server
+from jaxserve.server.requests.templates.chat_template import load_chat_template
+from jaxserve.server.server import Server
+from jaxserve.server.startup import launch
 from tests.deploy.custom_resources import PICKER, SCHEMAS
 from tests.server.fake_engine import INFO, FakeEngine
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
-from jaxserve.deploy.cluster import Cluster
+from jaxserve.deploy.local.cluster import Cluster
 from jaxserve.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
 
 pytestmark = pytest.mark.ray

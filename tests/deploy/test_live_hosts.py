@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.deploy.cluster import Cluster, local_cluster
+from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.experiments.scale_live.live import FLAGS, MODEL, TOKENS
 from jaxserve.experiments.scale_live.streams import Stream, client, many, stream

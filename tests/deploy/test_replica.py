@@ -16,7 +16,7 @@ from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import ConfigError, HostLost
-from jaxserve.server.access.key_lines import ApiKey, digest_of
+from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
 from tests.deploy.engine import Engine

@@ -9,9 +9,9 @@ import pytest
 
 from jaxserve.deploy.replicas import Replicas
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.sched.routing.observe import idle
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
+from jaxserve.sched.routing.take_snapshot import idle
 
 ASK = RoutingRequest(100, ttft=1.0)
 KNOWN = {

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from jaxserve.deploy import demo
+from jaxserve.deploy.local import demo
 from jaxserve.deploy.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -73,4 +73,4 @@ def test_the_demo_names_the_flag_that_is_wrong(
     with pytest.raises(SystemExit) as caught:
         demo.main([flag])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith(f"jaxserve.deploy.demo: {problem}")
+    assert capsys.readouterr().err.startswith(f"jaxserve.deploy.local.demo: {problem}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.configs import base
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.startup.build import build_engine
 from jaxserve.sched.request import Request, SamplingParams, Tier
 
 TIMEOUT = 120  # seconds until a test gives up on the engine

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched import registry
-from jaxserve.sched.batch_budget import Candidates
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, ToKV
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.table import RUNNING
-from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.sched.state.request_table import RUNNING
+from jaxserve.sched.unified.batch_budget import Candidates
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 
 ENOUGH = 13  # tokens; the middle of a block in most tests
 

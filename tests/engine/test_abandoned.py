@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.blueprint import Blueprint, build_executor
-from jaxserve.engine.build import assemble, build_engine
-from jaxserve.engine.choices import Choices, choose
-from jaxserve.engine.detokenize import load_tokenizer
+from jaxserve.engine.device.leader_executor import LeaderExecutor
+from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError, EngineStopped, HostLost
-from jaxserve.engine.hosting import share_fate
-from jaxserve.engine.leading import LeaderExecutor
 from jaxserve.engine.output import Output
-from jaxserve.engine.sampling import SampleResult
+from jaxserve.engine.startup.blueprint import Blueprint, build_executor
+from jaxserve.engine.startup.build import assemble, build_engine
+from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.host_group import share_fate
+from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.hosts import group as group_module
 from jaxserve.hosts.group import WELCOME, Group
 from jaxserve.hosts.link import Link
 from jaxserve.progress import Show
-from jaxserve.sched.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import Request, SamplingParams
+from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, MODEL, configured
 from tests.hosts.peers import TIMEOUT, Losses, channels
-from tests.sched_sim.engine_on_a_virtual_clock import LAYERS, MODEL, configured
 
 PRIOR = LinearCostModel(Coefficients(1e-4, 1e-3, 0, 0, 0, 0, 0, 0, 0), LAYERS)
 SHORT = SamplingParams(max_tokens=4)

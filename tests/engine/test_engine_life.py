@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.engine.device.executor import StepHandle
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import EngineStopped
-from jaxserve.engine.executor import StepHandle
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched import registry
 from jaxserve.sched.request import InvalidRequest
@@ -64,9 +64,9 @@ def test_a_failure_ends_every_call_and_refuses_new_ones(shapes: dict[str, Path])
 
 
 PREEMPTS_FOR_EVER = """
-from jaxserve.sched.keys import where
+from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified import Group, Phase, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 @register("unfair", summary="those who wait preempt those who run", source="none")
 def unfair():

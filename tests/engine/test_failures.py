@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine import sequence, serving
+from jaxserve.engine import sequence, step_loop
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.failures import IN_VAIN, MAX_MESSAGE, describe
@@ -19,12 +19,12 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.engine.stats import Observer
-from jaxserve.engine.stops import ContinuationText
-from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.host import HostMemory
+from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.watch import StepWatch
+from jaxserve.sched.step_timing import StepWatch
 from tests.engine.harness import TIMEOUT, Stream, prompts, send, wait_until_idle
 from tests.engine.test_abandoned import Running
 
@@ -118,7 +118,7 @@ HOOKS: dict[str, Break] = {
     "slot": method(Continuation, "slot_params", _is_victim),
     "tokens of the batch": method(Continuation, "tokens", _is_victim),
     "prompt log-probabilities": method(Continuation, "tell_prompt", _is_victim),
-    "log-probabilities": method(serving, "entries", lambda *args: args[3] == 19),
+    "log-probabilities": method(step_loop, "entries", lambda *args: args[3] == 19),
     "first token": method(ContinuationText, "feed", _text),
     "a later token": method(ContinuationText, "feed", _fifth),
     "verdict": method(
@@ -292,7 +292,7 @@ def once(owner: Any, name: str) -> Break:
 STEPS: dict[str, Callable[[Engine], Break]] = {
     "booking": lambda _: once(BlockPool, "grow_all"),
     "after booking": lambda _: once(Scheduler, "_note_batch"),
-    "batch": lambda _: once(serving, "build_batch"),
+    "batch": lambda _: once(step_loop, "build_batch"),
     "slots": lambda on: once(on.executor, "admit"),
     "launch": lambda on: once(on.executor, "submit"),
     "behind the launch": lambda _: once(StepWatch, "launched"),

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine import layout as module
-from jaxserve.engine.buckets import make_buckets
-from jaxserve.engine.layout import Layout, Rows, expand
+from jaxserve.engine.device import batch_layout as module
+from jaxserve.engine.device.batch_layout import Layout, Rows, expand
+from jaxserve.engine.device.buckets import make_buckets
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 
 ROWS, WIDTH, BLOCK = 128, 300, 4

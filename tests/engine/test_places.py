@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxserve.engine.errors import QueueFull
-from jaxserve.engine.places import Places
+from jaxserve.engine.request_places import Places
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams
 
 

@@ -15,16 +15,16 @@ import pytest
 
 from jaxserve.configs import base
 from jaxserve.engine import recorder as module
-from jaxserve.engine.build import build_engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
+from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.stats import RequestStats
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.padding import Padding
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.simulation import replay
-from jaxserve.sched.simulation.recording import Header, older
+from jaxserve.sched.simulation.recording import replay
+from jaxserve.sched.simulation.recording.recording import Header, older
 from tests.cost_models import FLAT
 from tests.engine.harness import engine, send
 from tests.server.fake_engine import step_stats

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.engine import choices
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import make_policy, policies
-from jaxserve.sched.table import State
-from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.sched.state.request_table import State
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from tests.engine.conftest import Engines, Texts
 from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, send, wait_until_idle
 
@@ -117,7 +117,7 @@ def test_refilled_token_by_token(
 ) -> None:
     """Of a refill's single tokens only the last is the one that the device sampled last."""
     expected = alone("opt")[:3]
-    monkeypatch.setattr(choices, "make_policy", lambda name: OneByOne())
+    monkeypatch.setattr(engine_choices, "make_policy", lambda name: OneByOne())
     told = StepRecorder()
     with engine(shapes["opt"]) as running:
         running.add_observer(told)

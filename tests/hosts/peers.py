@@ -7,7 +7,7 @@ import socket
 
 from jaxserve.hosts.channel import Channel
 from jaxserve.hosts.link import Link
-from jaxserve.hosts.seat import Seat
+from jaxserve.hosts.rank import Seat
 
 TIMEOUT = 60.0
 SOON = 0.4  # the patience of a link that is to run out of it

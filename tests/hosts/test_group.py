@@ -23,7 +23,7 @@ from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.link import CLOSE, Link
 from jaxserve.hosts.membership import join
 from jaxserve.hosts.messages import Message
-from jaxserve.hosts.seat import Seat
+from jaxserve.hosts.rank import Seat
 
 from .peers import TIMEOUT, Losses, channels, seats
 

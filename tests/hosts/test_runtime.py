@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
+from jaxserve.hosts.rank import Seat
 from jaxserve.hosts.runtime import reserved_address
-from jaxserve.hosts.seat import Seat
 
 
 def test_a_reserved_port_is_nobody_elses_until_jax_listens_there() -> None:

@@ -14,7 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.requests.chat_template import ChatTemplate
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 

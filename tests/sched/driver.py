@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cost_model import CostModel
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.sched.table import State
+from jaxserve.sched.state.request_table import State
 from tests.cost_models import FLAT
 
 MAX_STEPS = 5000  # of one test: more means that it does not end

@@ -18,7 +18,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import PolicyName, full_name, make_policy, policies
 from jaxserve.sched.simulation.simulator import RULES, policy_under
-from jaxserve.sched.unified import Reserve, UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import Reserve, UnifiedPolicy
 
 
 class Colour(enum.Enum):
@@ -152,7 +152,7 @@ def test_parameters_follow_the_name_of_a_file(
         from dataclasses import dataclass
         from typing import TYPE_CHECKING
         from jaxserve.sched.registry import register
-        from jaxserve.sched.unified import UnifiedPolicy
+        from jaxserve.sched.unified.unified_policy import UnifiedPolicy
         from jaxserve.sched.policies.sarathi import DECODE_FIRST
         if TYPE_CHECKING:
             from nowhere import Nothing

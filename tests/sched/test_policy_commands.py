@@ -7,10 +7,10 @@ import json
 import pytest
 
 from jaxserve import policies as command
-from jaxserve.bench import cli, plan
+from jaxserve.bench import cli, planning_time
 from jaxserve.sched.plan import Checkpoint, Join
 from jaxserve.sched.registry import make_policy, policies
-from jaxserve.sched.table import State
+from jaxserve.sched.state.request_table import State
 
 
 def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_times_plans_that_move_caches(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_situation_without_memory_is_what_it_says() -> None:
-    full = plan.full("bros", 64)
+    full = planning_time.full("bros", 64)
     table, view = full.table, full.view
     tiers = [table.tier[table.in_state(state)].tolist() for state in (State.RUNNING, State.WAITING)]
     assert tiers == [[1] * 32 + [0] * 16, [0] * 16]
@@ -74,19 +74,19 @@ def test_the_situation_without_memory_is_what_it_says() -> None:
 @pytest.mark.parametrize("name", ["aptserve", "aptserve_s", "aptserve_fcfs"])
 def test_the_situations_with_hidden_caches_are_what_they_say(name: str) -> None:
     policy = make_policy(name)
-    prefill = plan.situation(64, 56, hidden=True)
+    prefill = planning_time.situation(64, 56, hidden=True)
     assert prefill.pool.kind[prefill.table.in_state(State.RUNNING)].tolist() == [0, 1] * 4
     decided = policy.plan(prefill.view, 1.0)
     started = prefill.table.state[decided.rows] == State.WAITING
     assert 0 < started.sum() < 56 and decided.kinds.any()
-    scarce = plan.scarce(64)
+    scarce = planning_time.scarce(64)
     decided = policy.plan(scarce.view, 1.0)
     assert len(decided.preempted) > 0 and len(decided) + len(decided.preempted) <= 64
 
 
 def test_the_situations_are_what_they_say() -> None:
     for waiting in (0, 8):
-        made = plan.situation(16, waiting=waiting)
+        made = planning_time.situation(16, waiting=waiting)
         decided = made.policy.plan(made.view, 0.0)
         started = len(decided) - (16 - waiting)
         assert 0 <= started <= waiting and (decided.num_tokens[: 16 - waiting] == 1).all()

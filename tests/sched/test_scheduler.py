@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ToKV
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler, request_bytes
-from jaxserve.sched.table import RequestTable, State
+from jaxserve.sched.state.request_table import RequestTable, State
 from tests.cost_models import FLAT
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.sched import registry
 from jaxserve.sched.registry import make_policy, policies, register
-from jaxserve.sched.unified import UnifiedPolicy
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from jaxserve.simulate.cli import main as simulate
 from tests.sched.driver import Drive
 

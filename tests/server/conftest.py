@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.server.proto import generation_pb2_grpc
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 
 

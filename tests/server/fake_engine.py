@@ -19,12 +19,12 @@ import numpy as np
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output, Timings, TokenLogprobs, Usage
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer, RequestStats, StepStats
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.first_token import Wait
-from jaxserve.sched.pool_map import BlockUse
-from jaxserve.sched.reachability import SloProblem
+from jaxserve.sched.cache.pool_map import BlockUse
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import Grammar, InvalidRequest, Request, validate
-from jaxserve.sched.verdict import judge, tbt_that_counts
+from jaxserve.sched.slo.ttft_estimator import Wait
+from jaxserve.sched.slo.verdict import judge, tbt_that_counts
 
 FIRST = 100
 PATIENCE = 20.0

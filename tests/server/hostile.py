@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxserve.server.http.schema import (
+from jaxserve.server.http.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -14,10 +14,10 @@ import threading
 from jaxserve.configs import base
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.http.door import http_settings
-from jaxserve.server.logs import log_to_stderr
-from jaxserve.server.process import run_server
-from jaxserve.server.runner import Server
+from jaxserve.server.http.frontend import http_settings
+from jaxserve.server.server import Server
+from jaxserve.server.startup.process import run_server
+from jaxserve.server.telemetry.logs import log_to_stderr
 from tests.server.fake_engine import FakeEngine
 
 

@@ -25,16 +25,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.configs import tiny_cpu
-from jaxserve.engine.build import build_engine
+from jaxserve.engine.startup.build import build_engine
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
-from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.http.live_feed import Limits
-from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.runner import Server
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.server import Server
 from tests.server import hostile
 from tests.server.fake_engine import PATIENCE, FakeEngine
 

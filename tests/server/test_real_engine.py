@@ -13,13 +13,13 @@ from jaxserve.client.verdicts import TARGETS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats
-from jaxserve.sched.metrics import Times, attained
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.metrics import Times, attained
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
 from tests.server.processes import PATIENCE, refused, serve
@@ -190,7 +190,7 @@ def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
 
 
 def test_what_cannot_be_served_is_one_line_and_exit_1() -> None:
-    """tests/engine/test_build.py has all that build_engine refuses; this is the way out."""
+    """tests/engine/startup/test_build.py has all that build_engine refuses; this is the way out."""
     assert "model.path: no such" in refused("--model=no/such/one")
 
 

@@ -12,8 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from jaxserve.sched.simulation.hardware import DEVICES, Model
-from jaxserve.sched.simulation.layers import LayerWork
+from jaxserve.sched.simulation.systems.hardware import DEVICES, Model
+from jaxserve.sched.simulation.systems.layers import LayerWork
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {

@@ -19,11 +19,11 @@ from jaxserve.experiments.accelgen.requests import (
 )
 from jaxserve.experiments.common.grid import say_compiling
 from jaxserve.experiments.common.timed import Timed
-from jaxserve.sched.metrics import tokens_in_time
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import MAX_ROWS, simulate
+from jaxserve.sched.slo.metrics import tokens_in_time
 from jaxserve.sched.workloads.workload import Workload
 
 BATCH_TOKENS = 2048  # C of those that bound their batches otherwise: Eq. 6, or Sarathi's P
@@ -69,7 +69,7 @@ class SloCase:
 class SloNumbers:
     """A second, from the first arrival to the last token: tokens, written; requests, that ended;
     goodput, tokens within their own target, TTFT or TBT; jobs, requests that ended within their
-    JCT, see `jct_targets`; met, within all of their own targets (`sched/metrics.py`). Shares:
+    JCT, see `jct_targets`; met, within all of their own targets (`sched/slo/metrics.py`). Shares:
     iterations, of the tokens in time; in_jct, ttft, tbt, slo, of the requests within that target,
     slo within all; reachable, of those whose TTFT is no less than their prompt takes alone.
 

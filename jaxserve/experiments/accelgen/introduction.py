@@ -9,7 +9,7 @@ from jaxserve.experiments.accelgen.places import BLOCK, PLACES, Place
 from jaxserve.experiments.accelgen.requests import prefill_seconds
 from jaxserve.experiments.accelgen.setting import Scale
 from jaxserve.experiments.common.claims import table
-from jaxserve.sched.saturation import flat_from
+from jaxserve.sched.cost.saturation import flat_from
 
 SAMPLE = 20_000  # requests, as the paper has them
 UTILISED = (0.64, 0.83)  # of compute and cache, Sarathi in section 3.2
@@ -123,5 +123,5 @@ how much it is: what policies differ by is surer than that. 8 requests/s are far
 systems can serve here, seven to sixteen times, so that there a trace is a queue that is worked \
 off; the other rates are half of what the fastest finish a second, that, and twice that. The \
 simulator serves with the engine's own scheduler, block accounting (blocks of {block} tokens) and \
-overlap of planning and running; batch times come from `jaxserve.sched.simulation.systems` \
+overlap of planning and running; batch times come from `jaxserve.sched.simulation.systems.systems` \
 ([systems.md](systems.md)). Nothing was tuned towards the paper's results."""

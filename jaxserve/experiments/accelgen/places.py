@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.sched.simulation.hardware import MODELS
-from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.hardware import MODELS
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.lengths import LONGEST_OUTPUT
 
 BLOCK = 32  # tokens (section 3.1)

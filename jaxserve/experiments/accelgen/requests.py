@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 from jaxserve.experiments.accelgen.places import Place
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.lengths import LONGEST_OUTPUT, mixed_prompt_sets, mixed_prompts
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 

@@ -18,9 +18,9 @@ from jaxserve.experiments.aptserve.setting import (
 from jaxserve.experiments.common.claims import Row, Section, table
 from jaxserve.experiments.common.figures import chart
 from jaxserve.experiments.common.online import OnlineResults, workload_of
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.simulation.capacity import Crossing, crossing, mean, ratio
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths
 
 KV = "aptserve_kv"

@@ -10,9 +10,9 @@ from jaxserve.experiments.aptserve.setting import LABELS, PROJECTED, Lines, Part
 from jaxserve.experiments.common.claims import Row, Section, percent, table
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.experiments.common.online import OnlineCase, OnlineResults, place_of, workload_of
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.simulation.capacity import crossing
-from jaxserve.sched.simulation.hardware import MODELS
+from jaxserve.sched.simulation.systems.hardware import MODELS
 
 CHUNKED = "aptserve_s"
 

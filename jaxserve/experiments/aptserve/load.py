@@ -16,15 +16,15 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.bench import runs
-from jaxserve.bench.target import EngineTarget
+from jaxserve.bench.load_target import EngineTarget
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.stats import Observer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.experiments.common.figures import Panel, chart
 from jaxserve.machine import machine, versions
-from jaxserve.sched.block_sizes import blocks_for
+from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.request import SLO
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
@@ -89,7 +89,7 @@ def measure(
 ) -> list[Load]:
     """On this machine. Repeats go round all policies and rates, so that a disturbance falls on one
     sample of several. base: the configuration to start from."""
-    from jaxserve.engine.build import build_engine
+    from jaxserve.engine.startup.build import build_engine
 
     engines: dict[str, Any] = {}
     try:

@@ -31,7 +31,7 @@ from jaxserve.experiments.common.claims import Section, table
 from jaxserve.experiments.common.grid import Known, dump, run_asked
 from jaxserve.experiments.common.online import OnlineCase, OnlineResults, read_numbers, run
 from jaxserve.experiments.common.page import Page, flags, write_page
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
 
 # In the order of the page; the time of a plan, which is no simulation, follows the fourth.
 PARTS: tuple[type[Part], ...] = (
@@ -141,7 +141,7 @@ Scalable LLM Inference Serving" (SIGMOD 2025). {requests:,} requests a trace, Po
 the same requests at every rate and for every system; the SLOs of Table 3, TTFT and the 99th \
 percentile of each request's times between tokens. The simulator serves with the engine's own \
 scheduler, block accounting (blocks of 16 tokens) and overlap of planning and running; batch times \
-come from `jaxserve.sched.simulation.systems.scale`: layers as fitted to tables of A100s, \
+come from `jaxserve.sched.simulation.systems.systems.scale`: layers as fitted to tables of A100s, \
 attention at the efficiencies that InferMax's authors measured ([systems.md](systems.md)). Lengths \
 are drawn from distributions with the data sets' \
 published moments (`jaxserve.sched.workloads.lengths`), cut to OPT's 2,048 tokens. C = 2,048 \

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.bench import plan
+from jaxserve.bench import planning_time
 from jaxserve.experiments.aptserve.setting import Scale
 from jaxserve.experiments.common.claims import Row, Section, table
 
@@ -17,7 +17,7 @@ Times = dict[str, dict[str, float]]  # situation: candidates: milliseconds
 
 def measure(scale: Scale) -> Times:
     """On this machine, as `jaxserve bench plan` does."""
-    return plan.measure(POLICY, scale.candidates, scale.plan_repeats)
+    return planning_time.measure(POLICY, scale.candidates, scale.plan_repeats)
 
 
 def dump(times: Times, path: Path) -> None:

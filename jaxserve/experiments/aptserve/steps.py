@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.configs import opt_125m_cpu
-from jaxserve.engine.sizing import choose_block_size
-from jaxserve.engine.step_timer import CHAIN, Shape, StepTimer
+from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.engine.startup.step_timer import CHAIN, Shape, StepTimer
 from jaxserve.experiments.common.claims import Row, Section
 from jaxserve.machine import machine, versions
-from jaxserve.sched.block_sizes import blocks_for
+from jaxserve.sched.cache.block_sizes import blocks_for
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
 READS = ("absorbed", "projected")
@@ -52,7 +52,7 @@ def measure(
     """On this machine; an engine for either way of reading. base: the configuration to start
     from."""
     # Imported late: jax takes seconds, and the page can be written without it.
-    from jaxserve.engine.build import build_engine
+    from jaxserve.engine.startup.build import build_engine
 
     found = []
     for read in reads:

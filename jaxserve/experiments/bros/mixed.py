@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.timed import Timed
-from jaxserve.sched.metrics import Times
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import Times
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
 from jaxserve.sched.workloads.lengths import Uniform
 from jaxserve.sched.workloads.specs import WorkloadSpec

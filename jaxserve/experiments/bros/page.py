@@ -26,7 +26,7 @@ from jaxserve.experiments.bros.verdict import Verdict
 from jaxserve.experiments.common.claims import table
 from jaxserve.experiments.common.grid import Known, dump, run_asked
 from jaxserve.experiments.common.page import Page, flags, write_page
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
 
 PARTS: tuple[type[Part], ...] = (
     Verdict,
@@ -118,6 +118,7 @@ every policy; ±: half of the 95% confidence interval of the mean (Student's t).
 serves with the engine's own scheduler, block accounting (blocks of 16 tokens, two owners each) \
 and overlap of planning and running; copies to and from the host go on beside the batches, over \
 PCIe, and the host holds as many tokens as the GPUs; batch times come from \
-`jaxserve.sched.simulation.systems.scale` ([systems.md](systems.md)). C = 2,048 tokens a batch and \
+`jaxserve.sched.simulation.systems.systems.scale` ([systems.md](systems.md)). C = 2,048 tokens a \
+batch and \
 256 requests, P = 512 for `priority` and `edf`, which compute prompts in chunks. Nothing was tuned \
 towards the paper's results."""

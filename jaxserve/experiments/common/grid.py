@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from jaxserve.experiments.common.processes import worked
 from jaxserve.sched.parameters import with_parameters
-from jaxserve.sched.simulation.fast import COMPILING
+from jaxserve.sched.simulation.dispatch import COMPILING
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import RULES, default_limits, policy_under, simulate
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.specs import WorkloadSpec
 
 UNLIMITED = 10**9  # tokens of cache

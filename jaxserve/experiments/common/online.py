@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxserve.experiments.common.grid import say_compiling
-from jaxserve.sched.metrics import request_p99_tbt
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
-from jaxserve.sched.simulation.profiles import System
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import request_p99_tbt
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
 

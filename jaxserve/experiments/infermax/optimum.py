@@ -12,8 +12,8 @@ from jaxserve.experiments.common.claims import Row, Scale, Section
 from jaxserve.experiments.common.figures import Panel, chart, save
 from jaxserve.sched.optimal.replay import Replay
 from jaxserve.sched.optimal.solve import Problem, Solution, solve
-from jaxserve.sched.simulation.presets import PRESETS
 from jaxserve.sched.simulation.simulator import RULES, policy_under
+from jaxserve.sched.simulation.systems.presets import PRESETS
 from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
 POLICIES = ("vllm", "vllm+ef", "sarathi_pc", "sarathi_pc+ef")

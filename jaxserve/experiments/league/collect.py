@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxserve.bench import plan
+from jaxserve.bench import planning_time
 from jaxserve.experiments.common.processes import worked
 from jaxserve.experiments.league.optimum import CutCase, Optimum, latencies, optimum
 from jaxserve.experiments.league.runs import (
@@ -226,7 +226,7 @@ class _League:
         for policy in self.policies:
             name = ("plan", policy, *map(str, self.scale.candidates))
             if self.store.fact(*name) is None:
-                took = plan.measure(policy, self.scale.candidates, self.scale.repeats)
+                took = planning_time.measure(policy, self.scale.candidates, self.scale.repeats)
                 self.store.learn(took["mixed"], *name, policy=policy)
                 where = machine()
                 self.store.learn(where, "machine")

@@ -18,7 +18,7 @@ from jaxserve.sched.optimal.replay import run as replay_of
 from jaxserve.sched.optimal.solve import Problem, solve
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once
 
 REQUESTS, OUTPUT = 6, 6  # requests; tokens of the longest output

@@ -9,14 +9,14 @@ import numpy as np
 
 from jaxserve.experiments.common.grid import say_compiling
 from jaxserve.experiments.league.workloads import LONGEST, make
-from jaxserve.sched.metrics import attained, overtaken
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.capacity import FINE, sustained
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import default_limits, simulate
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import attained, overtaken
 
 ROWS = 256  # requests of a batch: vLLM's default
 REFERENCES = ("vllm", "sarathi")  # whose better one saturates

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.simulation.profiles import System
-from jaxserve.sched.simulation.systems import system
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.classes import seconds_or_inf
 from jaxserve.sched.workloads.lengths import MIXES, sampler
 from jaxserve.sched.workloads.traces import read_trace

@@ -13,17 +13,17 @@ import numpy as np
 
 from jaxserve.experiments.common.grid import say_compiling
 from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
-from jaxserve.sched.metrics import attained
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
-from jaxserve.sched.routing.observe import fixed, idle
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Prices
-from jaxserve.sched.simulation.compiled.setting import Fault, Routing
+from jaxserve.sched.routing.take_snapshot import fixed, idle
 from jaxserve.sched.simulation.results import RequestRecords
+from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.simulation.simulator import simulate
-from jaxserve.sched.simulation.systems import system
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.metrics import attained
 
 SYSTEM, POLICY = "llama-3-8b@a100", "sarathi"
 LIMITS = Limits(LONGEST, 512, 256)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.terms import Terms
+from jaxserve.sched.slo.slo_columns import Terms
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.traces import read_trace
 from jaxserve.sched.workloads.workload import (

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.command_line import Parser
-from jaxserve.deploy.cluster import Cluster, local_cluster
+from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.experiments.scale_live.streams import Stream, client, many, stream, until
 from jaxserve.machine import machine

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.access.browsers import Browsers, own_names
-from jaxserve.server.access.key_lines import parse_lines
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
+from jaxserve.server.access.browser_origins import Browsers, own_names
+from jaxserve.server.access.key_file import parse_lines
 from jaxserve.server.access.tls import Tls
 
 KEYS_VARIABLE = "JAXSERVE_API_KEYS"  # of a server

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.server.batches.directory import LockedDirectory
+from jaxserve.server.batches.journal_tables import open_tables
 from jaxserve.server.batches.records import (
     BatchConflict,
     BatchState,
@@ -34,7 +35,6 @@ from jaxserve.server.batches.records import (
     UnknownBatch,
     Work,
 )
-from jaxserve.server.batches.tables import open_tables
 
 MAX_LINES = 100_000
 """Of one batch."""

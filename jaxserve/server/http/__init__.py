@@ -1,1 +1,2 @@
-"""The HTTP door, in the shape of OpenAI's API: `build_app` in app.py, `HttpServer` in listen.py."""
+"""The HTTP door, in the shape of OpenAI's API: `build_app` in app.py, `HttpServer` in
+http_server.py."""

@@ -14,25 +14,25 @@ from starlette.requests import ClientDisconnect
 
 from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.batches.batches import Batches
-from jaxserve.server.http.batch_routes import add_batch_routes
-from jaxserve.server.http.bodies import body_route
-from jaxserve.server.http.chat import chat, render_chat
-from jaxserve.server.http.completions import complete
-from jaxserve.server.http.console import add_console
+from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.http.errors import ApiError, add_handlers, record_of
-from jaxserve.server.http.files import FileStore
-from jaxserve.server.http.front import Front
-from jaxserve.server.http.generating import ClientGone
 from jaxserve.server.http.live_feed import LiveFeed
-from jaxserve.server.http.schema import (
+from jaxserve.server.http.openai.batch_routes import add_batch_routes
+from jaxserve.server.http.openai.body_limits import body_route
+from jaxserve.server.http.openai.chat import chat, render_chat
+from jaxserve.server.http.openai.completions import complete
+from jaxserve.server.http.openai.files import FileStore
+from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ErrorReply,
     TokenizeRequest,
 )
-from jaxserve.server.requests.endings import Ending
+from jaxserve.server.http.web_console import add_console
+from jaxserve.server.requests.call_outcome import Ending
 
 _GONE = 499  # nobody reads it; it is for the log
 # Said once for all, in place of the 422 that FastAPI would name, which nobody gets.

@@ -14,18 +14,18 @@ from starlette.exceptions import HTTPException
 
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.access.browsers import NotAllowed
-from jaxserve.server.access.keys import RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.api_keys import RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.browser_origins import NotAllowed
 from jaxserve.server.requests.admission import retry_s
-from jaxserve.server.requests.endings import CallRecord, Ending
-from jaxserve.server.requests.late import ExpectedLate
-from jaxserve.server.requests.requests import SHUTTING_DOWN
-from jaxserve.server.requests.streams import (
+from jaxserve.server.requests.call_outcome import CallRecord, Ending
+from jaxserve.server.requests.engine_requests import SHUTTING_DOWN
+from jaxserve.server.requests.output_streams import (
     DuplicateRequest,
     RequestFailed,
     SlowReader,
     StreamFailed,
 )
+from jaxserve.server.requests.slo_admission import ExpectedLate
 
 RECORD = "jaxserve.record"
 """Where the scope of a call has its CallRecord, if somebody keeps one."""

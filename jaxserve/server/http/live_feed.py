@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.request import Request, Tier
-from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.engine_client import ServedEngine
 
 STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
 PARTS = 20  # of the window, in each of which it is counted who met their targets

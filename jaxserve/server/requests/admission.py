@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections import Counter
 
-from jaxserve.sched.fair_share import may_have
-from jaxserve.server.access.keys import Caller
+from jaxserve.sched.fairness.fair_share import may_have
+from jaxserve.server.access.api_keys import Caller
 
 RETRY_S = 1.0
 NOBODY = Caller()

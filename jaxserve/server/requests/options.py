@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.requests.streams import BUFFER_BYTES
+from jaxserve.server.requests.output_streams import BUFFER_BYTES
 
 MAX_GRACE_S = 86_400
 MAX_SHARE = 1000

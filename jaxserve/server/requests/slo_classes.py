@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
-from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.classes import parse_terms
 from jaxserve.sched.workloads.workload import WorkloadError
-from jaxserve.server.access.key_lines import BEST_EFFORT, ApiKey
+from jaxserve.server.access.key_file import BEST_EFFORT, ApiKey
 
 MAX_CLASSES = 100  # each is a row of several metrics
 _NO_TARGETS = SLO()

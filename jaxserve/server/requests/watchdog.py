@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from jaxserve.server.requests.contract import ServedEngine
+from jaxserve.server.requests.engine_client import ServedEngine
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import Filling
+from jaxserve.sched.policies.accelgen.history import Seen
+from jaxserve.sched.policies.accelgen.memory_budget import Room
 from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
-from jaxserve.sched.policies.accelgen.room import Room
-from jaxserve.sched.policies.accelgen.seen import Seen
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 _FAR = 1e12  # seconds: behind all that are not late
 

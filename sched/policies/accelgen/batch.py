@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, longest
+from jaxserve.sched.cost.batch_feature_sums import NUM_COLUMNS, columns, features, longest
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import WAITING
+from jaxserve.sched.state.request_table import WAITING
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.imagined import prefix
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policies.accelgen.memory_budget import Room
 from jaxserve.sched.policies.accelgen.nearest import nearest
 from jaxserve.sched.policies.accelgen.pivot import Pivot
-from jaxserve.sched.policies.accelgen.room import Room
 
 
 class Filling:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.saturation import flat_from
 from jaxserve.sched.policy import View
-from jaxserve.sched.saturation import flat_from
 
 SIZES = 256  # that are looked at
 EVERY = 256  # plans from one look to the next: a model that learns changes slowly

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
 from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value, Weighed, steps_ahead
 from jaxserve.sched.policy import View

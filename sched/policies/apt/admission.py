@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import tokens_in
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.block_sizes import tokens_in
+from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.policies.apt.knapsack import Choice, Offers, choose, fit
 from jaxserve.sched.policies.apt.value import Value, Weighed
 from jaxserve.sched.policy import View

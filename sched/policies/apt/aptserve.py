@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ToKV
 from jaxserve.sched.policies.apt.adaptive import go_on, redecide, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
 from jaxserve.sched.policies.apt.value import Moment, Penalty, Weighed, known
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 NOBODY = np.zeros(0, np.int64)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.kinds import CacheKind
+from jaxserve.sched.cache.cache_kinds import CacheKind
 
 NOT_SERVED = -1
 FIRST_LOOK, LOOK_GROWTH = 128, 8

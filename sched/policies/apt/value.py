@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxserve.sched.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
 
 NEAR_ZERO = 1e-6  # the share of its value that a late request keeps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.imagined import prefix
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.packing import Batch, Work
 

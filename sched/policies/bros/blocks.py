@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.imagined import prefix
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.plan import Operation, Preempt
 from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
 from jaxserve.sched.policy import View
-from jaxserve.sched.table import RUNNING
+from jaxserve.sched.state.request_table import RUNNING
 
 
 class Room:

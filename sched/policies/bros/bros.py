@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
+from jaxserve.sched.policies.bros.block_sharing import SharedRoom
 from jaxserve.sched.policies.bros.blocks import Room
-from jaxserve.sched.policies.bros.lending import SharedRoom
 from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
 from jaxserve.sched.policies.bros.real_time import Late, Packed, Rules, pack
 from jaxserve.sched.policies.bros.urgency import Targets
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
-from jaxserve.sched.table import RUNNING, WAITING
+from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
 _FAR = 1e12  # seconds: behind all that are not late

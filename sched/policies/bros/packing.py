@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import slots_for
-from jaxserve.sched.cost_model import BatchFeatures
-from jaxserve.sched.imagined import NUM_COLUMNS, columns, features, longest, prefix
+from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cost.batch_feature_sums import NUM_COLUMNS, columns, features, longest, prefix
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
-from jaxserve.sched.table import WAITING
+from jaxserve.sched.state.request_table import WAITING
 
 BEST_EFFORT = int(Tier.BEST_EFFORT)  # looking a member up takes longer than comparing
 SAVED = NUM_COLUMNS + 2  # the column of slots that go to the host

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import slots_for
-from jaxserve.sched.imagined import prefix
+from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.bros.blocks import Room
 from jaxserve.sched.policies.bros.packing import Batch, Work, alone
 from jaxserve.sched.policies.bros.urgency import Queue

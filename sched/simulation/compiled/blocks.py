@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.block_sizes import blocks_a_plane, blocks_for
+from jaxserve.sched.cache.block_sizes import blocks_a_plane, blocks_for
 from jaxserve.sched.simulation.compiled.jit import kernel
-from jaxserve.sched.unified import Reserve
+from jaxserve.sched.unified.unified_policy import Reserve
 
 WHOLE = list(Reserve).index(Reserve.WHOLE)
 PLANES = int(blocks_for(1, 1))  # a cache is K and V

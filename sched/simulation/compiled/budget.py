@@ -1,5 +1,5 @@
-"""What still fits into the batch that the compiled simulation is making (`sched/batch_budget.py`),
-one request at a time, and who is preempted for it."""
+"""What still fits into the batch that the compiled simulation is making
+(`sched/unified/batch_budget.py`), one request at a time, and who is preempted for it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxserve.sched.simulation.compiled.blocks import PLANES, new_blocks
 from jaxserve.sched.simulation.compiled.jit import kernel
-from jaxserve.sched.simulation.compiled.lengths import expected_peak
 from jaxserve.sched.simulation.compiled.order import before
+from jaxserve.sched.simulation.compiled.output_lengths import expected_peak
 from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.cost_model import (
+from jaxserve.sched.cost.cost_model import (
     Coefficients,
     InferMaxCostModel,
     LinearCostModel,

@@ -1,5 +1,5 @@
 """What is before the replicas in the compiled simulation: snapshots and how they get to the
-routers, who choose, and who dies. As `simulation/front.py`."""
+routers, who choose, and who dies. As `simulation/replica/router_front.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from jaxserve.sched.block_sizes import blocks_a_plane
-from jaxserve.sched.routing import draws, estimate, observe, snapshot
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.routing import estimate, random_draws, snapshot, take_snapshot
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.compiled.blocks import PLANES
 from jaxserve.sched.simulation.compiled.events import (
@@ -23,7 +23,7 @@ from jaxserve.sched.simulation.compiled.events import (
 )
 from jaxserve.sched.simulation.compiled.jit import OPTIONS, kernel
 from jaxserve.sched.simulation.compiled.state import NOTHING, World
-from jaxserve.sched.table import State
+from jaxserve.sched.state.request_table import State
 
 FREE = int(State.FREE)
 ROUND_ROBIN, LEAST_LOADED, TWO_CHOICES, SLO = map(
@@ -34,8 +34,8 @@ for _called in (estimate.first_token, estimate._miss):
 _a_plane = kernel(blocks_a_plane)
 _take, _add = kernel(snapshot.take), kernel(snapshot.add)
 _violation = kernel(estimate.violation)
-_drawn, _below = kernel(draws.drawn), kernel(draws.below)
-lately = kernel(observe.lately)
+_drawn, _below = kernel(random_draws.drawn), kernel(random_draws.below)
+lately = kernel(take_snapshot.lately)
 
 
 class Asked(NamedTuple):
@@ -80,7 +80,7 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
         lost = False
         if settings.loss > 0.0:
             me.draw = _drawn(me.draw)
-            lost = me.draw <= settings.loss * draws.MODULUS
+            lost = me.draw <= settings.loss * random_draws.MODULUS
         if not lost:
             if settings.age > 0.0:
                 event_at(world, DELIVER, index, now + settings.age)

@@ -8,7 +8,7 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
-from jaxserve.sched import keys
+from jaxserve.sched.unified import policy_spec
 
 # Nothing is allocated, so no references are counted: with a dozen arrays handed on at each call
 # that was fifteen times the work.
@@ -21,7 +21,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     return njit(forceinline=True, **OPTIONS)(function)
 
 
-@overload(keys.where)
+@overload(policy_spec.where)
 def _where(condition: Any, then: Any, otherwise: Any) -> Any:
     """Of numbers; NumPy's own would make an array."""
 

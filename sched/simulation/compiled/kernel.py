@@ -14,24 +14,19 @@ import numpy as np
 from numba import njit, types
 from numba.core.event import Listener, install_listener
 
-from jaxserve.sched import (
-    block_sizes,
-    cost_model,
-    host_terms,
-    keys,
-    output_lengths,
-    progress,
-    table,
-    terms,
-    unified,
-)
-from jaxserve.sched.keys import Key, Lapse
-from jaxserve.sched.routing import draws, estimate, observe, routers, snapshot
-from jaxserve.sched.simulation.compiled import kept
+from jaxserve.sched import progress
+from jaxserve.sched.cache import block_sizes
+from jaxserve.sched.cost import cost_model, host_overhead
+from jaxserve.sched.routing import estimate, random_draws, routers, snapshot, take_snapshot
+from jaxserve.sched.simulation.compiled import code_cache
 from jaxserve.sched.simulation.compiled.jit import OPTIONS
 from jaxserve.sched.simulation.compiled.loop import serve
 from jaxserve.sched.simulation.compiled.order import LATER, LEAD
 from jaxserve.sched.simulation.compiled.state import REQUEST
+from jaxserve.sched.slo import slo_columns
+from jaxserve.sched.state import output_lengths, request_table
+from jaxserve.sched.unified import policy_spec, unified_policy
+from jaxserve.sched.unified.policy_spec import Key, Lapse
 
 _CONFIG: Any = numba.config
 KEY = types.float64(numba.from_dtype(REQUEST), types.int64)
@@ -54,16 +49,16 @@ def compiled_serve(
     kinds = (world, rules, costs)
     if kinds not in _serves:
         directory = Path(_CONFIG.CACHE_DIR or _DIRECTORY).expanduser() / _digest()
-        keeps = kept.use(directory)
+        keeps = code_cache.use(directory)
         # One of several processes compiles, and the others take what it keeps.
-        alone = kept.only_one(directory) if keeps and kept.is_empty(directory) else None
+        alone = code_cache.only_one(directory) if keeps and code_cache.is_empty(directory) else None
         watch = _Watch(compiling)
         with install_listener("numba:compile", watch):
             _serves[kinds] = _compile(kinds, directory, keeps)
         if alone is not None:
             alone.close()
         if keeps and watch.compiled:
-            kept.remove_old(directory)
+            code_cache.remove_old(directory)
     return _serves[kinds]
 
 
@@ -130,8 +125,17 @@ def _compiled_key(parts: tuple[Key, ...], values: tuple[Any, ...]) -> Any:
 
 def _digest() -> str:
     modules = (
-        *(block_sizes, cost_model, host_terms, keys, output_lengths, progress, table, terms),
-        *(unified, draws, estimate, observe, routers, snapshot),
+        *(
+            block_sizes,
+            cost_model,
+            host_overhead,
+            policy_spec,
+            output_lengths,
+            progress,
+            request_table,
+            slo_columns,
+        ),
+        *(unified_policy, random_draws, estimate, take_snapshot, routers, snapshot),
     )
     outside = [module.__file__ or "" for module in modules]
     files = [*map(Path, outside), *sorted(Path(__file__).parent.glob("*.py"))]

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from jaxserve.sched.host_terms import BURST
+from jaxserve.sched.cost.host_overhead import BURST
 from jaxserve.sched.progress import FUTILE
-from jaxserve.sched.routing.observe import PACE
-from jaxserve.sched.simulation.compiled.book import book, receive, sample
+from jaxserve.sched.routing.take_snapshot import PACE
+from jaxserve.sched.simulation.compiled.bookkeeping import book, receive, sample
 from jaxserve.sched.simulation.compiled.cost import (
     Costs,
     Features,
@@ -29,9 +29,9 @@ from jaxserve.sched.simulation.compiled.front import (
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import Keys, refresh, wait
 from jaxserve.sched.simulation.compiled.plan import plan
-from jaxserve.sched.simulation.compiled.setting import REFUSED
 from jaxserve.sched.simulation.compiled.state import NOTHING, Machine, Rules, World
-from jaxserve.sched.table import State
+from jaxserve.sched.simulation.settings import REFUSED
+from jaxserve.sched.state.request_table import State
 
 DONE, PAUSED, FULL, STUCK, NOWHERE, ON = range(6)
 REFUSED_BY_ALL = -2  # as a choice

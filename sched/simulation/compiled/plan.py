@@ -1,4 +1,5 @@
-"""InferMax Algorithm 1 in the compiled simulation: the plan of `sched/unified.py`, one by one.
+"""InferMax Algorithm 1 in the compiled simulation: the plan of `sched/unified/unified_policy.py`,
+one by one.
 
 What is looked at, in which order and what becomes of it is as there; `budget.py` has the checks.
 """
@@ -12,7 +13,7 @@ from jaxserve.sched.simulation.compiled.budget import add, fits_memory, make_roo
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.order import before
 from jaxserve.sched.simulation.compiled.state import ANYBODY, NOBODY, Machine
-from jaxserve.sched.unified import Reserve
+from jaxserve.sched.unified.unified_policy import Reserve
 
 ANY_PHASE, DECODES, PREFILLS = -1, 0, 1
 CHUNK = list(Reserve).index(Reserve.CHUNK)

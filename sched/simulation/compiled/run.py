@@ -10,22 +10,19 @@ import numba
 import numpy as np
 from numba.core.errors import NumbaError
 
-from jaxserve.sched.cost_model import BatchFeatures, InferMaxCostModel, LinearCostModel
-from jaxserve.sched.keys import Form
-from jaxserve.sched.output_lengths import BINS, bin_of, bins_above
+from jaxserve.sched.cost.cost_model import BatchFeatures, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost.reachability import JUST_MISSED, Alone
+from jaxserve.sched.cost.step_residuals import first_lot
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.progress import futile
-from jaxserve.sched.reachability import JUST_MISSED, Alone
-from jaxserve.sched.routing.draws import seeded
-from jaxserve.sched.routing.observe import idle
+from jaxserve.sched.routing.random_draws import seeded
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, take
-from jaxserve.sched.scatter import first_lot
+from jaxserve.sched.routing.take_snapshot import idle
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
 from jaxserve.sched.simulation.compiled.events import FAULT, KINDS, PUBLISH, first_heap
 from jaxserve.sched.simulation.compiled.kernel import compiled_key, compiled_serve
 from jaxserve.sched.simulation.compiled.loop import DONE, FULL, NOWHERE, STUCK
-from jaxserve.sched.simulation.compiled.setting import BATCH, Outcome, Setting
 from jaxserve.sched.simulation.compiled.state import (
     ASKED,
     CURSOR,
@@ -40,9 +37,12 @@ from jaxserve.sched.simulation.compiled.state import (
     Rules,
     World,
 )
-from jaxserve.sched.table import WAITING
-from jaxserve.sched.terms import TARGETS
-from jaxserve.sched.unified import Phase, Reserve, UnifiedPolicy
+from jaxserve.sched.simulation.settings import BATCH, Outcome, Setting
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.state.output_lengths import BINS, bin_of, bins_above
+from jaxserve.sched.state.request_table import WAITING
+from jaxserve.sched.unified.policy_spec import Form
+from jaxserve.sched.unified.unified_policy import Phase, Reserve, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
 NO_CAPACITY = np.iinfo(np.int64).max

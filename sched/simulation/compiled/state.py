@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.host_terms import HostTerms
-from jaxserve.sched.keys import FLOATS, INTEGERS
-from jaxserve.sched.terms import TARGETS
+from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 
 # asked_*: targets as they were asked for, which routers see; ttft, tbt, jct: those that count.
 # key, behind, first, second: its place in the policy's order, see `order.before`. offset: where its
 # tokens' times begin. held: blocks a plane. growth: blocks that it is expected to take yet. tokens,
 # reserve: as planned for the next step. decided: it is in the batch in the making, or preempted for
-# it. state, lost_from: as in `sched/table.py`. losses, losses_since: as in `sched/progress.py`.
-# sent: when a router sent it to its replica; next_sent: who was sent there next, -1 for nobody;
-# again: it went elsewhere, since its replica died; failed: it ended with it.
+# it. state, lost_from: as in `sched/state/request_table.py`. losses, losses_since: as in
+# `sched/progress.py`. sent: when a router sent it to its replica; next_sent: who was sent there
+# next, -1 for nobody; again: it went elsewhere, since its replica died; failed: it ended with it.
 ASKED = tuple(f"asked_{name}" for name in TARGETS)
 REQUEST = np.dtype(
     [(name, np.float64) for name in (*FLOATS, *ASKED, "given", "key", "first", "sent")]

@@ -14,12 +14,12 @@ import openai
 import pytest
 
 from jaxserve.client import Client, ServerError, make_line
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import NewLine, Position, UnknownBatch
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS

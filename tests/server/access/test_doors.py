@@ -17,13 +17,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxserve.client import Client, ServerError, make_request
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS

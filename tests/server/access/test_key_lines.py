@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.server.access.key_lines import (
+from jaxserve.server.access.key_file import (
     LIMITS,
     MAX_LIMIT,
     NAME,

@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.access.key_lines import ApiKey, digest_of
-from jaxserve.server.access.keys import Keys, RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.api_keys import Keys, RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import access_settings
 
 

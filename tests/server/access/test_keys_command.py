@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.keys import main
-from jaxserve.server.access.key_lines import digest_of, parse_line, parse_lines
-from jaxserve.server.access.keys import Keys, Unauthenticated
+from jaxserve.server.access.api_keys import Keys, Unauthenticated
+from jaxserve.server.access.key_file import digest_of, parse_line, parse_lines
 
 
 def test_a_key_opens_the_server_that_has_the_file(

@@ -12,8 +12,8 @@ from jaxserve.client import Client, ServerError
 from jaxserve.keys import main
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE
+from tests.server.grpc.test_grpc_shutdown import fake_server
 from tests.server.processes import refused
-from tests.server.test_grpc_shutdown import fake_server
 
 
 def knows(address: str, secret: str) -> bool:

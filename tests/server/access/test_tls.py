@@ -17,11 +17,11 @@ from jaxserve.client import Client, ServerError, Unreachable
 from jaxserve.client.cli import complete
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access, access_settings
 from jaxserve.server.access.tls import Tls
-from jaxserve.server.http import listen
-from jaxserve.server.runner import Server
+from jaxserve.server.http.transport import http_server
+from jaxserve.server.server import Server
 from tests.server.access.certificates import Authority, Pair, needs_openssl
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
@@ -110,7 +110,7 @@ def test_openai_s_client_streams_over_it(one_way: Server, authority: Authority) 
 def test_silent_handshakes_make_room(
     pair: Pair, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "connections_of_a_door", lambda: 4)
+    monkeypatch.setattr(http_server, "connections_of_a_door", lambda: 4)
     with serving(Tls(pair.cert, pair.key)) as server, contextlib.ExitStack() as stack:
         assert server.http_address is not None
         host, port = server.http_address.split(":")

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from jaxserve.server.batches.batches import BatchSettings
+from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.batches.journals import opened
 from tests.server.fake_engine import FakeEngine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.client.cli import batch
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.batches.prompt_files import command, write
 
 

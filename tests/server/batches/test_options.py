@@ -8,8 +8,8 @@ import pytest
 
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.batch_options import batch_directory, check_batches, open_batches
 from jaxserve.server.batches.journal import Journal
+from jaxserve.server.batches.options import batch_directory, check_batches, open_batches
 from tests.server.processes import refused
 
 

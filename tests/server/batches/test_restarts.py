@@ -64,7 +64,7 @@ def test_an_engine_that_fails_leaves_the_batch_for_the_next_server(tmp_path: Pat
 def test_a_disk_that_fails_for_a_moment_loses_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxserve.server.batches.runner.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxserve.server.batches.batch_runner.RETRY_S", 0.01)
     engine = FakeEngine().run()
     with batch_server(engine, tmp_path) as door:
         record, waiting = door.journal.record, door.journal.waiting
@@ -141,7 +141,7 @@ def test_who_follows_a_batch_hears_that_it_is_forgotten(
 ) -> None:
     clean, due = Journal.clean, Event()
     monkeypatch.setattr(Journal, "clean", lambda *a: clean(*a) if due.is_set() else 0)
-    monkeypatch.setattr("jaxserve.server.batches.batches._CLEAN_S", 0.01)
+    monkeypatch.setattr("jaxserve.server.batches.batch_operations._CLEAN_S", 0.01)
     with batch_server(FakeEngine(), tmp_path, keep_s=0.0) as door:
         door.submit("open", [line()], commit=False)
         pages = door.pages("open", follow=True)

@@ -13,13 +13,14 @@ from jaxserve.client import Client
 from jaxserve.engine.errors import EngineStopped
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import Request, Tier
-from jaxserve.server import doors, transport
-from jaxserve.server.batches import lines as lines_module
-from jaxserve.server.batches import runner as batch_runner
-from jaxserve.server.batches.lines import Result
+from jaxserve.server import frontends
+from jaxserve.server.batches import batch_lines as lines_module
+from jaxserve.server.batches import batch_runner as batch_runner
+from jaxserve.server.batches.batch_lines import Result
+from jaxserve.server.grpc import grpc_server
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.server.proto import batches_pb2_grpc
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.batches.serving import PATIENCE, STATE, BatchDoor, batch_server
 from tests.server.fake_engine import FIRST, FakeEngine
 
@@ -144,7 +145,7 @@ def test_what_is_there_is_told_at_once_without_follow(door: BatchDoor, engine: F
 def test_many_results_take_many_messages(
     door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxserve.server.batches.batches.PAGE_BYTES", 1000)
+    monkeypatch.setattr("jaxserve.server.batches.batch_operations.PAGE_BYTES", 1000)
     engine.run()
     door.submit("b", [line(max_tokens=3)] * 12)
     assert [result.line for result in door.results("b")] == [*range(12)]
@@ -250,7 +251,7 @@ def test_the_engine_never_has_more_than_the_limit(
 def test_a_full_queue_makes_batches_wait(
     door: BatchDoor, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxserve.server.batches.runner.RETRY_S", 0.01)
+    monkeypatch.setattr("jaxserve.server.batches.batch_runner.RETRY_S", 0.01)
     refused = []
     submit = engine.submit
 
@@ -278,8 +279,8 @@ def test_a_full_queue_makes_batches_wait(
 def test_those_who_follow_keep_nobody_from_submitting(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_FEW_CALLS", 1)
-    monkeypatch.setattr(transport, "_READERS", 1)
+    monkeypatch.setattr(frontends, "_FEW_CALLS", 1)
+    monkeypatch.setattr(grpc_server, "_READERS", 1)
     with batch_server(engine, tmp_path) as door:
         door.submit("b", [line(max_tokens=1)])
         pages = door.pages("b", follow=True)

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.http.door import HttpSettings
+from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.http.live_feed import Limits
-from jaxserve.server.requests.chat_template import ChatTemplate
 from jaxserve.server.requests.slo_classes import ServiceLevel
-from jaxserve.server.runner import Server
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.server import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 
 SETTINGS = HttpSettings(

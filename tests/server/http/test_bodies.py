@@ -15,20 +15,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.http import bodies, schema
-from jaxserve.server.http.bodies import MAX_DEPTH, MAX_ITEMS, MAX_PARTS, SHOWN_DEEP, parse
+from jaxserve.server.grpc.grpc_server import MAX_CALL_BYTES
 from jaxserve.server.http.errors import ApiError
-from jaxserve.server.http.schema import (
+from jaxserve.server.http.openai import body_limits, schema
+from jaxserve.server.http.openai.body_limits import (
+    MAX_DEPTH,
+    MAX_ITEMS,
+    MAX_PARTS,
+    SHOWN_DEEP,
+    parse,
+)
+from jaxserve.server.http.openai.schema import (
     MAX_MESSAGES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
 )
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.runner import Server
-from jaxserve.server.transport import MAX_CALL_BYTES
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
@@ -178,7 +184,7 @@ def test_others_have_their_turn_between_the_numbers_of_a_large_body(
     """One call of the parser took 0.5 s for half a million: it held the interpreter meanwhile."""
     asked = list[str]()
     for name in ("_int", "_float"):
-        monkeypatch.setattr(bodies, name, lambda text: asked.append(text) or 5)
+        monkeypatch.setattr(body_limits, name, lambda text: asked.append(text) or 5)
     raw = b'{"prompt":[' + b"1e-300," * 5000 + b"1]}"
     assert parse(raw, CompletionRequest).prompt == [5] * 5001
     assert len(asked) == 5001
@@ -268,7 +274,7 @@ def test_what_is_counted_is_what_is_there(value: Any, piece: int, ascii_only: bo
         )
 
     raw = json.dumps(value, ensure_ascii=ascii_only).encode()
-    counted = bodies.outside_strings(raw, piece)
+    counted = body_limits.outside_strings(raw, piece)
     assert counted == walk(value)
 
 
@@ -290,12 +296,12 @@ def test_others_are_answered_while_a_body_is_parsed(
     asked, go_on, loads = threading.Event(), threading.Event(), json.loads
 
     def slowly(text: str, **hooks: Any) -> Any:
-        if len(text) > bodies.INLINE_BYTES:
+        if len(text) > body_limits.INLINE_BYTES:
             asked.set()
             assert go_on.wait(20)
         return loads(text, **hooks)
 
-    monkeypatch.setattr(bodies.json, "loads", slowly)
+    monkeypatch.setattr(body_limits.json, "loads", slowly)
     body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 20_000}).encode()
     connection = plain.connect()
     connection.request("POST", COMPLETION, body, {"Content-Type": "application/json"})
@@ -311,12 +317,12 @@ def test_bodies_that_are_being_read_have_so_much_memory(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones do not count."""
-    most = 5 * bodies.FREE_BYTES  # and each takes two
-    monkeypatch.setattr(bodies, "BODIES_BYTES", most)
+    most = 5 * body_limits.FREE_BYTES  # and each takes two
+    monkeypatch.setattr(body_limits, "BODIES_BYTES", most)
     access = Access(Keys(fixed=[key("alice"), key("bob")]))
     engine.run()
     large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 65_000, "stop": ["b" * 200]})
-    large += " " * (2 * bodies.FREE_BYTES)
+    large += " " * (2 * body_limits.FREE_BYTES)
     with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
         assert server.http_address is not None
         plain = Plain(server.http_address)

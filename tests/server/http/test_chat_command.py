@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxserve.client.chat import Chat, ChatError, main
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 
 

@@ -17,14 +17,14 @@ import openai
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.http import listen, protocol
-from jaxserve.server.http.connections import Connections, Place, Standing
+from jaxserve.server.http.transport import http_server, protocol
+from jaxserve.server.http.transport.connections import Connections, Place, Standing
 from jaxserve.server.requests import open_files
 from jaxserve.server.requests.admission import Overloaded
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
@@ -37,7 +37,7 @@ PLACES = 8
 
 @pytest.fixture
 def server(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(listen, "connections_of_a_door", lambda: PLACES)
+    monkeypatch.setattr(http_server, "connections_of_a_door", lambda: PLACES)
     options = ServerOptions(request_log=True)
     with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
         yield server
@@ -197,7 +197,7 @@ def test_calls_leave_places_for_others(plain: Plain, engine: FakeEngine) -> None
 def test_a_key_is_worth_a_place(
     engine: FakeEngine, path: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "connections_of_a_door", lambda: PLACES)
+    monkeypatch.setattr(http_server, "connections_of_a_door", lambda: PLACES)
     access = Access(Keys(fixed=[key("alice")]))
     with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
         assert server.http_address is not None
@@ -255,7 +255,7 @@ def test_no_files_are_a_line_a_second(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not a traceback for each attempt; and then whoever has waited is let in."""
-    monkeypatch.setattr(listen, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(http_server, "_AGAIN_S", 0.01)
     failing, accept = [errno.EMFILE] * 3, asyncio.SelectorEventLoop.sock_accept
 
     async def sock_accept(loop: Any, listener: socket.socket) -> Any:

@@ -15,17 +15,17 @@ import pytest
 from jaxserve.client import Client
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import RequestStats
-from jaxserve.sched.blocks import BlockPool
-from jaxserve.sched.first_token import Wait
-from jaxserve.sched.kinds import CacheKind, Direction
-from jaxserve.sched.pool_map import BlockUse, pool_map
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+from jaxserve.sched.cache.pool_map import BlockUse, pool_map
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
-from jaxserve.sched.verdict import Verdict
-from jaxserve.server.http import console, live_feed
-from jaxserve.server.http.console import PAGE, Events
+from jaxserve.sched.slo.ttft_estimator import Wait
+from jaxserve.sched.slo.verdict import Verdict
+from jaxserve.server.http import live_feed, web_console
 from jaxserve.server.http.live_feed import PARTS, STEPS, Limits, LiveFeed, decision
-from jaxserve.server.requests.requests import EngineRequests
-from jaxserve.server.runner import Server
+from jaxserve.server.http.web_console import PAGE, Events
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine, step_stats
 from tests.server.http.conftest import Plain
 
@@ -73,7 +73,7 @@ def test_a_snapshot_is_put_together_once_for_all_who_look(
         requests.stop_admission()
         return [*found, await anext(events.stream())]
 
-    monkeypatch.setattr(console, "PAUSE_S", 1000.0)
+    monkeypatch.setattr(web_console, "PAUSE_S", 1000.0)
     feed = Feed()
     first, second, closed = asyncio.run(three())
     assert first == second == b'data: {"count":1,"closed":null}\n\n'

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS

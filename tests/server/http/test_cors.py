@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve.configs import base
 from jaxserve.engine.errors import ConfigError
-from jaxserve.server.access.keys import Keys
+from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access, access_settings
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS

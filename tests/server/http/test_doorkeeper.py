@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from jaxserve.server.http import doorkeeper, protocol
+from jaxserve.server.http import admission_middleware
+from jaxserve.server.http.transport import protocol
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.requests.writing import WriteLimit
-from jaxserve.server.runner import Server
+from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.server import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.http.test_endings import begin
@@ -108,7 +109,7 @@ def test_nor_one_that_does_not_say_how_long_it_is(plain: Plain) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(
     plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorkeeper, "BODY_S", 0.1)
+    monkeypatch.setattr(admission_middleware, "BODY_S", 0.1)
     for _ in range(3):  # more than may be open at once
         connection = plain.connect()
         connection.putrequest("POST", "/v1/completions")
@@ -154,7 +155,7 @@ def test_a_call_may_take_longer_than_its_head_and_body(
     plain: Plain, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", 0.05)
-    monkeypatch.setattr(doorkeeper, "BODY_S", 0.05)
+    monkeypatch.setattr(admission_middleware, "BODY_S", 0.05)
     calls = [begin(plain), begin(plain, stream=True)]
     engine.wait(lambda: len(engine.live) == 2)
     with plain.socket() as silent:  # it is given up later than they would be

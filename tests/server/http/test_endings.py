@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.client import Client, ServerError
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.server.runner import Server
+from jaxserve.server.server import Server
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 

@@ -1,0 +1,1 @@
+"""Measurements of kernels and whole models on a device."""

@@ -1,0 +1,208 @@
+"""A whole model with random weights: a decode step against its byte floor, with each kind of cache,
+and the engine's throughput."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+
+from jaxserve.bench import runs
+from jaxserve.bench.kernels import kernel_inputs as inputs
+from jaxserve.bench.kernels.kernel_inputs import Heads
+from jaxserve.bench.load_target import EngineTarget
+from jaxserve.configs import base
+from jaxserve.engine.device.batch_layout import Layout, Rows
+from jaxserve.engine.device.model_step import make_model_step
+from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.step_model import StepModel, unrolls
+from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.pool_size import choose_block_size
+from jaxserve.models.base import Family, ModelConfig, Params
+from jaxserve.models.registry import get_family
+from jaxserve.pallas_kernels import HIDDEN, KV, row_major
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cache.cache_kinds import ABSORBED
+from jaxserve.weights import fuse_loaded, load_params
+
+Step = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """A decode step of a preset's model with `rows` requests of `context` cached tokens each, this
+    step's included, in blocks of block_size tokens; weights and pool in dtype."""
+
+    model: str
+    rows: int = 64
+    context: int = 512
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """seconds: the median of one step's. floor_bytes: what a step must read at least: every weight
+    once, and the cache once. floor_seconds: those at the measured copy rate. cache: its kind, in
+    words. rows, context: as in `StepSize`."""
+
+    model: str
+    cache: str
+    rows: int
+    context: int
+    seconds: float
+    floor_bytes: int
+    floor_seconds: float
+
+    @property
+    def times_floor(self) -> float:
+        """How many times the step's floor it took; 1 is as fast as memory allows."""
+        return self.seconds / self.floor_seconds
+
+
+def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
+    """Steps with a KV cache and, where the model can have one that absorbs, with a hidden cache
+    (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for a model that is not known."""
+    config = inputs.model_config(size.model)
+    family = get_family(config.family)
+    heads = inputs.model_heads(size.model)
+    dtype = jnp.dtype(size.dtype)
+    params = load_params(None, family, config, dtype=dtype, load_format="random")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    vector = size.rows * size.context * heads.width * config.num_layers * dtype.itemsize
+    cases = [("KV", KV, 2 * vector)]
+    if heads.offers_hidden and not heads.rotary:
+        cases.append(("hidden, absorbed", HIDDEN, vector))
+    found = []
+    for name, kind, cached in reversed(cases):
+        if kind == KV:  # as an engine without hidden caches has them
+            params = fuse_loaded(params, family, config)
+        floor = weights + cached
+        seconds = _step_seconds(size, kind, family, config, heads, params, backend)
+        about = (size.model, name, size.rows, size.context)
+        found.append(StepTime(*about, seconds, floor, floor / copy_rate))
+    return found[::-1]
+
+
+def _step_seconds(
+    size: StepSize,
+    kind: int,
+    family: Family,
+    config: ModelConfig,
+    heads: Heads,
+    params: Params,
+    backend: str,
+) -> float:
+    blocks = size.rows * int(blocks_for(size.context, size.block_size))
+    dtype = jnp.dtype(size.dtype)
+    pool = inputs.random_pool(heads, config.num_layers, blocks, size.block_size, dtype)
+    rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
+    placed = row_major(pool.sharding)
+    step = _engine_step(family, config, rows, backend, placed)
+    # Where the step puts its results, lest it be compiled once for these and once for those.
+    pool = jax.device_put(pool, placed)
+    tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), placed.sharding)
+
+    def run(pool: jax.Array, tokens: jax.Array, count: int) -> tuple[Any, Any, float]:
+        begin = time.perf_counter()
+        for _ in range(count):
+            pool, logits = step(params, pool, tokens)
+            tokens = _greedy(logits)
+        jax.block_until_ready((pool, tokens))
+        return pool, tokens, time.perf_counter() - begin
+
+    pool, tokens, _ = run(pool, tokens, 2)  # compiles
+    each = []
+    for _ in range(5):
+        pool, tokens, short = run(pool, tokens, 2)
+        pool, tokens, long = run(pool, tokens, 12)
+        each.append((long - short) / 10)
+    return statistics.median(each)
+
+
+@jax.jit
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _decodes(size: StepSize, kind: int, blocks: np.ndarray) -> Rows:
+    """The step's rows, whose tokens are the slots' last ones. blocks: ids of K and V for all."""
+    return Rows(
+        counts=np.ones(size.rows, np.int64),
+        contexts=np.full(size.rows, size.context - 1),
+        tables=blocks.reshape(size.rows, 2, -1),
+        kind=kind,
+        tokens=((),) * size.rows,
+        slots=np.arange(size.rows),
+        emits=1,
+    )
+
+
+def _engine_step(
+    family: Family, config: ModelConfig, rows: Rows, backend: str, pool_format: Format
+) -> Step:
+    """The engine's own step over these rows, and no padding."""
+    hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
+    layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
+    placed = jnp.asarray(layout.pack(rows).buffer)
+    read = ABSORBED if hidden else None
+    unroll = unrolls(jax.default_backend())
+    step = make_model_step(StepModel(family, config, backend, None, unroll, read), pool_format)
+
+    def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        done = step(params, pool, Newest(tokens, tokens), placed, layout=layout)
+        return done.pool, done.logits
+
+    return run
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that all wait at once, each of input_len tokens in and output_len out; batch_tokens:
+    the one token bucket of the engine's steps."""
+
+    model: str
+    requests: int = 128
+    input_len: int = 256
+    output_len: int = 128
+    dtype: str = "bfloat16"
+    batch_tokens: int = 1024
+
+
+def throughput(load: Load, backend: str) -> dict[str, Any]:
+    """The engine's, with random weights; see `runs.throughput`. Few buckets, so that it compiles
+    in little time. ConfigError for a model or backend that the engine does not take."""
+    config = base.get_config()
+    if load.model == inputs.TINY:
+        config.model.path = str(inputs.TINY_FOLDER)
+    config.model.preset = "" if load.model == inputs.TINY else load.model
+    config.model.load_format = "random"
+    config.model.dtype = load.dtype
+    config.engine.attention_backend = backend
+    longest = load.input_len + load.output_len
+    config.engine.max_model_len = longest
+    config.engine.row_buckets = (load.requests,)
+    config.engine.token_buckets = (load.batch_tokens,)
+    config.engine.compilation_cache_dir = ""
+    size = choose_block_size(config.cache.block_size)
+    config.cache.num_blocks = load.requests * int(blocks_for(longest, size))
+    config.scheduler.max_rows = load.requests
+    config.scheduler.max_queue = 2 * load.requests
+    config.scheduler.max_batch_tokens = load.batch_tokens
+    config.scheduler.max_prefill_tokens = load.batch_tokens
+    engine = build_engine(config, progress=False)
+    engine.start()
+    try:
+        target = EngineTarget(engine)
+        sizes = (load.requests, load.input_len, load.output_len)
+        runs.warm_up(target, *sizes, 0)
+        return runs.throughput(target, *sizes, 2, 0)
+    finally:
+        engine.stop()

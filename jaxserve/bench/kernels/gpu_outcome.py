@@ -1,0 +1,63 @@
+"""What `jaxserve bench gpu` is to measure, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.bench.kernels.end_to_end import Load, StepSize, StepTime
+from jaxserve.bench.kernels.gpu_rivals import Trial
+from jaxserve.bench.kernels.kernel_cases import Workload
+from jaxserve.bench.kernels.kernel_checks import HEADS, LIMITS, Check
+from jaxserve.bench.kernels.kernel_inputs import Heads
+from jaxserve.bench.kernels.kernels import Ceilings, Measured
+
+MINUTES = 9.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; the defaults are for a GPU with 80 GB or more.
+
+    backend, dtypes: of the kernels. shapes: heads of the checks. models: presets whose shapes the
+    kernels are timed at, with this workload. matrix: side of the ceilings' square matrices. step,
+    load: of the whole model. rivals: other backends, whose decodes are tried. minutes: all of it
+    may take.
+    """
+
+    backend: str = "triton"
+    dtypes: tuple[str, ...] = tuple(LIMITS)
+    shapes: tuple[Heads, ...] = HEADS
+    models: tuple[str, ...] = ("opt-13b", "llama-3-8b")
+    workload: Workload = field(default_factory=Workload)
+    matrix: int = 8192
+    step: StepSize = field(default_factory=lambda: StepSize("opt-13b"))
+    load: Load = field(default_factory=lambda: Load("opt-13b"))
+    rivals: tuple[str, ...] = ("mosaic-gpu",)
+    minutes: float = MINUTES
+
+
+@dataclass
+class Outcome:
+    """What was measured.
+
+    device: its name. ceilings: what it does at best, None until measured. load: what `runs` says of
+    a throughput run. seconds: of sections. left_out: sections for which no time was left. broken:
+    what ended a section early, by its name.
+    """
+
+    device: str
+    checks: list[Check] = field(default_factory=list)
+    ceilings: Ceilings | None = None
+    kernels: list[Measured] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+    steps: list[StepTime] = field(default_factory=list)
+    load: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[Check]:
+        """Checks that ran and found an error; what a backend does not take did not run."""
+        return [check for check in self.checks if not check.passed and not check.why]

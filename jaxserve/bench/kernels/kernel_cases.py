@@ -1,0 +1,252 @@
+"""The kernels at a model's shapes: what to run, and the least that must be read, written and
+multiplied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bench.kernels import kernel_inputs as inputs
+from jaxserve.bench.kernels.device_timing import Loop
+from jaxserve.bench.kernels.kernel_inputs import Heads, Row
+from jaxserve.pallas_kernels import HIDDEN
+from jaxserve.pallas_kernels import attention as attend
+from jaxserve.pallas_kernels import move as moving
+
+
+@dataclass(frozen=True)
+class Workload:
+    """rows x context: decodes. prefill: tokens of one prompt. moves: slots. layers: of the pool,
+    through which the calls rotate."""
+
+    rows: int = 32
+    context: int = 2048
+    prefill: int = 4096
+    moves: int = 4096
+    layers: int = 4
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def blocks(self) -> int:
+        """K and V of the decodes, or of the prompt; or room for the slots that move."""
+        decode = 2 * self.rows * -(-self.context // self.block_size)
+        prompt = 2 * -(-self.prefill // self.block_size)
+        return max(decode, prompt, 2 * -(-self.moves // self.block_size) + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel. moved: bytes that must be read and written; operations: multiplies and adds, 0
+    where that is not what it is for. make: its loop, over the pool."""
+
+    name: str
+    shape: str
+    moved: int
+    operations: int
+    make: Callable[[jax.Array], Loop]
+
+
+def cases(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+    """Every kernel that a model with such heads can use."""
+    yield decode_case(heads, work, backend)
+    yield _prefill(heads, work, backend)
+    if heads.offers_hidden and not heads.rotary:
+        yield _absorbed(heads, work, backend)
+    if heads.offers_hidden:
+        yield _projected(heads, work, backend)
+    yield _write(heads, work, backend)
+    yield from _moves(heads, work, backend)
+
+
+def _item(work: Workload) -> int:
+    return jnp.dtype(work.dtype).itemsize
+
+
+def _layer(i: jax.Array, work: Workload) -> jax.Array:
+    return jax.lax.rem(i, jnp.int32(work.layers))
+
+
+def _attention(
+    function: Callable[..., jax.Array],
+    rows: list[Row],
+    q_shape: tuple[int, ...],
+    heads: Heads,
+    work: Workload,
+    **options: Any,
+) -> Callable[[jax.Array], Loop]:
+    """A loop whose output is the next call's query: each waits for the one before."""
+
+    def make(pool: jax.Array) -> Loop:
+        rng = np.random.default_rng(0)
+        batch = inputs.make_batch(rows, work.block_size, work.blocks, rng)
+        bound = functools.partial(function, scale=heads.head_dim**-0.5, **options)
+
+        def step(i: jax.Array, q: jax.Array, given: Any) -> jax.Array:
+            pool, batch, *more = given
+            return bound(q, pool, _layer(i, work), batch, *more)
+
+        extra: tuple[Any, ...] = ()
+        if function is attend.projected_attention:
+            longest = max(row.context for row in rows)
+            extra = (inputs.make_projection(heads, longest, jnp.dtype(work.dtype)),)
+        q = inputs.vectors(q_shape, jnp.dtype(work.dtype), 1)
+        return Loop(step, q, (pool, batch, *extra))
+
+    return make
+
+
+def decode_case(heads: Heads, work: Workload, backend: str) -> Case:
+    """Attention of `work.rows` decodes over K and V."""
+    q = (work.rows, heads.num_heads, heads.head_dim)
+    cached = work.rows * work.context
+    return Case(
+        "decode attention",
+        f"{work.rows} x {work.context}",
+        (2 * cached * heads.width + 2 * int(np.prod(q))) * _item(work),
+        4 * cached * heads.num_heads * heads.head_dim,
+        _attention(
+            attend.paged_attention,
+            [Row(work.context)] * work.rows,
+            q,
+            heads,
+            work,
+            decode_only=True,
+            backend=backend,
+        ),
+    )
+
+
+def _prefill(heads: Heads, work: Workload, backend: str) -> Case:
+    tokens = work.prefill
+    q = (tokens, heads.num_heads, heads.head_dim)
+    return Case(
+        "prefill attention",
+        f"1 x {tokens}",
+        (2 * tokens * heads.width + 2 * int(np.prod(q))) * _item(work),
+        2 * tokens * (tokens + 1) * heads.num_heads * heads.head_dim,
+        _attention(
+            attend.paged_attention,
+            [Row(tokens, tokens)],
+            q,
+            heads,
+            work,
+            decode_only=False,
+            backend=backend,
+        ),
+    )
+
+
+def _absorbed(heads: Heads, work: Workload, backend: str) -> Case:
+    q = (work.rows, heads.num_heads, heads.width)
+    cached = work.rows * work.context
+    return Case(
+        "absorbed hidden decode",
+        f"{work.rows} x {work.context}",
+        (cached * heads.width + 2 * int(np.prod(q))) * _item(work),
+        4 * cached * heads.num_heads * heads.width,
+        _attention(
+            attend.absorbed_attention,
+            [Row(work.context, kind=HIDDEN)] * work.rows,
+            q,
+            heads,
+            work,
+            backend=backend,
+        ),
+    )
+
+
+def _projected(heads: Heads, work: Workload, backend: str) -> Case:
+    q = (work.rows, heads.num_heads, heads.head_dim)
+    cached = work.rows * work.context
+    weights = 2 * heads.width * heads.width
+    return Case(
+        "projected hidden decode",
+        f"{work.rows} x {work.context}",
+        (cached * heads.width + weights + 2 * int(np.prod(q))) * _item(work),
+        4 * cached * heads.width * (heads.width + 1),
+        _attention(
+            attend.projected_attention,
+            [Row(work.context, kind=HIDDEN)] * work.rows,
+            q,
+            heads,
+            work,
+            decode_only=True,
+            backend=backend,
+        ),
+    )
+
+
+def _write(heads: Heads, work: Workload, backend: str) -> Case:
+    tokens = work.prefill
+
+    def make(pool: jax.Array) -> Loop:
+        rng = np.random.default_rng(0)
+        rows = [Row(tokens, tokens)]
+        batch = inputs.make_batch(rows, work.block_size, work.blocks, rng)
+        new = inputs.vectors((tokens, heads.kv_heads, heads.head_dim), jnp.dtype(work.dtype), 2)
+
+        def step(i: jax.Array, pool: jax.Array, given: Any) -> jax.Array:
+            batch, new = given
+            return attend.write(pool, _layer(i, work), new, new, batch, backend=backend)
+
+        return Loop(step, pool, (batch, new))
+
+    moved = 4 * tokens * heads.width * _item(work)
+    return Case("write", f"{tokens} tokens", moved, 0, make)
+
+
+def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[Case]:
+    count = work.moves
+    moved = 2 * count * work.layers * heads.width * _item(work)
+
+    def places(pool: jax.Array, sets: int) -> jax.Array:
+        """[sets, 2 * count, 2]: (block, slot), none twice in a set."""
+        rng = np.random.default_rng(3)
+        slots = [rng.permutation(pool.shape[1] * work.block_size) for _ in range(sets)]
+        flat = np.stack(slots)[:, : 2 * count]
+        both = np.stack(np.divmod(flat, work.block_size), axis=-1)
+        return jnp.asarray(both, jnp.int32)
+
+    def make(pool: jax.Array, run: Callable[..., Any], staging: bool) -> Loop:
+        sets = 4
+        found = places(pool, sets)
+        shape = (count, work.layers, heads.kv_heads, heads.head_dim)
+        buffer = inputs.vectors(shape, pool.dtype, 4) if staging else None
+
+        def step(i: jax.Array, pool: jax.Array, given: Any) -> jax.Array:
+            found, buffer = given
+            chosen = found[jax.lax.rem(i, jnp.int32(sets))]
+            changed: jax.Array = run(pool, chosen, buffer)
+            return changed
+
+        return Loop(step, pool, (found, buffer))
+
+    def move(pool: jax.Array, chosen: jax.Array, _: None) -> jax.Array:
+        pairs = jnp.concatenate([chosen[:count], chosen[count:]], axis=1)
+        return moving.move_slots(pool, pairs, count, backend=backend)
+
+    def stage_in(pool: jax.Array, chosen: jax.Array, buffer: jax.Array) -> jax.Array:
+        return moving.stage_in(pool, buffer, chosen[:count], count, backend=backend)
+
+    def out_loop(pool: jax.Array) -> Loop:
+        base = make(pool, stage_in, True)
+        found, buffer = base.inputs
+
+        def step(i: jax.Array, buffer: jax.Array, given: Any) -> jax.Array:
+            pool, found = given
+            chosen = found[jax.lax.rem(i, jnp.int32(len(found)))]
+            return moving.stage_out(pool, chosen[:count], count, backend=backend)
+
+        return Loop(step, buffer, (pool, found))
+
+    shape = f"{count} slots, {work.layers} layers"
+    yield Case("move", shape, moved, 0, lambda pool: make(pool, move, False))
+    yield Case("stage out", shape, moved, 0, out_loop)
+    yield Case("stage in", shape, moved, 0, lambda pool: make(pool, stage_in, True))

@@ -1,0 +1,174 @@
+"""Batches and pools for measuring and checking kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxserve
+from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
+from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
+from jaxserve.weights import load_config, load_preset
+
+TINY = "tiny"
+TINY_FOLDER = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The part of a model that its attention sees. rotary: keys are rotated by position."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of K, or of a hidden vector, of one token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def offers_hidden(self) -> bool:
+        """Whether a model with such heads can have hidden caches."""
+        shape = self.width, self.num_heads, self.kv_heads, self.head_dim
+        return why_no_hidden_caches(*shape) is None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of a step: `context` cached tokens, the step's `query` ones included."""
+
+    context: int
+    query: int = 1
+    kind: int = KV
+    direction: int = LEFT
+
+
+def model_config(name: str) -> ModelConfig:
+    """Of a preset, or of "tiny", the model in the box. ValueError lists the names."""
+    if name == TINY:
+        return load_config(TINY_FOLDER)[1]
+    return load_preset(name)[1]
+
+
+def model_heads(name: str) -> Heads:
+    """The attention of a model that `model_config` knows."""
+    config = model_config(name)
+    rotary = config.rope is not None
+    return Heads(config.num_heads, config.num_kv_heads, config.head_dim, rotary)
+
+
+def make_batch(
+    rows: Sequence[Row], block_size: int, blocks: int, rng: np.random.Generator
+) -> AttentionBatch:
+    """The rows, decodes first, with blocks of their own in random order, and no padding.
+    ValueError when there are too few blocks."""
+    width = max(-(-row.context // block_size) for row in rows)
+    count = len(rows)
+    if 2 * count * width > blocks:
+        raise ValueError(f"blocks: {count} rows need {2 * count * width}, got {blocks}")
+    tables = rng.permutation(blocks)[: 2 * count * width].reshape(count, 2, width)
+    query = np.array([row.query for row in rows])
+
+    def ints(values: object) -> jax.Array:
+        return jnp.asarray(values, jnp.int32)
+
+    return AttentionBatch(
+        tables=ints(tables),
+        context_lens=ints([row.context for row in rows]),
+        query_start=ints(np.cumsum(query) - query),
+        query_lens=ints(query),
+        direction=ints([row.direction for row in rows]),
+        kind=ints([row.kind for row in rows]),
+        token_row=ints(np.repeat(np.arange(count), query)),
+        num_decodes=ints(_leading_decodes(rows)),
+        num_rows=ints(count),
+    )
+
+
+def _leading_decodes(rows: Sequence[Row]) -> int:
+    return next((i for i, row in enumerate(rows) if row.query != 1), len(rows))
+
+
+def random_pool(
+    heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Standard normal [layers, blocks, kv_heads, block_size, head_dim], made on the device, a layer
+    at a time: large ones would not fit twice."""
+    shape = (blocks, heads.kv_heads, block_size, heads.head_dim)
+
+    def fill(layer: jax.Array, pool: jax.Array) -> jax.Array:
+        values = jax.random.normal(jax.random.key(layer), shape, dtype)
+        return jax.lax.dynamic_update_index_in_dim(pool, values, layer, 0)
+
+    empty = jnp.zeros((layers, *shape), dtype)
+    return jax.jit(lambda pool: jax.lax.fori_loop(0, layers, fill, pool), donate_argnums=0)(empty)
+
+
+def poisoned_pool(
+    heads: Heads,
+    layers: int,
+    blocks: int,
+    block_size: int,
+    dtype: jnp.dtype,
+    batch: AttentionBatch,
+    rng: np.random.Generator,
+) -> jax.Array:
+    """[layers, blocks, kv_heads, block_size, head_dim]: random values in the slots that the
+    batch's rows own, NaN in all others."""
+    pool = np.full((layers, blocks, heads.kv_heads, block_size, heads.head_dim), np.nan, np.float32)
+    tables = np.asarray(batch.tables)
+    for row, context in enumerate(np.asarray(batch.context_lens)):
+        position = np.arange(context)
+        slot = position % block_size
+        if int(batch.direction[row]) == RIGHT:
+            slot = block_size - 1 - slot
+        planes = (0,) if int(batch.kind[row]) == HIDDEN else (0, 1)
+        for plane in planes:
+            block = tables[row, plane, position // block_size]
+            size = (context, layers, heads.kv_heads, heads.head_dim)
+            pool[:, block, :, slot] = rng.standard_normal(size, dtype=np.float32)
+    return jnp.asarray(pool).astype(dtype)
+
+
+def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
+    """Standard normal values of that shape, made on the device; the same for the same seed."""
+    return jax.random.normal(jax.random.key(seed), tuple(shape), dtype)
+
+
+def host_vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
+    """Such values made on the host, for small arrays: nothing is compiled for their shape."""
+    drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return jnp.asarray(drawn.astype(dtype))
+
+
+Draw = Callable[[Sequence[int], jnp.dtype, int], jax.Array]
+
+
+def make_projection(
+    heads: Heads, longest: int, dtype: jnp.dtype, vectors: Draw = vectors
+) -> HiddenProjection:
+    """Weights that keep K and V near 1; a bias, or where keys have one a rotation by position
+    (RoPE, Su et al. 2021, section 3.2) for contexts of up to `longest` tokens. vectors: what draws
+    them."""
+    width = heads.width
+    scale = jnp.asarray(width**-0.5, dtype)
+    frequency = 10000.0 ** -(np.arange(heads.head_dim // 2) / (heads.head_dim // 2))
+    phase = np.arange(longest)[:, None] * frequency
+    bias = None if heads.rotary else vectors((width,), dtype, 13)
+    return HiddenProjection(
+        wk=vectors((width, width), dtype, 11) * scale,
+        wv=vectors((width, width), dtype, 12) * scale,
+        bk=bias,
+        bv=bias,
+        rotation=jnp.asarray(np.stack([np.cos(phase), np.sin(phase)]), jnp.float32)
+        if heads.rotary
+        else None,
+    )

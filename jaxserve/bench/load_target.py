@@ -1,0 +1,256 @@
+"""Whom the load goes to: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.client import Client, ServerError
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
+from jaxserve.sched.slo.metrics import Times
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.workloads.workload import Workload
+
+NO_SLO = SLO()
+clock = time.monotonic
+"""The engine's own clock, so that times of both sides can be compared."""
+
+
+class BenchError(RuntimeError):
+    """The measurement is not valid; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to send. output_len: tokens after which it ends. max_tokens: the limit that it
+    asks for; where that is more, the sender ends it by cancelling it, so that the server knows no
+    more about its length than of a request that ends by itself. temperature: of its sampling, 0 for
+    none. slo_class: the name of its class; an engine records it, and a server, which has classes of
+    its own, is not told."""
+
+    prompt: tuple[int, ...]
+    output_len: int
+    max_tokens: int
+    slo: SLO = NO_SLO
+    tier: Tier = Tier.REALTIME
+    temperature: float = 0.0
+    slo_class: str = NO_CLASS
+
+
+@dataclass
+class Record:
+    """What came of one job. sent, token_times: seconds on `clock`. outcome: finished, rejected (the
+    queue was full) or failed. preemptions: as the server counted; it says nothing of a request that
+    was cancelled over the network, which has 0."""
+
+    sent: float
+    token_times: list[float] = field(default_factory=list)
+    outcome: str = ""
+    preemptions: int = 0
+    error: str = ""
+
+
+class Target(Protocol):
+    """Serves jobs. `send` returns at once; `on_done` may be called on any thread."""
+
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """Serves the job, writes what comes of it into the record, and then releases `done`."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """The fields of EngineInfo."""
+        ...
+
+
+class SubmittingEngine(Protocol):
+    """What is needed of an engine."""
+
+    def submit(self, request: Request, on_output: Any) -> None:
+        """As `Engine.submit`."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """As `Engine.cancel`."""
+        ...
+
+    def info(self) -> Any:
+        """As `Engine.info`."""
+        ...
+
+
+class EngineTarget:
+    """An engine in this process, started."""
+
+    def __init__(self, engine: SubmittingEngine) -> None:
+        self._engine = engine
+        self._sent = 0
+
+    def info(self) -> dict[str, Any]:
+        """The fields of EngineInfo."""
+        return dict(vars(self._engine.info()))
+
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`."""
+        self._sent += 1
+        name = f"bench-{self._sent}"
+
+        def on_output(output: Output) -> None:
+            ended = take(record, job, output.token_times)
+            if output.finish_reason is None:
+                if ended and job.output_len < job.max_tokens:
+                    self._engine.cancel(name)
+                return
+            by_itself = output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            complete = by_itself or (ended and output.finish_reason is FinishReason.CANCELLED)
+            record.outcome = "finished" if complete else "failed"
+            record.error = output.error
+            record.preemptions = output.usage.preemptions if output.usage else 0
+            done.release()
+
+        sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
+        asked = (job.prompt, sampling, job.slo, job.tier)
+        request = Request(name, *asked, slo_class=job.slo_class)
+        try:
+            self._engine.submit(request, on_output)
+        except QueueFull as error:
+            record.outcome, record.error = "rejected", str(error)
+            done.release()
+        except EngineStopped as error:
+            record.outcome, record.error = "failed", str(error)
+            done.release()
+
+
+class ServerTarget:
+    """A running server. One thread a request: what is timed includes this client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def info(self) -> dict[str, Any]:
+        """The fields of EngineInfo, as the server tells them."""
+        message = self._client.info(timeout=30.0)
+        return {f.name: getattr(message, f.name) for f in dataclasses.fields(EngineInfo)}
+
+    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        """See `Target`."""
+        run = threading.Thread(target=self._call, args=(job, record, done), daemon=True)
+        run.start()
+
+    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+        targets = {name: getattr(job.slo, name) for name in TARGETS}
+        try:
+            generation = self._client.generate(
+                job.prompt,
+                max_tokens=job.max_tokens,
+                ignore_eos=True,
+                temperature=job.temperature,
+                slo={f"{name}_ms": t * 1e3 for name, t in targets.items() if t is not None},
+                tier=job.tier.name.lower(),
+            )
+            for message in generation:
+                # A message may carry several tokens: they reached the caller together.
+                ended = take(record, job, [clock()] * len(message.token_ids))
+                if message.HasField("finish"):
+                    record.preemptions = message.finish.usage.preemptions
+                    record.outcome = "finished"
+                elif ended and job.output_len < job.max_tokens:
+                    generation.cancel()
+                    record.outcome = "finished"
+                    break
+        except ServerError as error:
+            full = error.code == "RESOURCE_EXHAUSTED"
+            record.outcome, record.error = "rejected" if full else "failed", str(error)
+        except Exception as error:  # whatever it is, the run must not wait for ever
+            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
+        finally:
+            done.release()
+
+
+def take(record: Record, job: Job, times: Sequence[float]) -> bool:
+    """Notes the tokens that are the job's; those that came while it was being cancelled are not.
+    Whether it has all of its own."""
+    record.token_times.extend(times[: job.output_len - len(record.token_times)])
+    return len(record.token_times) == job.output_len
+
+
+def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -> list[Job]:
+    """Prompts of uniformly random token ids, and what the workload asks for."""
+    columns = (
+        workload.prompt_len,
+        workload.output_len,
+        workload.limit,
+        workload.tier,
+        workload.greedy,
+        workload.slo_class,
+        *(getattr(workload, name) for name in TARGETS),
+    )
+    jobs = []
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for prompt, output, limit, tier, greedy, slo_class, *targets in rows:
+        ids = tuple(rng.integers(0, vocab_size, prompt).tolist())
+        slo = SLO(*(t if math.isfinite(t) else None for t in targets))
+        sampled = 0.0 if greedy else 1.0
+        name = workload.classes[slo_class]
+        jobs.append(Job(ids, output, limit, slo, Tier(tier), sampled, name))
+    return jobs
+
+
+def check_fits(workload: Workload, info: dict[str, Any]) -> None:
+    """BenchError if the model does not serve requests of these lengths and limits."""
+    limit = min(info["max_model_len"], info["pool_tokens"])
+    total = workload.prompt_len + workload.limit
+    worst = int(total.argmax())
+    if total[worst] > limit:
+        asked, output = workload.limit[worst], workload.output_len[worst]
+        more = f" of {asked} asked for" if asked > output else ""
+        raise BenchError(
+            f"request {worst + 1} has {workload.prompt_len[worst]} tokens in and {output} out"
+            f"{more}; {info['model']} serves at most {limit} in all"
+        )
+
+
+def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[float, list[Record]]:
+    """Sends each job when it is due and waits for all. Open loop: nothing waits for an answer.
+
+    arrival: seconds after the start, [len(jobs)]. Returns the start on `clock`, and the records.
+    """
+    done = threading.Semaphore(0)
+    records: list[Record] = []
+    start = clock()
+    for job, due in zip(jobs, (start + arrival).tolist(), strict=True):
+        wait = due - clock()
+        if wait > 0:
+            time.sleep(wait)
+        records.append(Record(sent=clock()))
+        target.send(job, records[-1], done)
+    for _ in records:
+        done.acquire()
+    return start, records
+
+
+def must_finish(jobs: Sequence[Job], records: Sequence[Record]) -> None:
+    """BenchError unless every job got all of its tokens."""
+    for job, record in zip(jobs, records, strict=True):
+        if record.outcome != "finished":
+            raise BenchError(f"a request was {record.outcome}: {record.error}")
+        if len(record.token_times) != job.output_len:
+            raise BenchError(f"{len(record.token_times)} tokens came, not {job.output_len}")
+
+
+def times(due: np.ndarray, records: Sequence[Record]) -> Times:
+    """The records as arrays. due: float64 [n], when each was to be sent, on `clock`."""
+    return Times.of(
+        due.tolist(),
+        [record.token_times for record in records],
+        [record.outcome == "finished" for record in records],
+    )

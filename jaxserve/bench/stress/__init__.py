@@ -1,0 +1,1 @@
+"""Servers under abuse and long mixed load."""

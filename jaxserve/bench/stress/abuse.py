@@ -1,0 +1,372 @@
+"""What hostile and clumsy clients can do to a server, tried on one: in five minutes or so.
+
+    jaxserve bench abuse
+    jaxserve bench abuse --config=configs/tiny_cpu.py --json
+
+Server processes of its own listen on this machine only. They get what CASES lists, over gRPC and
+HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,
+how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
+served, and one for health over HTTP, again and again), how much memory the server took more, at
+most and for good, and how many lines it logged. The exit code is 1 if something did not hold.
+Flags of serve.py work too: --config=, --model=, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.bench.config_flags import read_config
+from jaxserve.bench.stress import attacks, http_attacks, tenants
+from jaxserve.bench.stress.attacks import Tried
+from jaxserve.bench.stress.server_process import Victim, victim
+from jaxserve.client import Client, ServerError
+from jaxserve.client.connection import open_channel
+from jaxserve.command_line import Parser
+from jaxserve.group_table import aligned
+from jaxserve.machine import machine, versions
+from jaxserve.server.requests.open_files import raise_limit
+
+STALL_S = 3.0  # so that nobody waits long for what is to happen
+MAX_WAIT_S = 0.05  # of others, while prompts are too long
+MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on its way
+MAX_FILES_MIB = 2 * tenants.FILE_MIB  # of thirty times as much
+GRACE_S = 5.0
+MAX_EXIT_S = GRACE_S + 6.0
+MAX_LINES = 30  # a traceback among them
+MAX_HEALTH_S = 0.1  # whatever a body holds
+MAX_KEPT_MIB = 80  # of bodies of 8 MiB
+_PATIENCE_S = 60.0
+_PROBE_S = 0.01
+_SETTLE_S = 2.0
+_HEADER = (
+    *("", "calls ended", "refused in", "others waited", "health", "memory", "kept"),
+    *("lines", "held"),
+)
+
+
+@dataclass
+class Row:
+    """What became of one attack. refused_s, others_s, health_s: the longest. memory_mib: more than
+    before, at most; kept_mib: afterwards. lines: logged. problems: what did not hold."""
+
+    attack: str
+    codes: dict[str, int]
+    refused_s: float = 0.0
+    others_s: float = 0.0
+    health_s: float = 0.0
+    memory_mib: float = 0.0
+    kept_mib: float = 0.0
+    lines: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
+    --help. Raises UsageError or ConfigError."""
+    parser = Parser(prog="jaxserve bench abuse", description=__doc__)
+    parser.set_defaults(command="abuse")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args, rest = parser.parse_known_args(argv)
+    read_config(rest, parser.flags())
+    args.flags = rest
+    return args
+
+
+def show(args: argparse.Namespace) -> int:
+    """Tries it all and prints; the exit code."""
+    where, rows = machine(), run(args.flags)
+    print(text(rows), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        sys.stderr.flush()
+        result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
+        print(json.dumps({**result, "machine": where, "versions": versions()}), flush=True)
+    return 1 if any(row.problems for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attack, and what is to hold beside what it expects itself. others_s, health_s: that others
+    wait at most. most_mib, kept_mib: memory that the server takes more at most, and for good."""
+
+    name: str
+    attack: Callable[[Victim], Tried]
+    others_s: float = math.inf
+    health_s: float = math.inf
+    most_mib: float = math.inf
+    kept_mib: float = math.inf
+
+
+def run(flags: Sequence[str]) -> list[Row]:
+    """flags: for the servers."""
+    raise_limit()  # for connections of our own
+    flags = [*flags, f"--config.engine.stall_s={STALL_S}", f"--config.server.grace_s={GRACE_S}"]
+    off, on = (f"--config.server.exit_on_failure={value}" for value in ("off", "on"))
+    with victim(*flags, off, open_files=http_attacks.OPEN_FILES) as server:
+        rows = [measured(server, case) for case in CASES]
+        rows.append(stop_unread(server))
+    with victim(*flags, on) as server:
+        rows += [measured(server, case) for case in LAST]
+    keys, key = tenants.key_lines(), tenants.QUIET
+    flags = [*flags, "--policy=edf", off]
+    with (
+        hostile_model(flags) as own,
+        victim(*flags, *own, batches=True, keys=keys, key=key) as server,
+    ):
+        rows += [measured(server, case) for case in KEYED if own or case is not TEMPLATE]
+    for row in rows:
+        if row.lines > MAX_LINES:
+            row.problems.append(f"more than {MAX_LINES} lines were logged")
+    return rows
+
+
+@contextlib.contextmanager
+def hostile_model(flags: Sequence[str]) -> Iterator[list[str]]:
+    """Flags for the same model with a chat template that loops, or takes all memory; none for one
+    without a checkpoint."""
+    path, name = read_config(flags).model.path, "chat_template.jinja"
+    if not path:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in Path(path).expanduser().iterdir():
+            if file.name != name:
+                (Path(folder) / file.name).symlink_to(file.absolute())
+        (Path(folder) / name).write_text(http_attacks.HOSTILE_TEMPLATE)
+        yield [f"--model={folder}"]
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table, and below it what did not hold."""
+    lines = [_HEADER]
+    for row in rows:
+        codes = ", ".join(f"{count:,} {code}" for code, count in sorted(row.codes.items()))
+        lines.append(
+            (
+                row.attack,
+                codes or "-",
+                f"{row.refused_s:.2f} s",
+                f"{1000 * row.others_s:.0f} ms",
+                f"{1000 * row.health_s:.0f} ms",
+                f"{row.memory_mib:+.0f} MiB",
+                f"{row.kept_mib:+.0f} MiB",
+                str(row.lines),
+                "no" if row.problems else "yes",
+            )
+        )
+    problems = [f"{row.attack}: {problem}" for row in rows for problem in row.problems]
+    return "\n".join([aligned(lines), *problems])
+
+
+def measured(server: Victim, case: Case) -> Row:
+    """Tries it while other clients call."""
+    memory, lines = server.memory_mib(), server.lines()
+    with watched(server) as most:
+        tried = case.attack(server)
+    row = Row(case.name, dict(tried.codes), tried.longest_s, problems=tried.problems)
+    row.others_s, row.health_s = most["others_s"], most["health_s"]
+    row.memory_mib = max(0.0, most["memory_mib"] - memory)
+    row.kept_mib = max(0.0, _kept(server) - memory)
+    row.lines = server.lines() - lines
+    none = 0 if math.isfinite(case.health_s) else math.inf
+    for what, limit, found in (
+        ("{:.0f} calls of others had no answer", none, most["unanswered"]),
+        ("others waited for {:.0f} ms", 1000 * case.others_s, 1000 * row.others_s),
+        ("/health took {:.0f} ms", 1000 * case.health_s, 1000 * row.health_s),
+        ("it took {:.0f} MiB more", case.most_mib, row.memory_mib),
+        ("{:.0f} MiB were kept", case.kept_mib, row.kept_mib),
+    ):
+        if found > limit:
+            row.problems.append(f"{what.format(found)}, and {limit:.0f} is allowed")
+    return row
+
+
+def _kept(server: Victim) -> float:
+    """Its memory, MiB, once it has had some time to give back."""
+    found = []
+    for _ in range(10):
+        if server.process.poll() is None:
+            found.append(server.memory_mib())
+        time.sleep(_SETTLE_S / 10)
+    return min(found, default=0.0)
+
+
+@contextlib.contextmanager
+def watched(server: Victim) -> Iterator[dict[str, float]]:
+    """The longest that other clients wait for answers, how many of their calls had none, and the
+    most memory, meanwhile."""
+    most = dict.fromkeys(("others_s", "health_s", "unanswered", "memory_mib"), 0.0)
+    over = threading.Event()
+
+    def probe(name: str, ask: Callable[[], object]) -> None:
+        while not over.wait(_PROBE_S):
+            began, unanswered = time.monotonic(), 0.0
+            try:
+                ask()
+            except (ServerError, OSError, http.client.HTTPException):
+                unanswered = 1.0
+            if server.process.poll() is None:
+                most["unanswered"] += unanswered
+                most[name] = max(most[name], time.monotonic() - began)
+                with contextlib.suppress(OSError):
+                    most["memory_mib"] = max(most["memory_mib"], server.memory_mib())
+
+    with Client(server.address, api_key=server.key) as client:
+        client.info(timeout=_PATIENCE_S)
+        asks = {
+            "others_s": lambda: client.info(timeout=_PATIENCE_S),
+            "health_s": lambda: http_attacks.call(server, "/health"),
+        }
+        threads = [threading.Thread(target=probe, args=one) for one in asks.items()]
+        for thread in threads:
+            thread.start()
+        try:
+            yield most
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+async def leave_unread(server: Victim) -> Tried:
+    """Until the server has given up on them, and serves others; then they vanish."""
+    before, unread = server.memory_mib(), attacks.Unread(server.address)
+    deadline = time.monotonic() + _PATIENCE_S
+    ended = ""
+    while ended != "OK" and time.monotonic() < deadline:
+        await asyncio.sleep(1.0)
+        ended = await attacks.served(server.address)
+    taken = server.memory_mib() - before
+    tried = await asyncio.to_thread(unread.read)
+    unread.vanish()
+    tried.expect(ended == "OK", "others were not served meanwhile")
+    limit = f"they took more than {MAX_UNREAD_MIB} MiB"
+    tried.expect(taken <= MAX_UNREAD_MIB, limit)
+    return tried
+
+
+def stop_unread(server: Victim) -> Row:
+    """SIGTERM while streams are not read."""
+    lines, unread = server.lines(), attacks.Unread(server.address)
+    time.sleep(2.0)  # so that they have something to say
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(_PATIENCE_S)
+    took = time.monotonic() - began
+    unread.vanish()
+    row = Row("SIGTERM, unread", {f"exit {server.process.returncode}": 1}, took)
+    row.lines = server.lines() - lines
+    if server.process.returncode != 0 or took > MAX_EXIT_S:
+        row.problems.append(f"it did not exit with 0 within {MAX_EXIT_S:g} s")
+    return row
+
+
+async def hang(server: Victim) -> Tried:
+    """The engine hangs with a request in flight, and goes on."""
+    tried = Tried()
+    with Client(server.address) as client:
+        server.process.send_signal(signal.SIGUSR1)
+        stream = client.generate("Once upon a time", max_tokens=8, timeout=_PATIENCE_S)
+        began = time.monotonic()
+        while (ended := await attacks.served(server.address, 1.0)) != "UNAVAILABLE":
+            if time.monotonic() - began > STALL_S + 10:
+                tried.problems.append("nobody noticed")
+                break
+        tried.codes[ended] += 1
+        tried.expect(not healthy(server), "health said SERVING")
+        server.process.send_signal(signal.SIGUSR1)
+        tried.expect(bool(list(stream)), "the request did not go on")
+        tried.codes["OK"] += 1
+    for _ in range(100):
+        if healthy(server):
+            break
+        await asyncio.sleep(0.1)
+    tried.expect(healthy(server), "health did not come back")
+    return tried
+
+
+async def fail(server: Victim) -> Tried:
+    """The engine fails with a request in flight; the process is to end."""
+    tried = Tried()
+    with Client(server.address) as client:
+        stream = client.generate("Once upon a time", max_tokens=400, timeout=_PATIENCE_S)
+        next(stream)
+        server.process.send_signal(signal.SIGUSR2)
+        try:
+            list(stream)
+            tried.codes["OK"] += 1
+        except ServerError as error:
+            tried.codes[error.code] += 1
+    tried.expect(set(tried.codes) == {"INTERNAL"}, "the call did not end with INTERNAL")
+    try:
+        code = await asyncio.to_thread(server.process.wait, _PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    tried.codes[f"exit {code}"] += 1
+    tried.expect(code == 1, "the process did not exit with 1")
+    return tried
+
+
+def healthy(server: Victim) -> bool:
+    """What health checks of an orchestrator find."""
+    with open_channel(server.address, None) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _run(attack: Callable[[Victim], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return lambda server: asyncio.run(attack(server))
+
+
+def _grpc(attack: Callable[[str], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return _run(lambda server: attack(server.address))
+
+
+def _http(attack: Callable[[str], Coroutine[Any, Any, Tried]]) -> Callable[[Victim], Tried]:
+    return _run(lambda server: attack(server.http_address))
+
+
+CASES = (
+    Case("prompts far too long", _grpc(attacks.long_prompts), others_s=MAX_WAIT_S),
+    Case(f"{attacks.OVERLOAD:,} calls at once", _grpc(attacks.overload)),
+    Case("no messages", _grpc(attacks.malformed)),
+    Case("numbers at the edge", _grpc(attacks.extremes)),
+    Case("strings that are no text", http_attacks.strings),
+    Case("integers of 400 digits", http_attacks.integers),
+    Case("bodies up to 8 MiB", http_attacks.bodies, health_s=MAX_HEALTH_S, kept_mib=MAX_KEPT_MIB),
+    Case(f"{http_attacks.SILENT:,} silent connections", http_attacks.silent),
+    Case("requests with two ends", http_attacks.framing),
+    Case("pages of other sites", http_attacks.browsers),
+    Case("an engine that hangs", _run(hang)),
+    Case(f"{attacks.UNREAD} streams unread", _run(leave_unread)),
+)
+"""On a server that anybody may call."""
+LAST = (Case("an engine that fails", _run(fail)),)
+"""On one that ends with it."""
+TEMPLATE = Case("a chat template that loops", http_attacks.template)
+KEYED = (
+    Case("256 requests a call", _http(tenants.too_much_at_once)),
+    Case(f"{tenants.PROMPTS} requests of another", _http(tenants.many_prompts)),
+    Case("files unread", _http(tenants.unread_files), most_mib=MAX_FILES_MIB),
+    Case(f"{http_attacks.LIARS} liars under edf", http_attacks.liars),
+    TEMPLATE,
+)
+"""On one with two API keys, whose policy sorts by what requests say of themselves."""

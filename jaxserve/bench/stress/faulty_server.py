@@ -1,0 +1,79 @@
+"""A server whose engine can be broken, for `bench abuse` and `bench soak`: flags as of serve.py.
+
+Prints its addresses, gRPC's and HTTP's, once it takes calls. SIGUSR1 holds the engine's thread
+after its next step, and lets it go again; SIGUSR2 has the device fail at the one behind it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxserve.bench.config_flags import read_config
+from jaxserve.engine.stats import Observer, StepStats
+from jaxserve.server.access.options import access_settings
+from jaxserve.server.batches.options import open_batches
+from jaxserve.server.http.frontend import http_settings
+from jaxserve.server.server import Server
+from jaxserve.server.startup.process import run_server
+
+if TYPE_CHECKING:
+    from jaxserve.engine.device.executor import Executor
+
+
+class Saboteur(Observer):
+    """Holds the engine after a step, or has its device fail."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._go_on = threading.Event()
+        self._go_on.set()
+
+    def hold(self) -> None:
+        """Holds the engine after its next step, or lets it go."""
+        if self._go_on.is_set():
+            self._go_on.clear()
+        else:
+            self._go_on.set()
+
+    def fail(self) -> None:
+        """Fails the device at its next step."""
+        import jax
+
+        def broken(*_: Any, **__: Any) -> NoReturn:
+            raise jax.errors.JaxRuntimeError("sabotage")
+
+        vars(self._executor).update(submit=broken, compute=broken)
+
+    def on_step(self, stats: StepStats) -> None:
+        """On the engine's thread."""
+        self._go_on.wait()
+
+
+def main() -> int:
+    """The exit code of the server."""
+    config = read_config(sys.argv[1:])
+    config.server.update(port=0, http_port=0, metrics_port=-1)
+    http = http_settings(config)
+    with open_batches(config) as batches:
+        # Imported late: jax takes seconds.
+        from jaxserve.engine.startup.build import build_engine
+
+        engine = build_engine(config, progress=False)
+        saboteur = Saboteur(engine.executor)
+        engine.add_observer(saboteur)
+        engine.start()
+        signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
+        signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
+        access = access_settings(config)
+        return run_server(engine, config, _announce, batches, http, access=access)
+
+
+def _announce(server: Server) -> None:
+    print(server.address, server.http_address, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

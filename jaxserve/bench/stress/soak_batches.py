@@ -1,0 +1,71 @@
+"""The kinds of calls of `bench soak` that are batches."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+
+from jaxserve.bench.stress.soak_caller import Caller, whole_http
+from jaxserve.bench.stress.soak_frontends import COMPLETIONS, completion
+from jaxserve.client import ServerError
+from jaxserve.client.messages import make_line
+
+_POLL_S = 0.1
+
+
+def grpc_batch(caller: Caller) -> None:
+    """A batch through gRPC: sent, followed to its end, and forgotten."""
+    client, name = caller.grpc.client, uuid.uuid4().hex
+    count = caller.rng.randint(1, 6)
+    lines = [
+        make_line(asked.prompt, max_tokens=asked.max_tokens, **asked.sampling)
+        for asked in (caller.asked(longest=24) for _ in range(count))
+    ]
+    began = time.monotonic()
+    try:
+        client.submit_batch(name, lines)
+        caller.ledger.note("batches", "SubmitBatch", "ok")
+        got = sum(len(page.results) for page in client.get_batch(name))
+        caller.ledger.waited("a batch", time.monotonic() - began)
+        caller.ledger.note("batches", "GetBatch", "ok")
+        if got != count:
+            caller.ledger.problem(f"batches: {got} results of {count} lines")
+        client.delete_batch(name)
+        caller.ledger.note("batches", "DeleteBatch", "ok")
+    except ServerError as error:
+        caller.ledger.problem(f"batches: a call ended with {error.code}")
+
+
+def http_batch(caller: Caller) -> None:
+    """The same through HTTP."""
+    count, mark = caller.rng.randint(1, 6), uuid.uuid4().hex
+    lines = []
+    for number in range(count):
+        body = completion(caller.asked(longest=24))
+        for absent in ("slo", "slo_class", "tier"):
+            body.pop(absent, None)
+        line = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
+        lines.append(json.dumps(line))
+    form = "\r\n".join(
+        (
+            f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+            f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"',
+            "Content-Type: application/jsonl\r\n",
+            "\n".join(lines),
+            f"--{mark}--\r\n",
+        )
+    )
+    kind = f"multipart/form-data; boundary={mark}"
+    file = whole_http(caller, "batches", "POST", "/v1/files", form.encode(), kind)["id"]
+    asks = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    batch = whole_http(caller, "batches", "POST", "/v1/batches", json.dumps(asks).encode())
+    began = time.monotonic()
+    while batch["status"] == "in_progress":
+        time.sleep(_POLL_S)
+        batch = whole_http(caller, "batches", "GET", f"/v1/batches/{batch['id']}")
+    caller.ledger.waited("a batch", time.monotonic() - began)
+    if batch["request_counts"] != {"total": count, "completed": count, "failed": 0}:
+        caller.ledger.problem(f"batches: {batch['request_counts']} of {count} lines")
+    whole_http(caller, "batches", "DELETE", f"/v1/files/{file}")
+    whole_http(caller, "batches", "DELETE", f"/v1/batches/{batch['id']}")

@@ -1,0 +1,113 @@
+"""A client of `bench soak`, and what it asks for."""
+
+from __future__ import annotations
+
+import http
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.bench.stress.ledger import Ledger
+from jaxserve.bench.stress.soak_frontends import (
+    Asked,
+    Door,
+    GrpcDoor,
+    HttpDoor,
+    Refused,
+    Stream,
+    error_code,
+)
+
+MAX_PROMPT, MAX_OUTPUT = 240, 160
+KNOWN_OUTPUT = 96
+_KNOWN = 6
+_LEARN_S = 120.0  # for each call, which has the server to itself
+
+
+@dataclass
+class Caller:
+    """One thread's. vocab_size: of the model. known: greedy texts of KNOWN_OUTPUT tokens by prompt,
+    from a server that had nothing else to do. doing: the kind of call that it makes."""
+
+    rng: random.Random
+    grpc: GrpcDoor
+    http: HttpDoor
+    ledger: Ledger
+    vocab_size: int = 0
+    known: dict[tuple[int, ...], str] = field(default_factory=dict)
+    doing: str = ""
+
+    def learn(self) -> None:
+        """Asks for what it is to know. Raises Refused, ServerError."""
+        self.vocab_size = self.grpc.client.info(timeout=_LEARN_S).vocab_size
+        self.ledger.note("questions", "GetServerInfo", "ok")
+        for _ in range(_KNOWN):
+            asked = self.asked()
+            asked.max_tokens, asked.sampling = KNOWN_OUTPUT, {"ignore_eos": True}
+            asked.slo, asked.slo_class, asked.tier = {}, "", None
+            stream = self.grpc.stream(asked, timeout_s=_LEARN_S)
+            self.known[tuple(asked.prompt)] = "".join(stream.texts())
+            stream.leave(vanish=False)
+            self.ledger.note("whole", self.grpc.method, "ok")
+
+    def texts(self, stream: Stream, asked: Asked) -> Iterator[str]:
+        """What comes, and how long it takes to come, noted. Raises Refused."""
+        pieces = stream.texts()
+        while True:
+            began = time.monotonic()
+            try:
+                piece = next(pieces, None)
+            finally:
+                self.ledger.waited(asked.tier_served, time.monotonic() - began)
+            if piece is None:
+                return
+            yield piece
+
+    def door(self) -> Door:
+        """Either."""
+        return self.rng.choice((self.grpc, self.http))
+
+    def asked(self, shortest: int = 1, longest: int = MAX_OUTPUT) -> Asked:
+        """Anything that can be asked for."""
+        rng = self.rng
+        length = rng.randint(1, MAX_PROMPT)
+        asked = Asked(
+            [rng.randrange(4, self.vocab_size) for _ in range(length)],
+            rng.randint(shortest, longest),
+            {"ignore_eos": rng.random() < 0.7},
+            tier=rng.choice((None, "realtime", "best_effort")),
+        )
+        match rng.randrange(4):
+            case 0:
+                asked.slo = {"ttft_ms": rng.uniform(50, 5000), "tbt_ms": rng.uniform(20, 500)}
+            case 1:
+                asked.slo = {"jct_ms": rng.uniform(500, 20_000)}
+            case 2:
+                asked.slo_class = rng.choice(("interactive", "standard", "offline"))
+        if rng.random() < 0.3:
+            asked.sampling |= {"temperature": 1.0, "top_p": 0.9, "seed": rng.randrange(1000)}
+        if rng.random() < 0.1:
+            asked.sampling |= {"n": 2, "repetition_penalty": 1.1, "stop": ["."]}
+        return asked
+
+
+def whole_http(
+    caller: Caller,
+    kind: str,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    content: str = "application/json",
+) -> dict[str, Any]:
+    """The object that a call is answered with. Raises Refused."""
+    status, answer = caller.http.call(method, path, body, content)
+    label = "http " + "/".join(path.split("/")[:3])
+    ended = "ok" if status == http.HTTPStatus.OK else error_code(status, answer)
+    caller.ledger.note(kind, label, ended)
+    if ended != "ok":
+        raise Refused(ended)
+    found: dict[str, Any] = json.loads(answer)
+    return found

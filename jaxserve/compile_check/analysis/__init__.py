@@ -1,0 +1,1 @@
+"""What there is to see in a compiled program."""

@@ -1,0 +1,128 @@
+"""What there is to see in a compiled program: kernels, loops, traffic, what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from jaxserve.compile_check import toolchain
+from jaxserve.compile_check.analysis import gathers, hlo, weights
+from jaxserve.compile_check.analysis.host_memory import host_copies
+from jaxserve.compile_check.analysis.indices import narrow_indices
+from jaxserve.compile_check.analysis.launches import outside_buffers
+from jaxserve.compile_check.analysis.ptx import KernelUse, kernel_uses
+from jaxserve.compile_check.analysis.traffic import Traffic, traffic
+from jaxserve.compile_check.bundles import Loops, kernel_loops
+from jaxserve.compile_check.case import Case
+from jaxserve.compile_check.programs import Program
+
+_MIB = 1 << 20
+_LARGE = 64 * _MIB  # of a step's arguments only weights and the pool are
+
+
+@dataclass(frozen=True)
+class Findings:
+    """kernels: GPU only. loops: of kernels, TPU only. traffic, and weights_moved in bytes, see
+    `weights.moves`: of whole steps. problems: why it is not to be served, one line each."""
+
+    kernels: list[KernelUse] = field(default_factory=list)
+    loops: list[Loops] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+    weights_moved: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def look(
+    case: Case, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
+) -> Findings:
+    """text: the optimised HLO. folder: what the compiler has dumped.
+
+    Raises:
+        RuntimeError: the compiler does not say what is asked, or what it says cannot run.
+    """
+    module = hlo.read(text)
+    cuda = case.target.platform == "cuda"
+    if program.host:
+        _check_host_copies(text)
+    moved: list[weights.Move] = []
+    problems: list[str] = []
+    if program.whole:
+        _check_names(module)
+        moved = weights.moves(module, weights.is_parameter_of_model)
+        # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
+        if moved and not (program.hidden and case.target.platform == "tpu"):
+            problems.append(_told(moved))
+        problems += gathers.too_large(case, module)
+        problems += _problems_of_step(case, module, folder)
+    if cuda:
+        problems += [f"32-bit indices: {where}" for where in narrow_indices(lowered)]
+    return Findings(
+        kernels=_kernels(case, folder) if cuda else [],
+        loops=kernel_loops(folder, _pallas_names(module)),
+        traffic=traffic(module, lambda op: op.source == "pool") if program.whole else Traffic(),
+        weights_moved=sum(move.size for move in moved),
+        problems=problems,
+    )
+
+
+def _check_names(module: hlo.Module) -> None:
+    """RuntimeError where nothing could be found, since things are called something else."""
+    given = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
+    others = [op for op in given if not weights.is_parameter_of_model(op)]
+    if len(others) == len(given):
+        raise RuntimeError("none of the step's parameters is called params")
+    for op in others:
+        if op.source != "pool" and sum(array.size for array in op.arrays) > _LARGE:
+            raise RuntimeError(f"{op.source} is neither of params nor the pool, and as large")
+
+
+def _told(moved: list[weights.Move]) -> str:
+    size = sum(move.size for move in moved) / _MIB
+    first = f"{moved[0].opcode} {moved[0].name}"
+    return f"{size:.0f} MiB of weights moved by {len(moved)} operations, such as {first}"
+
+
+def _problems_of_step(case: Case, module: hlo.Module, folder: Path) -> Iterator[str]:
+    if case.target.platform == "tpu":
+        return  # XLA for TPUs repeats a few copies of its own accord, and knows no launches
+    again = {op.name for ops in module.computations.values() for op in ops if ".remat" in op.name}
+    if again:
+        yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
+    # Between the collectives of several devices XLA leaves a few kernels to themselves, and loops
+    # (of which only a program that reads no cache has one) are not for graphs.
+    takes_pool = any(op.source == "pool" for op in module.computations[module.entry])
+    if case.target.platform == "cuda" and case.shards == 1 and takes_pool:
+        alone = outside_buffers(folder)
+        if alone:
+            yield f"{len(alone)} kernels outside of command buffers, such as {alone[0]}"
+
+
+def _pallas_names(module: hlo.Module) -> set[str]:
+    """Of the kernels that the program calls, without the numbers that tell calls apart."""
+    return {
+        op.name.removeprefix("%").rpartition(".")[0] or op.name.removeprefix("%")
+        for operations in module.computations.values()
+        for op in operations
+        if op.opcode == "custom-call" and '"tpu_custom_call"' in op.rest
+    }
+
+
+def _kernels(case: Case, folder: Path) -> list[KernelUse]:
+    assembler = toolchain.ptxas()
+    uses = kernel_uses(folder, assembler) if assembler is not None else []
+    if not uses:
+        raise RuntimeError("the assembler has been shown no kernel")
+    limit = case.target.gpu["shared_memory_per_block_optin"]
+    for use in uses:
+        if use.shared > limit:  # only a launch would say so
+            raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
+    return uses
+
+
+def _check_host_copies(text: str) -> None:
+    to_host, back = host_copies(text)
+    if not (to_host and back):
+        raise RuntimeError(f"asynchronous copies: {to_host} to host memory, {back} from there")

@@ -1,0 +1,109 @@
+"""What a replica says of itself: to routers, a `Snapshot`; to who decides how many replicas there
+are, a `Load`."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxserve.deploy.load import Load
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.sched.request import Request
+from jaxserve.sched.routing.snapshot import Prices, Snapshot
+from jaxserve.sched.routing.take_snapshot import Lately, fixed, observe
+from jaxserve.server.requests.engine_client import ServedEngine
+
+WINDOW_S = 60.0
+"""For how long a request counts towards attainment, and its TTFT target towards the usual one."""
+
+
+class Tally(Observer):
+    """An observer of the engine, on its thread; `snapshot` and `load` are any thread's.
+
+    clock: of the engine, seconds. wall: one that all replicas and routers share, seconds.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine, self._clock, self._wall = engine, clock, wall
+        self._lock = threading.Lock()
+        self._learned = Lately()
+        self._asked: dict[int, Request] = {}
+        self._targets: deque[tuple[float, float]] = deque()  # when, and the TTFT
+        self._ended: deque[tuple[float, str, bool]] = deque()  # when, class, whether targets met
+        engine.add_observer(self)
+
+    def on_arrival(self, number: int, request: Request) -> None:
+        """Remembers what it asks for."""
+        with self._lock:
+            self._asked[number] = request
+            if request.slo.ttft is not None:
+                self._targets.append((self._clock(), request.slo.ttft))
+
+    def on_step(self, stats: StepStats) -> None:
+        """Compares it with what was predicted."""
+        if stats.predicted_time > 0:
+            self._learned.stepped(stats.device_time / stats.predicted_time)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Whether it had what it asked for."""
+        with self._lock:
+            asked = self._asked.pop(stats.number, None)
+            if stats.output_tokens:
+                self._learned.ended(np.array([stats.output_tokens]))
+            if asked is not None and asked.slo.ttft is not None and stats.ttft is not None:
+                self._learned.began(1, int(stats.ttft <= asked.slo.ttft))
+            if stats.verdict is not None:
+                verdict = stats.verdict
+                self._ended.append((self._clock(), verdict.slo_class, verdict.met))
+
+    def snapshot(self, *, draining: bool = False) -> Snapshot:
+        """Of now, or of the end of the last step where one is running. draining: it takes no more
+        requests, whatever the engine says."""
+        backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
+        unfinished = stats.waiting + stats.running
+        known = fixed(
+            Prices.of(backlog.cost_model),
+            backlog.policy,
+            backlog.limits,
+            info.num_blocks,
+            info.block_size,
+        )
+        taken = observe(backlog, unfinished, known, self._learned, draining=draining)
+        # With nothing to do it has not changed since; and what has stopped will not change.
+        age = self._clock() - backlog.time if unfinished and not draining else 0.0
+        numbers: dict[str, Any] = taken.as_dict()
+        numbers["time"] = self._wall() - age
+        return Snapshot(**numbers)
+
+    def load(self) -> Load:
+        """Of the last WINDOW_S seconds."""
+        stats, backlog = self._engine.stats(), self._engine.backlog()
+        since = self._clock() - WINDOW_S
+        with self._lock:
+            for seen in (self._targets, self._ended):
+                while seen and seen[0][0] < since:
+                    seen.popleft()
+            targets = [target for _, target in self._targets]
+            ended = [(name, met) for _, name, met in self._ended]
+        usual = statistics.median(targets) if targets else None
+        return Load(
+            wait_share=0.0 if usual is None else stats.expected_wait["realtime"] / usual,
+            busy=max(
+                stats.running / backlog.max_rows, 1.0 - stats.blocks_free / stats.blocks_total
+            ),
+            waiting=stats.waiting / backlog.max_rows,
+            ended={name: sum(one == name for one, _ in ended) for name, _ in ended},
+            met={name: sum(met for one, met in ended if one == name) for name, _ in ended},
+        )

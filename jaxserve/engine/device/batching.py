@@ -1,0 +1,105 @@
+"""Turns a booked step into the padded batch of a device step, and of what happens before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxserve.engine.device.batch_layout import Layout, PackedBatch, Rows
+from jaxserve.engine.device.buckets import Buckets, hidden_decodes
+from jaxserve.engine.device.executor import Executor
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
+
+
+def build_batch(
+    buckets: Buckets,
+    step: Step,
+    pool: BlockPool,
+    slots: np.ndarray,
+    tokens_of: Callable[[int, int, int], Sequence[int]],
+    *,
+    mixed: bool = False,
+) -> tuple[Layout, PackedBatch]:
+    """The smallest layout for the step, and its packed rows. mixed: no decode layout, though every
+    row may have one token.
+
+    slots int32 [n]: device slots. tokens_of(row, first, end): a request's known tokens, asked only
+    for those that have reached the host: the newest generated one comes from its slot.
+    """
+    rows, counts = step.rows, step.plan.num_tokens
+    known = step.end - step.feeds_back
+    tokens = [
+        tokens_of(row, first, end) if end > first else ()
+        for row, first, end in zip(rows.tolist(), step.start.tolist(), known.tolist(), strict=True)
+    ]
+    kinds = step.plan.kinds
+    if mixed:
+        layout = buckets.mixed(int(counts.sum()), hidden=hidden_decodes(counts, kinds))
+    else:
+        layout = buckets.fitting(counts, kinds)
+    batch = Rows(
+        counts=counts,
+        contexts=step.start,
+        tables=pool.tables,
+        table_rows=rows,
+        direction=pool.direction[rows],
+        kind=pool.kind[rows],
+        tokens=tokens,
+        slots=slots,
+        emits=step.emits,
+    )
+    return layout, layout.pack(batch)
+
+
+def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
+    """The batch's rows that sample, and which of the step's each is: those of one token first, each
+    in the plan's order, as simulations have it, wherever the batch has those with hidden caches."""
+    sampling = np.flatnonzero(step.emits)
+    sampling = sampling[np.argsort(step.plan.num_tokens[sampling] != 1, kind="stable")]
+    place = np.empty(len(batch.order), np.int64)
+    place[batch.order] = np.arange(len(batch.order))
+    return list(zip(place[sampling].tolist(), sampling.tolist(), strict=True))
+
+
+def carry_out(executor: Executor, move: Move) -> None:
+    """Does what the step wants done before it."""
+    match move:
+        case Widen():
+            for layout, packed in widening(executor.buckets, move):
+                executor.widen(layout, packed)
+        case CopySlots(places):
+            executor.copy_slots(places)
+        case Save(keys, counts, slots):
+            executor.save(keys, counts, slots)
+        case Load(keys, counts, slots):
+            executor.load(keys, counts, slots)
+        case Discard(keys):
+            executor.discard(keys)
+
+
+def widening(buckets: Buckets, move: Widen) -> Iterator[tuple[Layout, np.ndarray]]:
+    """The layouts and packed buffers of `Executor.widen` that make K and V of hidden caches."""
+    layout = buckets.widening()
+    pieces = [
+        (number, first, min(first + layout.tokens, length))
+        for number, length in enumerate(move.cached.tolist())
+        for first in range(0, length, layout.tokens)
+    ]
+    while pieces:
+        taken = used = 0
+        for _, first, end in pieces[: layout.rows]:
+            if used + end - first > layout.tokens:
+                break
+            used, taken = used + end - first, taken + 1
+        which, begins, ends = (np.array(part) for part in zip(*pieces[:taken], strict=True))
+        pieces = pieces[taken:]
+        rows = Rows(
+            counts=ends - begins,
+            contexts=begins,
+            tables=move.tables,
+            table_rows=which,
+            direction=move.directions[which],
+        )
+        yield layout, layout.pack(rows).buffer

@@ -1,0 +1,177 @@
+"""Which static shapes exist. Additive: row buckets for decode steps, token buckets for the others.
+
+A decode step has as many tokens as rows. Any other step has a token bucket, and as many rows as
+could be in it. So the number of compiled steps is the sum, not the product, of the two lists. Where
+there are hidden caches, each decode step is there once more for few of them, for many and for
+nothing else, and every other of the others for few and for many, so that steps without one pay
+nothing for them, and steps with few little; or both once more for any number (not `fitted`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.padding import Padding
+
+_LINEAR_FROM = 256
+"""Above this many tokens buckets grow by steps of this size, so that padding stays small."""
+
+FEW_HIDDEN = 8
+"""Steps with hidden rows are there for as much as this part of their rows, and for all."""
+
+WIDEN_TOKENS = 128
+"""Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """rows, tokens: ascending sizes. width: block table width. slots: device slots. hidden: there
+    are steps for rows with hidden caches, too. fitted: some of those are for few such rows, and for
+    nothing else. decode_group, decode_chunk: as in `Padding`. block_size: as in `Layout`."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    width: int
+    slots: int
+    hidden: bool = False
+    fitted: bool = True
+    decode_group: int = 1
+    decode_chunk: int = 1
+    block_size: int = 0
+
+    @property
+    def padding(self) -> Padding:
+        """How batches are rounded up, as the cost models see it."""
+        return Padding(self.rows, self.tokens, self.decode_group, self.decode_chunk)
+
+    def decode(self, rows: int, *, hidden: int = 0) -> Layout:
+        """The smallest decode step for that many rows, `hidden` of them with hidden caches. Raises
+        IndexError beyond the last bucket."""
+        size = self.rows[bisect.bisect_left(self.rows, rows)]
+        if hidden == rows and self.fitted:
+            return self._decodes(size, size, kv=False)
+        return self._decodes(size, self._room(size, hidden))
+
+    def _decodes(self, rows: int, hidden: int, *, kv: bool = True) -> Layout:
+        return self._layout(rows, rows, True, hidden, kv)
+
+    def mixed(self, tokens: int, *, hidden: int = 0) -> Layout:
+        """The smallest step for that many tokens in any number of rows. hidden: decodes with hidden
+        caches, but at least 1 if any row has one. Raises IndexError beyond the last bucket."""
+        sizes = self.padding.hidden_tokens if hidden else self.tokens
+        size = sizes[bisect.bisect_left(sizes, tokens)]
+        return self._mixed(size, self._room(self._rows_for(size), hidden))
+
+    def _mixed(self, tokens: int, hidden: int) -> Layout:
+        return self._layout(tokens, self._rows_for(tokens), False, hidden)
+
+    def _layout(
+        self, tokens: int, rows: int, decode_only: bool, hidden: int, kv: bool = True
+    ) -> Layout:
+        return Layout(
+            tokens, rows, self.width, self.slots, decode_only, hidden, kv, self.block_size
+        )
+
+    def fitting(self, counts: np.ndarray, kinds: np.ndarray) -> Layout:
+        """The smallest step for rows of so many tokens each, with caches of these kinds."""
+        total, hidden = int(counts.sum()), hidden_decodes(counts, kinds)
+        if total == len(counts):
+            return self.decode(total, hidden=hidden)
+        return self.mixed(total, hidden=hidden)
+
+    def widening(self) -> Layout:
+        """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
+        return self.mixed(min(WIDEN_TOKENS, self.tokens[-1]))
+
+    def all(self) -> list[Layout]:
+        """Every step there is, decode steps first."""
+        decodes = [self.decode(rows) for rows in self.rows]
+        mixed = [self.mixed(tokens) for tokens in self.tokens]
+        if not self.hidden:
+            return decodes + mixed
+        for rows in self.rows:
+            # A single row has either kind, so that its step is fitted to it.
+            single = self.fitted and rows == 1
+            decodes += [self._decodes(rows, room) for room in self._rooms(rows) if not single]
+            if self.fitted:
+                decodes.append(self._decodes(rows, rows, kv=False))
+        for size in self.padding.hidden_tokens:
+            mixed += [self._mixed(size, room) for room in self._rooms(self._rows_for(size))]
+        return decodes + mixed
+
+    def _rooms(self, rows: int) -> tuple[int, ...]:
+        """Ascending: for how many decodes with hidden caches, of so many rows, there are steps."""
+        few = rows // FEW_HIDDEN if self.fitted else 0
+        return (few, rows) if few > 1 else (rows,)
+
+    def _room(self, rows: int, hidden: int) -> int:
+        return next(room for room in (0, *self._rooms(rows)) if hidden <= room)
+
+    def _rows_for(self, tokens: int) -> int:
+        return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]
+
+
+def make_buckets(
+    max_rows: int,
+    max_tokens: int,
+    *,
+    width: int,
+    rows: tuple[int, ...] = (),
+    tokens: tuple[int, ...] = (),
+    hidden: bool = False,
+    fitted: bool = True,
+    decode_group: int = 1,
+    decode_chunk: int = 1,
+    block_size: int = 0,
+) -> Buckets:
+    """Buckets up to max_rows and max_tokens; an empty list means the default sizes.
+
+    Defaults: powers of two, and above 256 steps of 256. ConfigError if a given list does not
+    reach its maximum.
+    """
+    given = {
+        "engine.row_buckets": (rows or _sizes(1, max_rows), max_rows),
+        "engine.token_buckets": (tokens or _sizes(16, max_tokens), max_tokens),
+    }
+    for name, (sizes, maximum) in given.items():
+        if sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
+            raise ConfigError(f"{name} must be positive and ascending, got {sizes}")
+        if sizes[-1] < maximum:
+            raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
+    row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
+    return Buckets(
+        row_sizes,
+        token_sizes,
+        width,
+        max_rows,
+        hidden,
+        fitted,
+        decode_group,
+        decode_chunk,
+        block_size,
+    )
+
+
+def hidden_decodes(counts: np.ndarray, kinds: np.ndarray) -> int:
+    """Rows of one token with hidden caches; at least 1 if any row has one."""
+    hidden = kinds == CacheKind.HIDDEN
+    return max(int(hidden.any()), int(np.count_nonzero(hidden & (counts == 1))))
+
+
+def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:
+    """The sizes that can be needed: up to the first that holds the maximum."""
+    return sizes[: bisect.bisect_left(sizes, maximum) + 1]
+
+
+def _sizes(first: int, last: int) -> tuple[int, ...]:
+    sizes, size = [], first
+    while size < last:
+        sizes.append(size)
+        size = size * 2 if size < _LINEAR_FROM else size + _LINEAR_FROM
+    return (*sizes, last)

@@ -1,0 +1,205 @@
+"""Slots of the pool to other blocks, and to and from host memory (BROS section 5.2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from jaxserve.engine.device.device_arrays import own_part, own_shape, put_own_part, put_whole
+from jaxserve.engine.device.host_copies import HostCopies
+from jaxserve.engine.device.step_model import StepModel
+from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
+from jaxserve.pallas_kernels.move import STAGING
+
+SIZES = (32, 256)
+"""Slots that go at once: the compiled sizes, ascending."""
+
+ROOM = 1024
+"""Slots whose contents are on the device beside the pool, each way, at most."""
+
+STAGED_SLOTS = 2 * ROOM
+"""Slots for whose contents there has to be room beside the pool."""
+
+PINNED = "pinned_host"
+
+
+class Mover:
+    """pool_format: the pool's own, see `row_major`; place: where its arguments go; pinned: whether
+    what leaves goes through pinned memory of the host's, by default `has_pinned` of the devices.
+
+    What is saved is staged on the device and copied from there, see `HostCopies`; what is loaded is
+    on its way to the device at once, and goes into the pool in the order of the steps. Nothing
+    waits but for room, where more than ROOM slots would be there, and a load for its own copies.
+    """
+
+    def __init__(
+        self, model: StepModel, pool_format: Format, place: Any, *, pinned: bool | None = None
+    ) -> None:
+        mesh = model.mesh
+        self._place = place
+        self._staging: Sharding = (
+            SingleDeviceSharding(place) if mesh is None else NamedSharding(mesh, STAGING)
+        )
+        device = next(iter(self._staging.addressable_devices))
+        pinned = has_pinned(device) if pinned is None else pinned
+        self._pinned = self._staging.with_memory_kind(PINNED) if pinned else None
+        self._move, self._out, self._in = _functions(model.backend, mesh, pool_format)
+        self._host = HostCopies(ROOM)
+        self._arriving: deque[tuple[Any, int]] = deque()  # is ready when in the pool; slots
+
+    @property
+    def pinned(self) -> bool:
+        """Whether what leaves goes through pinned memory, to which the device copies by itself."""
+        return self._pinned is not None
+
+    def copy_slots(self, pool: jax.Array, places: np.ndarray) -> jax.Array:
+        """The pool with what is in the first (block, slot) of places int32 [m, 4] in the second
+        too, in all layers."""
+        for piece, count in _pieces(places):
+            pool = self._move(pool, *self._put(piece, count))
+        return pool
+
+    def save(
+        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+    ) -> None:
+        """Keeps what is in slots int32 [sum(counts), 2], (block, slot): the first counts[0] under
+        keys[0], and so on."""
+        for key, count in zip(keys, counts, strict=True):
+            mine = own_shape(self._staging, _staged_shape(pool, count))
+            self._host.open(key, mine, pool.dtype)
+        first = 0
+        for piece, count in _pieces(slots):
+            self._host.make_room(len(piece))
+            staged = self._out(pool, *self._put(piece, count))
+            if self._pinned is None:
+                staged.copy_to_host_async()
+            else:
+                staged = jax.device_put(staged, self._pinned)
+            self._host.put(staged, _parts(keys, counts, first, first + count))
+            first += count
+
+    def load(
+        self, pool: jax.Array, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
+    ) -> jax.Array:
+        """The pool with what is kept under the keys in these slots, as in `save`."""
+        kept = {key: self._host.get(key) for key in keys}
+        first = 0
+        for piece, count in _pieces(slots):
+            parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]
+            self._make_room(len(piece))
+            mine = _joined(parts, len(piece))
+            staged = put_own_part(mine, self._staging, _staged_shape(pool, len(piece)))
+            pool, there = self._in(pool, staged, *self._put(piece, count))
+            self._arriving.append((there, len(piece)))
+            first += count
+        return pool
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """Forgets what is kept under them."""
+        self._host.discard(keys)
+
+    def check(self) -> None:
+        """Raises what a copy to the host has raised."""
+        self._host.make_room(0)
+
+    def close(self) -> None:
+        """Ends the copies, and their thread. Idempotent."""
+        self._host.close()
+
+    def warm_up(self, pool: jax.Array) -> jax.Array:
+        """Compiles all of it, on nothing."""
+        nothing = np.zeros((0, 4), np.int32)
+        for size in SIZES:
+            moves, slots = _padded(nothing, size), _padded(nothing[:, :2], size)
+            pool = self._move(pool, *self._put(moves, 0))
+            staged = self._out(pool, *self._put(slots, 0))
+            if self._pinned is not None:
+                staged = jax.device_put(staged, self._pinned)
+            back = put_own_part(own_part(staged), self._staging, staged.shape)
+            pool, _ = self._in(pool, back, *self._put(slots, 0))
+        return pool
+
+    def _make_room(self, slots: int) -> None:
+        """Waits, if it has to, until so many more may be on their way to the pool."""
+        arriving = self._arriving
+        while arriving and (
+            arriving[0][0].is_ready() or sum(count for _, count in arriving) + slots > ROOM
+        ):
+            arriving.popleft()[0].block_until_ready()
+
+    def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
+        placed: tuple[jax.Array, jax.Array] = put_whole((places, np.int32(count)), self._place)
+        return placed
+
+
+def _staged_shape(pool: jax.Array, slots: int) -> tuple[int, ...]:
+    layers, _, heads, _, dim = pool.shape
+    return slots, layers, heads, dim
+
+
+def has_pinned(device: jax.Device) -> bool:
+    """Whether the device copies to memory of the host's that is pinned for it, beside the steps. A
+    CPU names such memory too, but it has no other."""
+    return device.platform != "cpu" and PINNED in {m.kind for m in device.addressable_memories()}
+
+
+@lru_cache(maxsize=8)
+def _functions(backend: str, mesh: Mesh | None, pool_format: Format) -> tuple[Any, Any, Any]:
+    """move_slots, stage_out and stage_in, jitted; the pool is donated where it changes, and stays
+    as it lies. The last one also returns a number, which is there when the pool is."""
+    options: dict[str, Any] = {"backend": backend, "mesh": mesh}
+
+    def come_in(pool: jax.Array, staging: Any, slots: Any, count: Any) -> tuple[jax.Array, Any]:
+        return stage_in(pool, staging, slots, count, **options), count + 1
+
+    def changes(out: Any) -> dict[str, Any]:
+        return {"donate_argnums": 0, "out_shardings": out}
+
+    return (
+        jax.jit(partial(move_slots, **options), **changes(pool_format)),
+        jax.jit(partial(stage_out, **options)),
+        jax.jit(come_in, **changes((pool_format, None))),
+    )
+
+
+def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """int32 [m, k] in pieces of [one of SIZES, k], and how many of each count."""
+    most = SIZES[-1]
+    for first in range(0, len(places), most):
+        piece = places[first : first + most]
+        yield _padded(piece, next(size for size in SIZES if size >= len(piece))), len(piece)
+
+
+def _parts(
+    keys: Sequence[int], counts: Sequence[int], first: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Whose entries [first, end) are, of counts[i] of keys[i] one behind the other: each key and
+    which of its own."""
+    ends = itertools.accumulate(counts)
+    for key, count, behind in zip(keys, counts, ends, strict=True):
+        a, b = max(first, behind - count), min(end, behind)
+        if a < b:
+            yield key, a - behind + count, b - behind + count
+
+
+def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
+    """One behind the other, [size, ...]; the rest may hold anything."""
+    if len(parts) == 1 and len(parts[0]) == size:
+        return parts[0]
+    whole = np.empty((size, *parts[0].shape[1:]), parts[0].dtype)
+    np.concatenate(parts, out=whole[: sum(map(len, parts))])
+    return whole
+
+
+def _padded(piece: np.ndarray, size: int) -> np.ndarray:
+    padded = np.zeros((size, piece.shape[1]), np.int32)
+    padded[: len(piece)] = piece
+    return padded

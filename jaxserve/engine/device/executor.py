@@ -1,0 +1,364 @@
+"""Runs batches on the device: owns the parameters, the donated pool and the sampling state.
+
+`submit` returns at once; `StepHandle.result` waits. One thread uses an executor. What it is told is
+plain data, NumPy arrays and numbers, so that the executors of other hosts can be told the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxserve.engine.device.batch_layout import Layout, expand
+from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.cache_moves import Mover
+from jaxserve.engine.device.device_arrays import put_whole
+from jaxserve.engine.device.hidden_cache import make_widen
+from jaxserve.engine.device.model_step import StepOutput, make_model_step
+from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
+from jaxserve.engine.device.sampling import (
+    SampleResult,
+    SlotParams,
+    admit,
+    init_state,
+    mask_words,
+    sample_full,
+    warm_up,
+)
+from jaxserve.engine.device.step_model import StepModel
+from jaxserve.models.base import Params
+from jaxserve.pallas_kernels import row_major
+
+_SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
+
+COMPILING = 8  # steps at once, at most: each takes gigabytes of host memory for large models
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def result(self) -> SampleResult:
+        """The sampled tokens as NumPy arrays, [R] of the step's layout. Waits for the device;
+        raises what the device raised."""
+        ...
+
+    def prompt(self) -> SampleResult:
+        """What the model thought of the step's targets, [T] of its layout, as NumPy arrays; only of
+        a step that was given any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Undrawn:
+    """A step of so many rows whose tokens are not drawn yet. logits [R, V]; slots, emit [R]: as the
+    sampler takes them; prompt [T]: of its targets, None without any; all in whatever form the
+    executor has them."""
+
+    rows: int
+    logits: Any
+    slots: Any
+    emit: Any
+    prompt: Any = None
+
+
+class Executor(Protocol):
+    """What the engine's loop needs of a device. Calls take effect in the order in which they are
+    made; none of them waits, but a large `save` or `load` for room on the device, and a `load` for
+    the copies that it wants. What went wrong meanwhile is raised by whichever is next."""
+
+    @property
+    def buckets(self) -> Buckets:
+        """The layouts that it has steps for."""
+        ...
+
+    @property
+    def intact(self) -> bool:
+        """Whether it may be told more after a call has raised: the device has all that it had, but
+        for what the call was about."""
+        ...
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether copies to and from the host go on beside the steps, on a link of their own."""
+        ...
+
+    def admit(self, slot: int, params: SlotParams) -> None:
+        """Gives a device slot its request's sampling parameters, before the first step in it."""
+        ...
+
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
+        vectors were; packed: as for `submit`, see `batching.widening`."""
+        ...
+
+    def copy_slots(self, places: np.ndarray) -> None:
+        """places int32 [m, 4]: what is in the first (block, slot) goes to the second, in all
+        layers; no target is a source."""
+        ...
+
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """Copies what is in slots int32 [sum(counts), 2], (block, slot), to host memory: the first
+        counts[0] under keys[0], and so on."""
+        ...
+
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """Copies what was saved under the keys to as many other slots."""
+        ...
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """Forgets what was saved under these keys, if anything was."""
+        ...
+
+    def submit(
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> Handle:
+        """Launches one step. packed: of `Layout.pack`, not to be changed afterwards. full: some
+        row samples with more than plain greedy. targets: int32 [layout.tokens] of no decode step,
+        what follows each token in its prompt, `layout.NO_TARGET` where nobody asks; None where
+        nobody asks at all."""
+        ...
+
+    def compute(
+        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+    ) -> Undrawn:
+        """Launches one step as far as its logits; `draw` is the next call about it."""
+        ...
+
+    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> Handle:
+        """Launches the rest, in which each row draws one of the tokens that its mask allows.
+        masks: uint32 [layout.rows, `mask_words(V)`], see `sampling.sample_full`."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it does beside; nothing is asked of it any more. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepHandle:
+    """A step launched by `JaxExecutor`."""
+
+    _result: SampleResult
+    _prompt: SampleResult | None
+
+    def result(self) -> SampleResult:
+        """See `Handle`."""
+        return jax.tree.map(np.asarray, self._result)
+
+    def prompt(self) -> SampleResult:
+        """See `Handle`."""
+        assert self._prompt is not None
+        return jax.tree.map(np.asarray, self._prompt)
+
+
+class JaxExecutor:
+    """Every step of a model over its pool, compiled for the layouts of `buckets`; an `Executor`.
+    moves_cache: whether it is also ready to copy blocks, and slots to and from the host;
+    draws_masked: to draw tokens by masks."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        params: Params,
+        pool: jax.Array,
+        buckets: Buckets,
+        *,
+        moves_cache: bool = False,
+        draws_masked: bool = False,
+    ) -> None:
+        self.buckets = buckets
+        self.params = params
+        self.pool = pool
+        self._mesh = model.mesh
+        self._place: Any = jax.devices()[0] if model.mesh is None else _replicated(model.mesh)
+        self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
+        pool_format = row_major(pool.sharding)
+        self._step = make_model_step(model, pool_format)
+        self._score = make_prompt_step(model)
+        self._expand = jax.jit(
+            expand,
+            static_argnames="layout",
+            out_shardings=None if model.mesh is None else self._place,
+        )
+        self._widen = make_widen(model, pool_format)
+        self._draws_masked = draws_masked
+        self._mover = Mover(model, pool_format, self._place) if moves_cache else None
+
+    @property
+    def intact(self) -> bool:
+        """See `Executor`: what was donated to a call that failed is gone."""
+        held = (self.pool, *jax.tree.leaves(self._state))
+        return not any(array.is_deleted() for array in held)
+
+    @property
+    def copies_beside(self) -> bool:
+        """See `Executor`."""
+        return self._mover is not None and self._mover.pinned
+
+    def admit(self, slot: int, params: SlotParams) -> None:
+        """See `Executor`."""
+        self._state = admit(self._state, slot, params)
+
+    def submit(
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> StepHandle:
+        """See `Executor`."""
+        if full:
+            return self._sample(self.compute(layout, packed, targets=targets))
+        done, prompt = self._launch(layout, layout.greedy(packed), targets)
+        return self._handle(SampleResult(done.tokens), prompt)
+
+    def compute(
+        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+    ) -> Undrawn:
+        """See `Executor`."""
+        done, prompt = self._launch(layout, packed, targets)
+        return Undrawn(layout.rows, done.logits, done.slots, done.emit, prompt)
+
+    def _launch(
+        self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
+    ) -> tuple[StepOutput, SampleResult | None]:
+        """The model's step, and what is known of the targets."""
+        if self._mover is not None:
+            self._mover.check()
+        with self._mesh or contextlib.nullcontext():
+            batch = self._put(layout, packed)
+            done = self._step(self.params, self.pool, self._state.newest, batch, layout=layout)
+            self.pool, self._state = done.pool, self._state.after(done.newest)
+            prompt = None
+            if targets is not None:
+                wanted = put_whole(targets, self._place)
+                prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
+        return done, prompt
+
+    def _put(self, layout: Layout, packed: np.ndarray) -> jax.Array:
+        """A packed batch on the device, whole."""
+        batch: jax.Array = put_whole(packed, self._place)
+        if len(packed) == layout.size:
+            return batch
+        whole: jax.Array = self._expand(batch, layout=layout.as_expanded())
+        return whole
+
+    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
+        """See `Executor`."""
+        return self._sample(undrawn, put_whole(masks, self._place))
+
+    def _sample(self, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
+        with self._mesh or contextlib.nullcontext():
+            self._state, result = _SAMPLE_FULL(
+                self._state, undrawn.logits, undrawn.slots, undrawn.emit, *masks
+            )
+        return self._handle(result, undrawn.prompt)
+
+    def _handle(self, result: SampleResult, prompt: SampleResult | None) -> StepHandle:
+        for leaf in jax.tree.leaves((result, prompt)):
+            leaf.copy_to_host_async()
+        return StepHandle(result, prompt)
+
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            batch = self._put(layout, packed)
+            self.pool = self._widen(self.params, self.pool, batch, layout=layout)
+
+    def copy_slots(self, places: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self.pool = self._moving().copy_slots(self.pool, places)
+
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self._moving().save(self.pool, keys, counts, slots)
+
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._mesh or contextlib.nullcontext():
+            self.pool = self._moving().load(self.pool, keys, counts, slots)
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """See `Executor`."""
+        self._moving().discard(keys)
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._mover is not None:
+            self._mover.close()
+
+    def _moving(self) -> Mover:
+        if self._mover is None:
+            raise RuntimeError("a policy without moves_cache moves caches")
+        return self._mover
+
+    def _compile(self, layout: Layout) -> None:
+        """Compiles a model's step; a call with these arguments finds it compiled."""
+        step: Any = self._step
+        with self._mesh or contextlib.nullcontext():
+            batch = put_whole(layout.empty(), self._place)
+            arguments = (self.params, self.pool, self._state.newest, batch)
+            step.lower(*arguments, layout=layout).compile()
+
+    def _run_once(self, layout: Layout, full: bool) -> None:
+        """A step on padding, which compiles what goes with it."""
+        for size in layout.sizes[:-1]:
+            self._put(layout, np.zeros(size, np.int32))
+        scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
+        targets = layout.no_targets() if scored else None
+        self.submit(layout, layout.empty(), full=full, targets=targets).result()
+        if full and self._draws_masked:
+            masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
+            self.draw(self.compute(layout, layout.empty()), masks).result()
+
+    def warmup(
+        self,
+        progress: Callable[[Iterable[Any]], Iterable[Any]],
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compiles and runs every step there is, on padding, so that none compiles later.
+
+        progress: wraps the list of work, as tqdm does. meet: called before the first step is run.
+        """
+        layouts = self.buckets.all()
+        self._state = warm_up(self._state)
+        # The models' steps take the longest, and XLA compiles several at once.
+        threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
+        try:
+            work: list[Callable[[], Any]] = [
+                threads.submit(self._compile, layout).result for layout in layouts
+            ]
+            work += [meet]
+            work += [partial(self._run_once, layout, False) for layout in layouts]
+            decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
+            work += [partial(self._run_once, layout, True) for layout in decodes]
+            for piece in progress(work):
+                piece()
+        finally:
+            threads.shutdown(cancel_futures=True)
+        if self.buckets.hidden:
+            layout = self.buckets.widening()
+            self.widen(layout, layout.empty())
+        if self._mover is not None:
+            with self._mesh or contextlib.nullcontext():
+                self.pool = self._mover.warm_up(self.pool)
+
+
+def _replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -1,0 +1,215 @@
+"""Hidden caches on the device (Apt-Serve section 4.3): how their rows attend, and how such a cache
+becomes K and V where it lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format
+
+from jaxserve.engine.device.batch_layout import Layout, attention_batch, positions
+from jaxserve.engine.device.step_model import StepModel, compiler_options
+from jaxserve.models.attention import kv_projection
+from jaxserve.models.base import AttentionInput, KVProjection, KVWeights, LayerIndex, Params
+from jaxserve.models.forward import over_layers
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    RIGHT,
+    AttentionBatch,
+    HiddenProjection,
+    absorbed_attention,
+    plan_absorbed,
+    plan_attention,
+    plan_write,
+    project,
+    projected_attention,
+    stage_out,
+    write,
+)
+from jaxserve.sched.cache.cache_kinds import ABSORBED
+
+FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
+
+
+class HiddenRows(NamedTuple):
+    """What all layers have in common about a step's rows with hidden caches.
+
+    decodes: the first rows of the step, those with a hidden decode among them, as a batch of their
+    own. token int32 [n]: each one's place on the step's token axis, past its end for those that
+    are none. chunks: the other rows, None in a step of decodes. plans: of reading either.
+    """
+
+    decodes: AttentionBatch
+    token: jax.Array
+    chunks: AttentionBatch | None
+    plans: tuple[Any, Any]
+
+
+def hidden_rows(
+    pool: jax.Array, batch: AttentionBatch, model: StepModel, layout: Layout
+) -> HiddenRows:
+    """Of a batch of this layout, which has hidden rows."""
+    options: dict[str, Any] = {
+        "sliding_window": model.config.sliding_window,
+        "backend": model.backend,
+        "mesh": model.mesh,
+    }
+    heads = model.config.num_heads
+    is_decode = jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
+    token = jnp.where(is_decode & (batch.kind == HIDDEN), batch.query_start, batch.max_tokens)
+    decodes, chunks, plans = batch.decodes(layout.hidden), None, [None, None]
+    if model.hidden_read == ABSORBED:
+        plans[0] = plan_absorbed(pool, decodes, heads, **options)
+    else:
+        plans[0] = plan_attention(pool, decodes, heads, kind=HIDDEN, decode_only=True, **options)
+    if not layout.decode_only:
+        chunks = dataclasses.replace(batch, kind=jnp.where(is_decode, KV, batch.kind))
+        plans[1] = plan_attention(pool, chunks, heads, kind=HIDDEN, decode_only=False, **options)
+    return HiddenRows(decodes, token[: layout.hidden], chunks, (plans[0], plans[1]))
+
+
+def attend_hidden(
+    out: jax.Array,
+    inputs: AttentionInput,
+    pool: jax.Array,
+    layer: LayerIndex,
+    rows: HiddenRows,
+    how: KVProjection,
+    model: StepModel,
+) -> jax.Array:
+    """out [T, num_heads, head_dim], zeros for the hidden rows' tokens, with their attention filled
+    in.
+
+    how: its rotation and norm; the weights are the layer's. Absorbed reading (design: Wk folded
+    into the query, Wv out of the sum) is for decodes: a chunk has so many queries that projecting
+    its context once is less work than folding each of them.
+    """
+    weights = inputs.weights
+    assert weights is not None, "the model's q, k and v are fused"
+    projection = _projection(weights, how)
+    options: dict[str, Any] = {
+        "scale": model.config.attn_scale,
+        "sliding_window": model.config.sliding_window,
+        "backend": model.backend,
+        "mesh": model.mesh,
+    }
+
+    q = inputs.q.at[rows.token].get(mode="fill", fill_value=0)
+    given = q, pool, layer, rows.decodes
+    of_decodes, of_chunks = rows.plans
+    if model.hidden_read == ABSORBED:
+        done = _absorbed(*given, weights, {"plan": of_decodes, **options})
+    else:
+        done = projected_attention(*given, projection, decode_only=True, plan=of_decodes, **options)
+    out = out.at[rows.token].set(done, mode="drop")
+    if rows.chunks is None:
+        return out
+    return out + projected_attention(
+        inputs.q,
+        pool,
+        layer,
+        rows.chunks,
+        projection,
+        decode_only=False,
+        plan=of_chunks,
+        **options,
+    )
+
+
+def _absorbed(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: LayerIndex,
+    batch: AttentionBatch,
+    weights: KVWeights,
+    options: dict[str, Any],
+) -> jax.Array:
+    """q [R, num_heads, head_dim] of a batch of decodes -> the same; zeros for rows not hidden."""
+    heads, head_dim = q.shape[1:]
+    mixed = absorbed_attention(_fold(q, weights.wk), pool, layer, batch, **options)
+    out = _unfold(mixed, weights.wv)
+    if weights.bv is not None:
+        # The weights of a row's softmax sum to one; a row that is not hidden has none.
+        bias = weights.bv.reshape(1, heads, head_dim).astype(out.dtype)
+        out = jnp.where((batch.kind != KV)[:, None, None], out + bias, out)
+    return out
+
+
+def _fold(q: jax.Array, wk: jax.Array) -> jax.Array:
+    """q [R, H, D], wk [E, H * D] -> Wk_h q_h, [R, H, E]."""
+    rows, heads, head_dim = q.shape
+    if rows == 1 and heads <= FEW_HEADS:
+        parts = [q[:, h] @ _head(wk, h, head_dim).T for h in range(heads)]
+        return jnp.stack(parts, axis=1)
+    return jnp.einsum("rhd,ehd->rhe", q, wk.reshape(-1, heads, head_dim))
+
+
+def _unfold(mixed: jax.Array, wv: jax.Array) -> jax.Array:
+    """mixed [R, H, E], wv [E, H * D] -> Wv_h^T mixed_h, [R, H, D]."""
+    heads = mixed.shape[1]
+    head_dim = wv.shape[1] // heads
+    if heads <= FEW_HEADS:
+        parts = [mixed[:, h] @ _head(wv, h, head_dim) for h in range(heads)]
+        return jnp.stack(parts, axis=1)
+    return jnp.einsum("rhe,ehd->rhd", mixed, wv.reshape(-1, heads, head_dim))
+
+
+def _head(weights: jax.Array, head: int, head_dim: int) -> jax.Array:
+    return weights[:, head * head_dim : (head + 1) * head_dim]
+
+
+def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
+    """One layer's. weights: its own."""
+    norm = None if weights.k_norm is None else weights.k_norm.astype(jnp.float32)
+    return HiddenProjection(
+        weights.wk, weights.wv, weights.bk, weights.bv, norm, how.rotation, how.norm_eps
+    )
+
+
+@lru_cache(maxsize=8)
+def make_widen(model: StepModel, pool_format: Format) -> Any:
+    """(params, pool, packed batch, *, layout) -> pool, jitted, the pool donated: the cached hidden
+    vectors of the batch's tokens become K and V, those of K where the vectors were. pool_format:
+    the pool's own, see `row_major`."""
+    return jax.jit(
+        partial(_widen, model),
+        donate_argnames=("pool",),
+        static_argnames=("layout",),
+        out_shardings=pool_format,
+        compiler_options=compiler_options(pool_format),
+    )
+
+
+def _widen(
+    model: StepModel, params: Params, pool: jax.Array, packed: jax.Array, *, layout: Layout
+) -> jax.Array:
+    fields = layout.unpack(packed)
+    batch, where = attention_batch(fields), positions(fields)
+    how = kv_projection(params, model.config, model.max_len)
+    count = jnp.sum(batch.query_lens, dtype=jnp.int32)
+    options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
+    puts = plan_write(pool, batch, hidden=False, backend=model.backend)
+    # All layers' vectors are read before any is written over.
+    cached = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
+    heads = model.config.num_kv_heads
+
+    def one_layer(pool: jax.Array, weights: KVWeights, index: LayerIndex) -> jax.Array:
+        x = cached[:, index].reshape(len(cached), -1)
+        made = project(x, where, _projection(weights, how), heads)
+        k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
+        return write(pool, index, k, v, batch, plan=puts, **options)
+
+    return over_layers(one_layer, pool, how.weights, unroll=model.unroll)
+
+
+def _slots(batch: AttentionBatch, where: jax.Array, block_size: int) -> jax.Array:
+    """int32 [T, 2]: (block, slot) of each token's hidden vector."""
+    row = jnp.minimum(batch.token_row, batch.max_rows - 1)
+    offset = where % block_size
+    slot = jnp.where(batch.direction[row] == RIGHT, block_size - 1 - offset, offset)
+    return jnp.stack([batch.tables[row, 0, where // block_size], slot], axis=1)

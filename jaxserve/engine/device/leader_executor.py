@@ -1,0 +1,178 @@
+"""The leader's executor: every call goes to the other hosts before it is made here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.sampling import SampleResult, SlotParams
+from jaxserve.engine.errors import HostLost
+from jaxserve.hosts.group import Group
+from jaxserve.hosts.link import PATIENCE_S
+from jaxserve.hosts.messages import Message
+
+
+class Calls:
+    """What each call of an `Executor` is as a message; `jaxserve.engine.startup.follower_executor`
+    makes it there. The names are those of the methods."""
+
+    ADMIT, WIDEN, COPY_SLOTS = "admit", "widen", "copy_slots"
+    SAVE, LOAD, DISCARD = "save", "load", "discard"
+    SUBMIT, COMPUTE, DRAW = "submit", "compute", "draw"
+
+
+@dataclass(frozen=True)
+class NumberedUndrawn(Undrawn):
+    """One that the other hosts know, too, by its number."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class LeaderHandle:
+    """A step of all hosts; what it gives is read from this one's own devices."""
+
+    _handle: Handle
+    _group: Group
+
+    def result(self) -> SampleResult:
+        """See `Handle`. Raises HostLost where the step failed because a host is gone."""
+        with _blaming(self._group):
+            return self._handle.result()
+
+    def prompt(self) -> SampleResult:
+        """See `Handle`."""
+        with _blaming(self._group):
+            return self._handle.prompt()
+
+
+class LeaderExecutor:
+    """An `Executor` of all hosts of a group: `local` is this one's. Where a call fails because a
+    host is gone, HostLost says so."""
+
+    def __init__(self, local: Executor, group: Group) -> None:
+        self._local, self._group = local, group
+        self._numbers = itertools.count()
+        self._together = True  # with the others, who make every call that they are told of
+
+    @property
+    def buckets(self) -> Buckets:
+        """See `Executor`."""
+        return self._local.buckets
+
+    @property
+    def intact(self) -> bool:
+        """See `Executor`: a call that only the others have made is one too many."""
+        return self._together and self._local.intact
+
+    @property
+    def copies_beside(self) -> bool:
+        """See `Executor`."""
+        return self._local.copies_beside
+
+    @contextlib.contextmanager
+    def _telling(self, name: str, *arrays: np.ndarray | None, **fields: Any) -> Iterator[None]:
+        """Around the call that this host makes itself."""
+        given = tuple(array for array in arrays if array is not None)
+        self._group.tell(Message(name, fields, given))
+        self._together = False
+        with _blaming(self._group):
+            yield
+        self._together = True
+        self._group.mark()
+
+    def admit(self, slot: int, params: SlotParams) -> None:
+        """See `Executor`."""
+        with self._telling(Calls.ADMIT, params.packed, params.counts, slot=slot):
+            self._local.admit(slot, params)
+
+    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._telling(Calls.WIDEN, packed, layout=_plain(layout)):
+            self._local.widen(layout, packed)
+
+    def copy_slots(self, places: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._telling(Calls.COPY_SLOTS, places):
+            self._local.copy_slots(places)
+
+    def save(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """See `Executor`; each host keeps what its own devices have."""
+        with self._telling(Calls.SAVE, slots, **_numbers(keys, counts)):
+            self._local.save(keys, counts, slots)
+
+    def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
+        """See `Executor`."""
+        with self._telling(Calls.LOAD, slots, **_numbers(keys, counts)):
+            self._local.load(keys, counts, slots)
+
+    def discard(self, keys: Sequence[int]) -> None:
+        """See `Executor`."""
+        with self._telling(Calls.DISCARD, keys=[int(key) for key in keys]):
+            self._local.discard(keys)
+
+    def submit(
+        self,
+        layout: Layout,
+        packed: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> LeaderHandle:
+        """See `Executor`."""
+        with self._telling(Calls.SUBMIT, packed, targets, layout=_plain(layout), full=bool(full)):
+            handle = self._local.submit(layout, packed, full=full, targets=targets)
+        return LeaderHandle(handle, self._group)
+
+    def compute(
+        self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
+    ) -> NumberedUndrawn:
+        """See `Executor`."""
+        number = next(self._numbers)
+        fields = {"layout": _plain(layout), "number": number}
+        with self._telling(Calls.COMPUTE, packed, targets, **fields):
+            step = self._local.compute(layout, packed, targets=targets)
+        return NumberedUndrawn(step.rows, step.logits, step.slots, step.emit, step.prompt, number)
+
+    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> LeaderHandle:
+        """See `Executor`."""
+        assert isinstance(undrawn, NumberedUndrawn)
+        with self._telling(Calls.DRAW, masks, number=undrawn.number):
+            handle = self._local.draw(undrawn, masks)
+        return LeaderHandle(handle, self._group)
+
+    def close(self) -> None:
+        """See `Executor`. The other hosts end, too."""
+        self._group.close()
+        self._local.close()
+
+
+@contextlib.contextmanager
+def _blaming(group: Group) -> Iterator[None]:
+    """What goes wrong on the device because a host is gone is that host's fault: the group knows
+    soon whether one is."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        why = group.lost(PATIENCE_S + 1)
+        if why is None:
+            raise
+        raise HostLost(why) from error
+
+
+def _plain(layout: Layout) -> dict[str, Any]:
+    return dataclasses.asdict(layout)
+
+
+def _numbers(keys: Sequence[int], counts: Sequence[int]) -> dict[str, list[int]]:
+    return {"keys": [int(key) for key in keys], "counts": [int(count) for count in counts]}

@@ -1,0 +1,135 @@
+"""The jitted model step: run a padded batch over the pool and return the logits that matter.
+
+One function serves prefill, mixed and decode steps; `Layout.decode_only` picks the decode
+attention at compile time, `Layout.hidden` whether some rows may have hidden caches. Where the batch
+says so, the step also draws its tokens, greedily: so an ordinary batch is one call. All other
+sampling is a jitted function of its own behind it (`sampling.py`), so that its variants do not
+multiply the compiled model steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.engine.device.batch_layout import PLACEHOLDER, Layout, attention_batch, positions
+from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows
+from jaxserve.engine.device.sampling import Newest, sample_greedy
+from jaxserve.engine.device.step_model import StepModel, compiler_options
+from jaxserve.models.attention import kv_projection
+from jaxserve.models.base import AttentionInput, LayerIndex, Params, StepInputs
+from jaxserve.models.forward import forward, logits
+from jaxserve.pallas_kernels import paged_attention, plan_attention, plan_write, write
+
+
+class StepOutput(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+        newest: of the sampling state: moved on where the batch is greedy, else as it was.
+        tokens: int32 [R], the likeliest of each row.
+        logits: float32 [R, vocab].
+        slots, emit: int32, bool [R], what sampling needs of the batch.
+        hidden: the last layer's output of all tokens [T, d_model], on every device, for
+            `prompt_logprobs_step.py`; None of a decode step.
+    """
+
+    pool: Any
+    newest: Any
+    tokens: Any
+    logits: Any
+    slots: Any
+    emit: Any
+    hidden: Any
+
+
+# (params, pool, newest of the sampling state [S], packed batch, *, layout)
+ModelStep = Callable[..., StepOutput]
+
+
+@lru_cache(maxsize=8)
+def make_model_step(model: StepModel, pool_format: Format) -> ModelStep:
+    """The step of this model, jitted over its layouts; the pool is donated, and stays where and as
+    it lies. Engines of the same model in one process share it, and what it has compiled."""
+    whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+    return jax.jit(
+        partial(_model_step, model),
+        donate_argnames=("pool",),
+        static_argnames=("layout",),
+        out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole),
+        compiler_options=compiler_options(pool_format),
+    )
+
+
+def _model_step(
+    model: StepModel,
+    params: Params,
+    pool: jax.Array,
+    newest: Newest,
+    packed: jax.Array,
+    *,
+    layout: Layout,
+) -> StepOutput:
+    fields = layout.unpack(packed)
+    batch = attention_batch(fields)
+    config, mesh = model.config, model.mesh
+    how = kv_projection(params, config, model.max_len) if layout.hidden else None
+    options: dict[str, Any] = {
+        "sliding_window": config.sliding_window,
+        "decode_only": layout.decode_only,
+        "backend": model.backend,
+        "mesh": mesh,
+    }
+    plan = plan_attention(pool, batch, config.num_heads, **options) if layout.kv else None
+    puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
+    rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
+
+    def attend(
+        pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
+    ) -> tuple[jax.Array, jax.Array]:
+        x = None if how is None else inputs.x.reshape(inputs.k.shape)
+        k, v = inputs.k, inputs.v
+        if x is not None and not layout.kv:
+            k = v = x  # nobody's: so the new tokens' own need not be made
+        pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
+        out = jnp.zeros_like(inputs.q)
+        if layout.kv:
+            out = paged_attention(
+                inputs.q, pool, layer, batch, scale=config.attn_scale, plan=plan, **options
+            )
+        if rows is not None and how is not None:
+            out = attend_hidden(out, inputs, pool, layer, rows, how, model)
+        return pool, out
+
+    inputs = StepInputs(_feed(fields, newest.last_token), positions(fields), fields["token_row"])
+    pool, x = forward(
+        model.family,
+        params,
+        config,
+        inputs,
+        attend,
+        pool,
+        unroll=model.unroll,
+        dtype=model.activations,
+        mesh=mesh,
+    )
+    wanted = x if layout.decode_only else x[fields["last"]]
+    found = logits(model.family, params, config, wanted, mesh=mesh)
+    slots, emit = fields["slots"], fields["emit"] != 0
+    newest, tokens = sample_greedy(newest, found, slots, emit & (fields["greedy"] != 0))
+    hidden = None if layout.decode_only else x
+    return StepOutput(pool, newest, tokens, found, slots, emit, hidden)
+
+
+def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:
+    """The step's input tokens; placeholders become what their slot sampled last."""
+    row = jnp.minimum(fields["token_row"], fields["slots"].shape[0] - 1)
+    slot = jnp.minimum(fields["slots"][row], last_token.shape[0] - 1)
+    tokens = fields["tokens"]
+    return jnp.where(tokens == PLACEHOLDER, last_token[slot], tokens)

@@ -1,0 +1,309 @@
+"""What the device remembers of each request's sampling: one row a slot, of static shape.
+
+A request holds a slot from its admission to its end or preemption. Everything a step needs to
+draw its next token is in that row, the token itself included, so tokens need not visit the host.
+
+Sizes: with 256 slots and a vocabulary of 152,064 the token counts take 78 MB and all else under
+1 MB. The counts are always there (an array that grew with the first penalised request would mean
+a compile in the middle of serving), two bytes a token: bit 15 says "in the prompt", the lower 15
+count its occurrences in the output, saturating.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.engine.device.device_arrays import put_whole
+from jaxserve.sched.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    SamplingParams,
+)
+
+MAX_EOS = 16
+MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_EOS
+PROMPT_BIT = np.uint16(1 << 15)
+COUNT_MASK = np.uint16((1 << 15) - 1)
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM
+
+# Columns of a packed row, all 32 bits wide: one array to upload at an admission, one to gather in
+# a step. The lists of ids and values follow, in the order of `unpack`.
+_INTS = ("top_k", "min_tokens", "num_logprobs", "key_hi", "key_lo")
+_KEY_AT = _INTS.index("key_hi")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_SUPPRESSED_AT = len(_INTS) + len(_FLOATS)
+_BIAS_IDS_AT = _SUPPRESSED_AT + MAX_SUPPRESSED
+_BIAS_VALUES_AT = _BIAS_IDS_AT + MAX_LOGIT_BIAS
+_ROW = _BIAS_VALUES_AT + MAX_LOGIT_BIAS
+_Held = TypeVar("_Held")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Knobs:
+    """What R requests asked for, as the maths wants it; each array is [R] or [R, n].
+
+    top_k, min_p, min_tokens: 0 is off. top_p: 1 is off. num_logprobs: -1 for none. key: uint32
+    [R, 2]. suppressed_ids: [R, MAX_SUPPRESSED], not sampled before min_tokens. bias_ids,
+    bias_values: [R, MAX_LOGIT_BIAS]. Lists of ids are padded with the vocabulary's size.
+    """
+
+    top_k: jax.Array
+    min_tokens: jax.Array
+    num_logprobs: jax.Array
+    key: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    suppressed_ids: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+
+
+class Newest(NamedTuple):
+    """The two arrays of `SamplingState` that every step changes, plain greedy ones no others."""
+
+    last_token: jax.Array
+    num_generated: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["last_token", "num_generated", "rows", "counts"],
+    meta_fields=["mesh"],
+)
+@dataclass(frozen=True)
+class SamplingState:
+    """S slots, V tokens in the vocabulary. Donated to every step that changes it.
+
+    last_token: int32 [S], what the next decode step of the slot's request feeds on.
+    num_generated: int32 [S], output tokens so far.
+    rows: int32 [S, _ROW], what `unpack` reads.
+    counts: uint16 [S, V], see the top of this file; meaningful only where the slot's request has a
+        penalty.
+    mesh: the state is replicated over it; None on one device.
+    """
+
+    last_token: jax.Array
+    num_generated: jax.Array
+    rows: jax.Array
+    counts: jax.Array
+    mesh: Mesh | None = None
+
+    @property
+    def newest(self) -> Newest:
+        """What the model's step takes of it, and gives back."""
+        return Newest(self.last_token, self.num_generated)
+
+    def after(self, newest: Newest) -> SamplingState:
+        """The state with these arrays for its own."""
+        return replace(self, **newest._asdict())
+
+    @property
+    def num_slots(self) -> int:
+        """S, the requests that can hold a slot at once."""
+        return self.last_token.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """V, also the token id that stands for none in padded lists."""
+        return self.counts.shape[1]
+
+
+def unpack(rows: jax.Array) -> Knobs:
+    """The parameters of R rows of `SamplingState.rows`, int32 [R, _ROW]."""
+    ints = dict(zip(_INTS, rows.T, strict=False))
+    key = jnp.stack([ints.pop("key_hi"), ints.pop("key_lo")], axis=-1)
+    floats = _bits(rows[:, len(_INTS) : _SUPPRESSED_AT], jnp.float32)
+    return Knobs(
+        **ints,
+        **dict(zip(_FLOATS, floats.T, strict=True)),
+        key=_bits(key, jnp.uint32),
+        suppressed_ids=rows[:, _SUPPRESSED_AT:_BIAS_IDS_AT],
+        bias_ids=rows[:, _BIAS_IDS_AT:_BIAS_VALUES_AT],
+        bias_values=_bits(rows[:, _BIAS_VALUES_AT:], jnp.float32),
+    )
+
+
+@dataclass(frozen=True)
+class SlotParams:
+    """One slot's row on the host.
+
+    packed: int32 [3 + _ROW], space for the slot, then last_token, num_generated and the row.
+    counts: uint16 [V], None unless the request has a penalty.
+    """
+
+    packed: np.ndarray
+    counts: np.ndarray | None
+
+
+def plain_slot(vocab_size: int) -> SlotParams:
+    """Of nobody: it samples greedily."""
+    return RequestRow(Request(id="", prompt=(0,)), vocab_size, ()).slot_params(0, ())
+
+
+def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplingState:
+    """All slots free (they would sample greedily). With a mesh: replicated over it."""
+    place = replicated(mesh)
+    row = plain_slot(vocab_size).packed[3:]
+    return SamplingState(
+        last_token=jnp.zeros(num_slots, jnp.int32, device=place),
+        num_generated=jnp.zeros(num_slots, jnp.int32, device=place),
+        rows=jnp.tile(put_whole(row, place), (num_slots, 1)),
+        counts=jnp.zeros((num_slots, vocab_size), jnp.uint16, device=place),
+        mesh=mesh,
+    )
+
+
+def replicated(mesh: Mesh | None) -> NamedSharding | jax.Device:
+    """Where the state lives: on the first device, or whole on every device of the mesh."""
+    return jax.devices()[0] if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+class RequestRow:
+    """What the device is to know of a request, made once and on its caller's thread, so that what
+    cannot be drawn by is refused there.
+
+    vocab_size: V. eos_ids: at most MAX_EOS, else ValueError. min_tokens keeps all of them away,
+    with ignore_eos too (as vLLM does). Token ids outside the vocabulary must have been refused
+    before (`validate`).
+    """
+
+    def __init__(self, request: Request, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        if len(eos_ids) > MAX_EOS:
+            raise ValueError(f"eos_ids: has {len(eos_ids)} entries; at most {MAX_EOS} are allowed")
+        self._vocab_size = vocab_size
+        self._counted = request.prompt if _has_penalty(request.sampling) else None
+        self._row = _row(request.sampling, vocab_size, eos_ids)
+        self._keys = _keys(request.sampling)
+
+    def slot_params(self, index_of_n: int, output_tokens: Sequence[int]) -> SlotParams:
+        """Of continuation index_of_n, which has generated output_tokens so far.
+
+        Microseconds and no array of V elements, unless the request has a penalty.
+        """
+        last = output_tokens[-1] if len(output_tokens) else 0
+        packed = np.concatenate([np.array([0, last, len(output_tokens)], np.int32), self._row])
+        packed[3 + _KEY_AT : 5 + _KEY_AT] = self._keys[index_of_n]
+        if self._counted is None:
+            return SlotParams(packed, None)
+        return SlotParams(packed, _counts(self._counted, output_tokens, self._vocab_size))
+
+
+def _row(sampling: SamplingParams, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
+    """int32 [_ROW], without a key."""
+    row = np.full(_ROW, vocab_size, np.int32)
+    row[: len(_INTS)] = (
+        min(sampling.top_k, vocab_size),
+        sampling.min_tokens,
+        -1 if sampling.logprobs is None else sampling.logprobs,
+        *(0, 0),
+    )
+    row[len(_INTS) : _SUPPRESSED_AT].view(np.float32)[:] = (
+        sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    if sampling.min_tokens:
+        ends = (*sampling.stop_token_ids, *eos_ids)
+        row[_SUPPRESSED_AT : _SUPPRESSED_AT + len(ends)] = ends
+    if sampling.logit_bias:
+        tokens, values = zip(*sampling.logit_bias, strict=True)
+        row[_BIAS_IDS_AT : _BIAS_IDS_AT + len(tokens)] = tokens
+        row[_BIAS_VALUES_AT : _BIAS_VALUES_AT + len(values)].view(np.float32)[:] = values
+    return row
+
+
+def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
+    """Gives slot (0 <= slot < S, else ValueError) the row; the old state is donated.
+
+    Two compiled variants, with and without counts; `warm_up` compiles both.
+    """
+    if not 0 <= slot < state.num_slots:
+        raise ValueError(f"slot: must be in 0..{state.num_slots - 1}, got {slot}")
+    place = replicated(state.mesh)
+    packed = row.packed.copy()
+    packed[0] = slot
+    if row.counts is None:
+        return _admit(state, put_whole(packed, place))
+    return _admit_counted(state, *put_whole((packed, row.counts), place))
+
+
+def warm_up(state: SamplingState) -> SamplingState:
+    """Compiles both variants of `admit` on slot 0, which must be free; the old state is donated."""
+    v = state.vocab_size
+    plain = plain_slot(v)
+    state = admit(state, 0, replace(plain, counts=np.zeros(v, np.uint16)))
+    return admit(state, 0, plain)
+
+
+def on_mesh(held: _Held, mesh: Mesh | None) -> _Held:
+    """Holds it replicated: the state, so that a step's output has the sharding of its input; what a
+    host reads, so that each has all of it."""
+    return held if mesh is None else jax.lax.with_sharding_constraint(held, replicated(mesh))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _admit(state: SamplingState, packed: jax.Array) -> SamplingState:
+    return on_mesh(_with_row(state, packed), state.mesh)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _admit_counted(state: SamplingState, packed: jax.Array, counts: jax.Array) -> SamplingState:
+    state = _with_row(state, packed)
+    return on_mesh(replace(state, counts=state.counts.at[packed[0]].set(counts)), state.mesh)
+
+
+def _with_row(state: SamplingState, packed: jax.Array) -> SamplingState:
+    slot = packed[0]
+    return replace(
+        state,
+        last_token=state.last_token.at[slot].set(packed[1]),
+        num_generated=state.num_generated.at[slot].set(packed[2]),
+        rows=state.rows.at[slot].set(packed[3:]),
+    )
+
+
+def _bits(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+    )
+
+
+def _counts(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> np.ndarray:
+    occurrences = np.bincount(np.asarray(output, np.int64), minlength=vocab_size)
+    counts = np.minimum(occurrences, COUNT_MASK).astype(np.uint16)
+    counts[np.asarray(prompt)] |= PROMPT_BIT
+    return counts
+
+
+def _keys(sampling: SamplingParams) -> np.ndarray:
+    """Two words (as int32) for each continuation, [n, 2]. Without a seed they are new for every
+    request; made once, so that a continuation is one draw from start to end, preemptions or not."""
+    if sampling.seed is None:
+        words = [secrets.randbits(64) for _ in range(sampling.n)]
+    else:
+        words = [(sampling.seed + index) % 2**64 for index in range(sampling.n)]
+    return np.array([(word >> 32, word & 0xFFFFFFFF) for word in words], np.uint32).view(np.int32)

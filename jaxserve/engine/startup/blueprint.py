@@ -1,0 +1,153 @@
+"""What an executor is built of: decided once, by the leader where there are several hosts, and then
+built on each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.executor import JaxExecutor
+from jaxserve.engine.device.step_model import StepModel
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.engine.startup.model_options import load_shape
+from jaxserve.models import sharding
+from jaxserve.pallas_kernels import make_pool
+from jaxserve.progress import Show
+from jaxserve.weights import fuse_loaded, load_params
+
+_POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Plain data beside the model. shape: of the model, by field, as text, so that hosts can tell
+    whether theirs is the same. dtype: of the weights; activations, cache_dtype: of those and of
+    the pool. The others are as in `StepModel`, `Choices` and `JaxExecutor`."""
+
+    shape: Mapping[str, str]
+    backend: str
+    unroll: bool
+    hidden_read: str | None
+    max_len: int
+    dtype: str
+    activations: str
+    cache_dtype: str
+    buckets: Buckets
+    allocated_blocks: int
+    block_size: int
+    moves_cache: bool
+    draws_masked: bool
+
+    @classmethod
+    def of(cls, chosen: Choices, *, draws_masked: bool) -> Blueprint:
+        """What was chosen, for a tokenizer that has masks drawn or has not."""
+        model = chosen.model
+        return cls(
+            shape=_shape(model.config),
+            backend=model.backend,
+            unroll=model.unroll,
+            hidden_read=model.hidden_read,
+            max_len=model.max_len,
+            dtype=chosen.dtype.name,
+            activations=jnp.dtype(model.activations or chosen.dtype).name,
+            cache_dtype=chosen.cache_dtype.name,
+            buckets=chosen.buckets,
+            allocated_blocks=chosen.allocated_blocks,
+            block_size=chosen.block_size,
+            moves_cache=chosen.policy.moves_cache,
+            draws_masked=draws_masked,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> Blueprint:
+        """What `plain` gave, after JSON has made lists of tuples."""
+        given: Mapping[str, Any] = fields["buckets"]
+        buckets: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+        return cls(**{**fields, "buckets": Buckets(**buckets)})
+
+
+def build_executor(
+    config: ConfigDict,
+    blueprint: Blueprint,
+    *,
+    progress: Show,
+    bar: Callable[[Iterable[Any]], Iterable[Any]],
+    meet: Callable[[], None] = lambda: None,
+) -> tuple[JaxExecutor, int]:
+    """Loads the model, makes the pool and compiles every step; the executor, warm, and the bytes of
+    the pool, on all devices. bar: wraps what there is to compile. meet: waits for the other hosts
+    before the first thing that all do at once, and after what takes some longer than others.
+    Raises as `load_params`, and ConfigError where this host's model has another shape."""
+    step_model = _step_model(config, blueprint)
+    family, model, mesh = step_model.family, step_model.config, step_model.mesh
+    params = load_params(
+        config.model.path,
+        family,
+        model,
+        dtype=jnp.dtype(blueprint.dtype),
+        mesh=mesh,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+        progress=progress,
+    )
+    meet()
+    if step_model.fused:
+        params = fuse_loaded(params, family, model, mesh)
+    pool = make_pool(
+        model.num_layers,
+        blueprint.allocated_blocks,
+        sharding.pool_kv_heads(model, config.mesh.tensor),
+        blueprint.block_size,
+        model.head_dim,
+        jnp.dtype(blueprint.cache_dtype),
+        sharding.named(mesh, _POOL_AXES) if mesh else None,
+    )
+    executor = JaxExecutor(
+        step_model,
+        params,
+        pool,
+        blueprint.buckets,
+        moves_cache=blueprint.moves_cache,
+        draws_masked=blueprint.draws_masked,
+    )
+    executor.warmup(bar, meet)
+    return executor, pool.nbytes
+
+
+def _step_model(config: ConfigDict, blueprint: Blueprint) -> StepModel:
+    family, model, _ = load_shape(config)
+    own = _shape(model)
+    for name, value in blueprint.shape.items():
+        if own.get(name) != value:
+            raise ConfigError(
+                f"model.path: {name} is {own.get(name)} here, the leader's is {value}"
+            )
+    tensor = config.mesh.tensor
+    return StepModel(
+        family,
+        model,
+        blueprint.backend,
+        sharding.make_mesh(tensor) if tensor > 1 else None,
+        blueprint.unroll,
+        blueprint.hidden_read,
+        blueprint.max_len,
+        jnp.dtype(blueprint.activations),
+    )
+
+
+def _shape(model: Any) -> dict[str, str]:
+    return {field.name: repr(getattr(model, field.name)) for field in dataclasses.fields(model)}

@@ -1,0 +1,211 @@
+"""From a configuration to a warm engine. Everything that can be wrong is said before compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Callable
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve import __version__
+from jaxserve.engine.device.executor import Executor
+from jaxserve.engine.device.leader_executor import LeaderExecutor
+from jaxserve.engine.engine import Engine, EngineOptions
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.recorder import MIB, Recorder, check_path
+from jaxserve.engine.startup import compilation_cache, cost_model_cache
+from jaxserve.engine.startup.blueprint import Blueprint, build_executor
+from jaxserve.engine.startup.config_errors import config_errors, first_line
+from jaxserve.engine.startup.engine_choices import Choices, choose
+from jaxserve.engine.startup.host_group import BUILD, lead, share_fate
+from jaxserve.engine.startup.initial_cost_model import Prior, find_prior
+from jaxserve.engine.startup.model_options import tokenizer_path
+from jaxserve.engine.startup.step_profile import Progress
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.engine.text.detokenizer import Tokenizer, load_tokenizer
+from jaxserve.hosts.group import Group, Starter
+from jaxserve.hosts.messages import Message
+from jaxserve.hosts.rank import Seat
+from jaxserve.progress import Show, shown
+from jaxserve.sched.cache.cache_kinds import PROJECTED
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.registry import full_name
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.simulation.recording.recording import Header
+
+
+def build_engine(
+    config: ConfigDict,
+    *,
+    progress: bool = True,
+    seat: Seat | None = None,
+    starter: Starter | None = None,
+) -> Engine:
+    """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
+
+    config: see `configs/base.py`. progress: show a bar meanwhile, or lines where stderr is no
+    terminal or the log is JSON. seat: of the leader, where several hosts serve the model together;
+    `jaxserve.engine.startup.follower_executor` is for the others. starter: of those, None where
+    they are started beside. Raises ConfigError with one clear line.
+    """
+    with config_errors():
+        check_path(config.engine.record, config.engine.record_mib)
+        if seat is None:
+            if config.mesh.hosts != 1:
+                raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
+            return _build(config, progress)
+        group, memory = lead(config, seat, starter)
+        try:
+            return _build(config, progress, group, memory)
+        except BaseException as error:
+            group.close(first_line(error))
+            raise
+
+
+def _check_device() -> None:
+    """ConfigError where JAX finds no device, as it is told to look for one that is not there."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is missing
+        asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise ConfigError(f"{asked}: there is no such device: {first_line(error)}") from error
+
+
+def _build(
+    config: ConfigDict,
+    progress: bool,
+    group: Group | None = None,
+    memory: tuple[str, int] | None = None,
+) -> Engine:
+    """memory: as in `choose`."""
+    _check_device()
+    config = config.copy_and_resolve_references()
+    config.engine.compilation_cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
+    chosen = cost_model_cache.with_pool_as_before(config, choose(config, memory))
+    tokenizer = load_tokenizer(tokenizer_path(config), chosen.model.config.vocab_size)
+    blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
+    if group is not None:
+        group.tell(Message(BUILD, blueprint.plain()))
+    show = Show.of(progress, lines=config.telemetry.log_format == "json")
+    bar = _bar("compiling", show)
+    meet = _alone if group is None else group.meet
+    local, pool_bytes = build_executor(config, blueprint, progress=show, bar=bar, meet=meet)
+    executor: Executor = local
+    if group is not None:
+        group.meet()
+        group.hurry()
+        executor = LeaderExecutor(local, group)
+    engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=show)
+    if group is not None:
+        share_fate(engine, group)
+    compilation_cache.note(config.engine.compilation_cache_dir)
+    return engine
+
+
+def _alone() -> None:
+    """Nobody to wait for."""
+
+
+def assemble(
+    config: ConfigDict,
+    chosen: Choices,
+    executor: Executor,
+    tokenizer: Tokenizer,
+    *,
+    pool_bytes: int,
+    progress: Show,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """The engine over an executor that is warm, as `build_engine` makes it. pool_bytes: of all
+    devices. clock: seconds, of all that it serves."""
+    prior = find_prior(config, chosen, executor, _bar("timing", progress))
+    cost_model = OnlineCostModel(prior.model)
+    scheduler = Scheduler(
+        chosen.policy,
+        chosen.limits,
+        num_blocks=chosen.num_blocks,
+        block_size=chosen.block_size,
+        max_model_len=chosen.model.max_len,
+        capacity=config.scheduler.max_queue + chosen.limits.max_rows,
+        cost_model=cost_model,
+        padding=executor.buckets.padding,
+        host_slots=chosen.host_slots,
+        seed=config.scheduler.seed,
+        rho=prior.rho,
+        projects=chosen.model.hidden_read == PROJECTED,
+    )
+    info = _info(config, chosen, scheduler, prior, pool_bytes)
+    engine = Engine(
+        executor,
+        scheduler,
+        tokenizer,
+        info,
+        cost_model=cost_model,
+        eos_ids=chosen.model.config.eos_token_ids,
+        options=EngineOptions(config.engine.overlap, config.engine.forbid_compile),
+        clock=clock,
+    )
+    if config.engine.record:
+        header = _header(config, chosen, info, prior)
+        limit = config.engine.record_mib * MIB
+        engine.add_observer(Recorder(config.engine.record, header, limit, clock))
+    return engine
+
+
+def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior) -> Header:
+    return Header(
+        began=datetime.datetime.now(datetime.UTC).isoformat(),
+        versions={"jaxserve": __version__, "jax": jax.__version__},
+        model=info.model,
+        dtype=info.dtype,
+        device=info.device,
+        policy=info.policy,
+        seed=config.scheduler.seed,
+        overlap=config.engine.overlap,
+        **dataclasses.asdict(chosen.limits),
+        max_queue=config.scheduler.max_queue,
+        max_model_len=info.max_model_len,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        host_slots=chosen.host_slots,
+        hidden_read=info.hidden_read,
+        rho=info.rho,
+        cost_model=prior.model,
+        padding=chosen.buckets.padding,
+    )
+
+
+def _bar(name: str, show: Show) -> Progress:
+    return lambda work: shown(show, name, "step", work=work)
+
+
+def _info(
+    config: ConfigDict, chosen: Choices, scheduler: Scheduler, prior: Prior, pool_bytes: int
+) -> EngineInfo:
+    path = str(config.model.path).rstrip("/")
+    step_model = chosen.model
+    family, model, mesh = step_model.family, step_model.config, step_model.mesh
+    return EngineInfo(
+        model=config.model.name or os.path.basename(path) or config.model.preset,
+        family=family.name,
+        num_params=family.num_params(model),
+        num_layers=model.num_layers,
+        dtype=chosen.dtype.name,
+        vocab_size=model.vocab_size,
+        max_model_len=step_model.max_len,
+        policy=full_name(config.scheduler.policy, config.scheduler.params),
+        num_blocks=scheduler.pool.num_blocks,
+        block_size=scheduler.pool.block_size,
+        pool_tokens=scheduler.pool.pool_tokens,
+        pool_bytes=pool_bytes,
+        device=jax.devices()[0].device_kind,
+        mesh_tensor=mesh.size if mesh else 1,
+        attention_backend=step_model.backend,
+        cost_model=prior.source,
+        hidden_read=step_model.hidden_read,
+        rho=scheduler.view.rho,
+    )

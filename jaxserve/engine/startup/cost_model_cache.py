@@ -1,0 +1,111 @@
+"""What an engine has found out about itself, kept beside the compiled steps for the next start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve import __version__
+from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.sched.cost.cost_model import Coefficients
+
+log = logging.getLogger(__name__)
+
+TIMING, POOLS = "timing.json", "pools.json"
+_MUCH = 4  # times as many blocks as there were: reason enough to compile again
+
+
+def key_of(config: ConfigDict, chosen: Choices) -> dict[str, Any]:
+    """All that the times of the steps depend on, and what they are compiled for but the pool."""
+    model, device = chosen.model, jax.devices()[0]
+    return {
+        "model": dataclasses.asdict(model.config),
+        "device": device.device_kind,
+        "processors": os.cpu_count() if device.platform == "cpu" else None,
+        "tensor": config.mesh.tensor,
+        "backend": model.backend,
+        "hidden_read": model.hidden_read,
+        "moves_cache": chosen.policy.moves_cache,
+        "dtype": chosen.dtype.name,
+        "cache_dtype": chosen.cache_dtype.name,
+        "block_size": chosen.block_size,
+        "max_model_len": model.max_len,
+        "rows": chosen.buckets.rows,
+        "tokens": chosen.buckets.tokens,
+        "limits": dataclasses.astuple(chosen.limits),
+        "versions": [__version__, jax.__version__],
+    }
+
+
+def find(directory: str, key: dict[str, Any]) -> Coefficients | None:
+    """What was kept in the directory under this key; None if nothing was, or in no file of ours.
+    directory: "" for none."""
+    try:
+        return Coefficients(**_read(directory, TIMING)[_name(key)])
+    except (KeyError, TypeError):
+        return None
+
+
+def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
+    """Adds it to what is kept there. directory: "" for nowhere. Where nothing can be written it
+    says so, and nothing is kept."""
+    _write(directory, TIMING, _name(key), found.as_dict())
+
+
+def with_pool_as_before(config: ConfigDict, chosen: Choices) -> Choices:
+    """With the pool of the last such start, whose steps are compiled, where the size is this
+    server's own choice, and that one is no larger and not much smaller; it is kept for the next."""
+    if not chosen.modest:
+        return chosen
+    directory, name = config.engine.compilation_cache_dir, _name(key_of(config, chosen))
+    match _read(directory, POOLS).get(name):
+        case [int(blocks), int(allocated)] if (
+            2 <= blocks <= allocated <= chosen.allocated_blocks < _MUCH * blocks
+        ):
+            chosen = dataclasses.replace(chosen, num_blocks=blocks, allocated_blocks=allocated)
+    _write(directory, POOLS, name, [chosen.num_blocks, chosen.allocated_blocks])
+    return chosen
+
+
+def _name(key: dict[str, Any]) -> str:
+    """With the names of the coefficients: those of another version are of no use."""
+    named = {**key, "coefficients": [field.name for field in fields(Coefficients)]}
+    return json.dumps(named, sort_keys=True)
+
+
+def _path(directory: str, file: str) -> Path:
+    return Path(os.path.expanduser(directory)) / file
+
+
+def _read(directory: str, file: str) -> dict[str, Any]:
+    """Empty if there is none, or it is none of ours."""
+    if not directory:
+        return {}
+    try:
+        content = json.loads(_path(directory, file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(directory: str, file: str, name: str, value: Any) -> None:
+    if not directory:
+        return
+    path, known = _path(directory, file), _read(directory, file)
+    if known.get(name) == value:
+        return
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({**known, name: value}, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        log.warning("nothing can be kept in %s for the next start: %s", file, error)

@@ -1,0 +1,300 @@
+"""What is decided before anything is loaded or compiled, from the configuration alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxserve.engine.device.buckets import Buckets, make_buckets
+from jaxserve.engine.device.sampling_state import MAX_EOS
+from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in, unrolls
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.startup.hidden_options import choose_read, given_rho
+from jaxserve.engine.startup.model_options import choose_dtype, choose_max_len, load_shape
+from jaxserve.engine.startup.pool_size import (
+    GIB,
+    Demand,
+    array_blocks,
+    choose_block_size,
+    hidden_workspace,
+    host_slots,
+    moving_workspace,
+    pool_blocks,
+    pool_room,
+)
+from jaxserve.models import sharding
+from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import HIDDEN, KV, get_backend, select_backend
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.scheduler import request_bytes
+from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
+from jaxserve.weights import param_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_SEED = 2**31 - 1
+# Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
+# save in steps fitted to few of them is little beside compiling twice as many.
+UNFITTED = frozenset({"cpu"})
+TABLES_GIB = 1  # of host memory, for what is kept of the requests
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All that is decided before anything is loaded or compiled. allocated_blocks: of the array,
+    see `array_blocks`; num_blocks: those of them that are used. dtype: of the
+    weights; cache_dtype: of the pool. modest: nobody has said how large that is, see `Demand`."""
+
+    model: StepModel
+    dtype: jnp.dtype
+    cache_dtype: jnp.dtype
+    policy: Policy
+    limits: Limits
+    buckets: Buckets
+    num_blocks: int
+    allocated_blocks: int
+    block_size: int
+    pool_heads: int
+    given_rho: float | None
+    host_slots: int
+    profile: System | None
+    modest: bool = False
+
+
+def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices:
+    """memory: name of the device with the least of it, and bytes that are free there, if it is not
+    to be measured here. Raises ConfigError, or ValueError or OSError, with one clear line."""
+    family, model, hf = load_shape(config)
+    _check_ends(model)
+    tensor = config.mesh.tensor
+    sharding.check_tensor(model, tensor)
+    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
+    max_model_len = choose_max_len(config.engine.max_model_len, model)
+    policy = _policy(config)
+    limits = _limits(config, policy, max_model_len)
+    demand = _demand(config, limits, max_model_len)
+    pool_heads = sharding.pool_kv_heads(model, tensor)
+    read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
+    given = given_rho(config.cache.rho, read)
+    dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
+    activations = activations_in(jax.default_backend(), dtype)
+    backend, read = _backend(config, model, activations, read, demand.block_size, pool_heads)
+    cached = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
+    kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
+    buckets = make_buckets(
+        limits.max_rows,
+        limits.max_batch_tokens,
+        width=width,
+        rows=tuple(config.engine.row_buckets),
+        tokens=tuple(config.engine.token_buckets),
+        hidden=read is not None,
+        fitted=jax.default_backend() not in UNFITTED,
+        decode_group=kernels.decode_group,
+        decode_chunk=kernels.chunk_tokens(demand.block_size, width),
+        block_size=demand.block_size,
+    )
+    moving = moving_workspace(policy, model, cached, pool_heads // tensor)
+    room = pool_room(
+        demand,
+        model,
+        cached,
+        activations=activations,
+        weights=param_bytes(model, dtype, mesh),
+        pool_heads=pool_heads,
+        shards=tensor,
+        other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
+        device=memory,
+    )
+    allocated, unroll = array_blocks(demand, room), unrolls(jax.default_backend())
+    return Choices(
+        StepModel(family, model, backend, mesh, unroll, read, max_model_len, activations),
+        dtype,
+        cached,
+        policy,
+        limits,
+        buckets,
+        min(pool_blocks(demand, room), allocated),
+        allocated,
+        demand.block_size,
+        pool_heads,
+        given,
+        host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
+        _profile(config, model, read if given is None else None),
+        demand.modest,
+    )
+
+
+def _check_ends(model: ModelConfig) -> None:
+    count = len(model.eos_token_ids)
+    if count > MAX_EOS:
+        raise ConfigError(
+            f"the checkpoint has {count} end-of-sequence ids; at most {MAX_EOS} can be served"
+        )
+
+
+def _backend(
+    config: ConfigDict,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    read: str | None,
+    block_size: int,
+    pool_heads: int,
+) -> tuple[str, str | None]:
+    """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
+    own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
+    none, for the others would slow down all."""
+    shards = config.mesh.tensor
+
+    def select(*kinds: int) -> tuple[str, str | None]:
+        return select_backend(
+            config.engine.attention_backend,
+            kinds=kinds,
+            num_heads=model.num_heads // shards,
+            kv_heads=pool_heads // shards,
+            head_dim=model.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+    try:
+        name, reason = select(KV)
+        if read is not None and reason is None:
+            _, no_hidden = select(KV, HIDDEN)
+            if no_hidden is not None:
+                log.warning("no hidden caches, all are KV: %s", no_hidden)
+                read = None
+    except ValueError as error:
+        raise ConfigError(f"engine.attention_backend: {error}") from error
+    if reason is not None:
+        log.warning("attention runs in plain XLA operations, slowly: %s", reason)
+    return name, read
+
+
+def _policy(config: ConfigDict) -> Policy:
+    name = config.scheduler.policy
+    try:
+        policy = make_policy(name, **config.scheduler.params)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.policy: {error}") from error
+    if policy.hypothetical:
+        raise ConfigError(
+            f"scheduler.policy: {name} knows how long outputs will get, which no server does; it "
+            "is for simulations only"
+        )
+    return policy
+
+
+def _profile(config: ConfigDict, model: ModelConfig, read: str | None) -> System | None:
+    """None if none is named. read: how hidden caches are read, if it has to know what that
+    costs."""
+    path = config.scheduler.profile
+    if not path:
+        return None
+    try:
+        profile = load(os.path.expanduser(path))
+    except UnknownSystem as error:
+        raise ConfigError(f"scheduler.profile: {error}") from error
+    layers = profile.cost_model.num_layers
+    if layers != model.num_layers:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it is of a model with {layers} layers, this one has "
+            f"{model.num_layers}"
+        )
+    if read is None:
+        return profile
+    if profile.rho is None:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it was measured without hidden caches, which "
+            f"scheduler.policy={config.scheduler.policy} plans; give cache.rho, or measure it with "
+            "that policy"
+        )
+    measured = PROJECTED if profile.projects else ABSORBED
+    if measured != read:
+        raise ConfigError(
+            f"scheduler.profile: {path}: it was measured with hidden caches {measured}, here they "
+            f"are {read}; give cache.rho, or cache.hidden_read={measured}"
+        )
+    return profile
+
+
+def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
+    given = config.scheduler
+    try:
+        # Whole prompts know no P (InferMax Table 1).
+        prefill = given.max_prefill_tokens if policy.chunked else given.max_batch_tokens
+        limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.{error}") from error
+    if limits.max_rows > limits.max_batch_tokens:
+        raise ConfigError(
+            f"scheduler.max_rows ({limits.max_rows}) must be at most scheduler.max_batch_tokens "
+            f"({limits.max_batch_tokens}): each request of a batch has at least a token in it"
+        )
+    if not policy.chunked and limits.max_batch_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.policy={given.policy} computes a prompt in one step, so "
+            f"scheduler.max_batch_tokens ({limits.max_batch_tokens}) must be at least the longest "
+            f"request ({max_model_len} tokens); raise it, or lower engine.max_model_len"
+        )
+    if given.max_queue < 0:
+        raise ConfigError(f"scheduler.max_queue must be at least 0, got {given.max_queue}")
+    if not 0 <= given.seed <= MAX_SEED:
+        raise ConfigError(f"scheduler.seed must be 0 to {MAX_SEED}, got {given.seed}")
+    return limits
+
+
+def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
+    cache = config.cache
+    if cache.num_blocks < 0 or cache.num_blocks == 1:
+        raise ConfigError(
+            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
+            f"got {cache.num_blocks}"
+        )
+    if not 0 <= cache.memory_gib < math.inf:
+        raise ConfigError(f"cache.memory_gib must be at least 0, got {cache.memory_gib}")
+    if not 0 < cache.memory_fraction <= 1:
+        raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
+    demand = Demand(
+        num_blocks=cache.num_blocks,
+        block_size=choose_block_size(cache.block_size),
+        memory_bytes=int(cache.memory_gib * GIB),
+        memory_fraction=cache.memory_fraction,
+        max_rows=limits.max_rows,
+        max_model_len=max_model_len,
+        max_batch_tokens=limits.max_batch_tokens,
+        modest=jax.default_backend() == "cpu" and not (cache.num_blocks or cache.memory_gib),
+    )
+    _check_tables(config.scheduler.max_queue, demand)
+    return demand
+
+
+def _check_tables(max_queue: int, demand: Demand) -> None:
+    """ConfigError if there is no memory for what is kept of so many requests."""
+    size = request_bytes(demand.max_model_len, demand.block_size)
+    most = TABLES_GIB * GIB // size
+    if max_queue + demand.max_rows > most:
+        raise ConfigError(
+            f"scheduler.max_queue and scheduler.max_rows together must be at most {most}, as the "
+            f"{size} bytes kept of each request take {TABLES_GIB} GiB then; got "
+            f"{max_queue} + {demand.max_rows}"
+        )
+
+
+def _hidden_work(
+    model: ModelConfig, dtype: jnp.dtype, buckets: Buckets, demand: Demand, shards: int
+) -> int:
+    if not buckets.hidden:
+        return 0
+    # Chunks of prompts project, however decodes are read: over a mesh one request after another.
+    gathered = demand.max_model_len if shards > 1 else 0
+    widened = buckets.widening().tokens
+    return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)

@@ -1,0 +1,139 @@
+"""A host that follows: it builds the same executor, and makes the leader's calls in their order."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve.engine.device.batch_layout import Layout
+from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.leader_executor import Calls
+from jaxserve.engine.device.sampling import SlotParams
+from jaxserve.engine.startup import compilation_cache
+from jaxserve.engine.startup.blueprint import Blueprint, build_executor
+from jaxserve.engine.startup.config_errors import config_errors, first_line
+from jaxserve.engine.startup.device_memory import free_memory
+from jaxserve.engine.startup.host_group import BUILD, FACTS, profile_of
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.link import CLOSE, FAILED, Link
+from jaxserve.hosts.membership import join, meet
+from jaxserve.hosts.messages import Message
+from jaxserve.hosts.process_exit import end_process
+from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.runtime import start_jax
+from jaxserve.progress import Show
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as the leader has
+
+
+def follow(config: ConfigDict, seat: Seat, on_ready: Callable[[], None]) -> None:
+    """Serves with the others until the leader ends. config: as the leader's, see
+    configs/base.py. on_ready: called once this host serves. Raises ConfigError and GroupError;
+    where the leader is lost, the process ends with exit code 1."""
+    with config_errors():
+        link, address = join(seat, profile_of(config, seat))
+        try:
+            start_jax(seat, address)
+            executor = _build(config, link)
+        except Exception as error:
+            link.close(Message(FAILED, {"why": first_line(error)}))
+            raise
+    log.info("host %d of %d follows the leader at %s", seat.index, seat.hosts, seat.coordinator)
+    on_ready()
+    try:
+        make_calls(link, executor)
+    except BaseException as error:
+        log.exception("this host ends")
+        link.close(Message(FAILED, {"why": first_line(error)}))
+        end_process(1)
+    executor.close()
+
+
+def _build(config: ConfigDict, link: Link) -> Executor:
+    name, free = free_memory()
+    facts = {"device": jax.local_devices()[0].device_kind, "memory": [name, free]}
+    link.send(Message(FACTS, facts))
+    message = link.receive()
+    if message.name != BUILD:  # a leader that has closed
+        raise GroupError("the leader has ended before it was ready")
+    config = config.copy_and_resolve_references()
+    compilation_cache.use(config.engine.compilation_cache_dir)
+    blueprint = Blueprint.from_plain(message.fields)
+    together = functools.partial(meet, link)
+    executor, _ = build_executor(config, blueprint, progress=Show.NOTHING, bar=iter, meet=together)
+    together()
+    link.hurry()
+    return executor
+
+
+def make_calls(link: Link, executor: Executor) -> None:
+    """The leader's calls, as they come, until it closes."""
+    undrawn: dict[int, Undrawn] = {}
+    launched: deque[Handle] = deque()
+    while True:
+        message = link.receive()
+        if message.name == CLOSE:
+            return
+        if message.name in (Calls.SUBMIT, Calls.DRAW) and len(launched) == IN_FLIGHT:
+            launched.popleft().result()  # what went wrong on the device is raised here
+        handle = _make(message, executor, undrawn)
+        if handle is not None:
+            launched.append(handle)
+        link.done()
+
+
+def _make(message: Message, executor: Executor, undrawn: dict[int, Undrawn]) -> Handle | None:
+    """One call; the handle of a step whose tokens are drawn."""
+    fields, arrays = message.fields, message.arrays
+    match message.name:
+        case Calls.SUBMIT:
+            layout, full = Layout(**fields["layout"]), fields["full"]
+            return executor.submit(layout, arrays[0], full=full, targets=_second(message))
+        case Calls.COMPUTE:
+            layout = Layout(**fields["layout"])
+            step = executor.compute(layout, arrays[0], targets=_second(message))
+            undrawn[fields["number"]] = step
+        case Calls.DRAW:
+            return executor.draw(undrawn.pop(fields["number"]), arrays[0])
+        case Calls.ADMIT:
+            executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
+        case Calls.WIDEN:
+            executor.widen(Layout(**fields["layout"]), arrays[0])
+        case Calls.COPY_SLOTS:
+            executor.copy_slots(arrays[0])
+        case Calls.SAVE:
+            executor.save(fields["keys"], fields["counts"], arrays[0])
+        case Calls.LOAD:
+            executor.load(fields["keys"], fields["counts"], arrays[0])
+        case Calls.DISCARD:
+            executor.discard(fields["keys"])
+        case _:
+            raise RuntimeError(f"the leader calls {message.name!r}, which is nothing here")
+    return None
+
+
+def _second(message: Message) -> Any:
+    return message.arrays[1] if len(message.arrays) > 1 else None
+
+
+def leave_signals_to_the_leader() -> None:
+    """For a process of its own, on its main thread. Whoever stops all hosts at once stops the
+    leader, too: it lets what runs end, and then tells this one. A second signal ends this one
+    alone."""
+
+    def ignored(number: int, frame: object) -> None:
+        log.warning("this host ends when the leader does; a second signal ends it now")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ignored)

@@ -1,0 +1,93 @@
+"""How a leader gets its group together, and what all hosts have to be configured with alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxserve import __version__
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import HostLost
+from jaxserve.engine.startup.config_errors import first_line
+from jaxserve.engine.startup.device_memory import free_memory
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.group import Group, Starter, gather
+from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.runtime import reserved_address, start_jax
+
+FACTS, BUILD = "facts", "build"
+_SECTIONS = ("model", "cache", "scheduler", "engine", "mesh")
+# What may be another on each host: where its own files are, and which one it is.
+_OWN = frozenset(
+    {
+        "engine.compilation_cache_dir",
+        "engine.record",
+        "mesh.coordinator",
+        "mesh.host_index",
+        "mesh.hosts_wait_s",
+    }
+)
+
+
+def profile_of(config: ConfigDict, seat: Seat) -> dict[str, Any]:
+    """What has to be the same on all hosts, by name, as JSON has it."""
+    fields = {
+        name: value
+        for section in _SECTIONS
+        for name, value in _leaves(config[section], f"{section}.")
+        if name not in _OWN
+    }
+    fields |= {"mesh.hosts": seat.hosts, "jaxserve": __version__, "jax": jax.__version__}
+    plain: dict[str, Any] = json.loads(json.dumps(fields))
+    return plain
+
+
+def lead(
+    config: ConfigDict, seat: Seat, starter: Starter | None = None
+) -> tuple[Group, tuple[str, int]]:
+    """The group, with JAX started over all of it, and the least memory that is free on a device of
+    any host: its name, and bytes. starter: as `gather`. Raises GroupError."""
+    channels = gather(seat, profile_of(config, seat), starter)
+    with reserved_address(seat) as address:
+        group = Group(channels, address)
+        try:
+            start_jax(seat, address)
+            memory = [free_memory(), *_memory_of_others(group)]
+        except Exception as error:
+            group.close(first_line(error))
+            raise
+    return group, min(memory, key=lambda found: found[1])
+
+
+def _memory_of_others(group: Group) -> Iterator[tuple[str, int]]:
+    """As `free_memory`, host by host."""
+    kind = jax.local_devices()[0].device_kind
+    for index, said in enumerate(group.answers(), 1):
+        if said.fields["device"] != kind:
+            theirs = f"host {index} has devices of kind {said.fields['device']}"
+            raise GroupError(f"{theirs}, the leader of kind {kind}")
+        name, free = said.fields["memory"]
+        yield f"{name} of host {index}", int(free)
+
+
+def share_fate(engine: Engine, group: Group) -> None:
+    """The engine is abandoned where a host is lost; where it fails by itself, so does the group."""
+
+    def tell(error: BaseException) -> None:
+        if not isinstance(error, HostLost):  # of that the group tells them itself
+            group.fail(first_line(error))
+
+    engine.add_failure_listener(tell)
+    group.on_loss(lambda why: engine.abandon(HostLost(why)))
+
+
+def _leaves(section: ConfigDict, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,68 @@
+"""The cost model that an engine begins with, and rho: given, timed, or kept from earlier."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxserve.engine.device.executor import Executor
+from jaxserve.engine.startup import cost_model_cache
+from jaxserve.engine.startup.engine_choices import Choices
+from jaxserve.engine.startup.step_profile import Progress, shapes, timed_model
+from jaxserve.engine.startup.step_timer import StepTimer
+from jaxserve.sched.cost.cost_model import LinearCostModel
+
+
+@dataclass(frozen=True)
+class Prior:
+    """model: of the steps, before any was served. rho: see `View`. source: where the model came
+    from, for people."""
+
+    model: LinearCostModel
+    rho: float | None
+    source: str
+
+
+def find_prior(
+    config: ConfigDict, chosen: Choices, executor: Executor, progress: Progress = iter
+) -> Prior:
+    """The profile that the configuration names, else what was kept from an earlier start, else what
+    is timed on the executor, which is warm and serves nobody."""
+    if chosen.profile is not None:
+        source = f"profile {Path(config.scheduler.profile).name}"
+        return _with_rho(chosen.profile.cost_model, chosen, source)
+    directory, key = config.engine.compilation_cache_dir, cost_model_cache.key_of(config, chosen)
+    num_layers = chosen.model.config.num_layers
+    known = cost_model_cache.find(directory, key)
+    beside = executor.copies_beside
+    if known is not None:
+        model = LinearCostModel(known, num_layers, beside)
+        return _with_rho(model, chosen, "kept from an earlier start")
+    timer = StepTimer(executor, chosen.num_blocks)
+    limits = chosen.limits
+    wanted = shapes(
+        timer.padding,
+        max_rows=limits.max_rows,
+        max_prefill=limits.max_prefill_tokens,
+        max_len=chosen.model.max_len,
+        hidden=chosen.model.hidden_read is not None,
+        swaps=chosen.policy.moves_cache,
+    )
+    model = timed_model(timer.seconds, wanted, timer.padding, num_layers, progress=progress)
+    model = dataclasses.replace(model, overlapped=beside)  # timed one way after the other
+    cost_model_cache.keep(directory, key, model.coefficients)
+    return _with_rho(model, chosen, "timed at the start")
+
+
+def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> Prior:
+    """A given rho is what the model says, too."""
+    if chosen.model.hidden_read is None:
+        return Prior(model, None, source)
+    k, layers, given = model.coefficients, model.num_layers, chosen.given_rho
+    if given is None:
+        return Prior(model, layers * (k.hidden_token - k.decode_kv), source)
+    read = dataclasses.replace(k, hidden_token=max(0.0, k.decode_kv + given / layers))
+    return Prior(dataclasses.replace(model, coefficients=read), given, source)

@@ -1,0 +1,183 @@
+"""How many blocks the pool gets, decided before anything is loaded or compiled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.engine.device.cache_moves import STAGED_SLOTS
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.startup.device_memory import free_memory
+from jaxserve.models.base import ModelConfig
+from jaxserve.pallas_kernels import block_bytes, default_block_size
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.policy import Policy
+
+GIB = 1 << 30
+_LITTLE = 16  # part of the memory that a pool may take for nothing
+_MODEST = 4  # part of it that a modest pool takes, and requests of full length that it holds
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked for. Bytes are per device. num_blocks: 0 for as many as fit and are of use.
+    memory_bytes: for the pool alone; 0 for what the device has left. modest: where nothing is asked
+    for, a part of that, since a host has other programs, too."""
+
+    num_blocks: int
+    block_size: int
+    memory_bytes: int
+    memory_fraction: float
+    max_rows: int
+    max_model_len: int
+    max_batch_tokens: int
+    modest: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """Blocks that the pool may have, at least a pair, and that the device has memory for."""
+
+    allowed: int
+    free: int
+
+
+def choose_block_size(wanted: int) -> int:
+    """Tokens of a block as cache.block_size has it, 0 being what suits the device. ConfigError."""
+    if wanted < 0:
+        raise ConfigError(f"cache.block_size must be at least 0, got {wanted}")
+    return wanted or default_block_size(jax.default_backend())
+
+
+def pool_room(
+    demand: Demand,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    activations: DTypeLike | None = None,
+    weights: int,
+    pool_heads: int,
+    shards: int,
+    other_work: int = 0,
+    device: tuple[str, int] | None = None,
+    platform: str | None = None,
+) -> Room:
+    """How large the pool can be. dtype: of the pool, and of activations where they have none of
+    their own; weights: bytes on each device; pool_heads: KV heads of the whole
+    pool; other_work: bytes that hidden caches and moves take beside the pool, see
+    `hidden_workspace` and `moving_workspace`; device, platform: name and memory of each, and its
+    kind, if not those of this process. ConfigError says what would fit."""
+    block = block_bytes(
+        config.num_layers,
+        pool_heads // shards,
+        demand.block_size,
+        config.head_dim,
+        dtype,
+        platform or jax.default_backend(),
+    )
+    work = _workspace(demand, config, shards, jnp.dtype(activations or dtype).itemsize)
+    work += other_work
+    name, total = device or free_memory()
+    left = int(total * demand.memory_fraction) - weights - work
+    budget = min(left, demand.memory_bytes) if demand.memory_bytes else left
+    if demand.memory_bytes > left > 0:
+        raise ConfigError(
+            f"cache.memory_gib: {_gib(demand.memory_bytes)} asked for, but weights and workspace "
+            f"leave {_gib(left)} on {name}"
+        )
+    fits, pair = max(budget, 0) // block, int(blocks_for(1, demand.block_size))
+    if fits < pair:
+        raise ConfigError(
+            f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
+            f"nothing of the {_gib(total)} that are free on {name}, of which cache.memory_fraction="
+            f"{demand.memory_fraction} may be taken"
+            if left <= 0
+            else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(pair * block)}"
+        )
+    if demand.num_blocks > fits:
+        raise ConfigError(
+            f"cache.num_blocks={demand.num_blocks} needs {_gib(demand.num_blocks * block)}, but "
+            f"{_gib(budget)} are left on {name}; at most {fits} blocks of {demand.block_size} "
+            "tokens fit"
+        )
+    return Room(fits, left // block)
+
+
+def pool_blocks(demand: Demand, room: Room) -> int:
+    """Blocks of the pool: those asked for, else as many as there may be and are of use.
+
+    A modest one has at most a quarter of them, but room for four requests of full length: a power
+    of two, so that a start with a little more or less memory to spare finds its steps compiled.
+    """
+    if demand.num_blocks:
+        return demand.num_blocks
+    longest = int(blocks_for(demand.max_model_len, demand.block_size))
+    useful = demand.max_rows * longest
+    if demand.modest:
+        quarter = 1 << max(room.free // _MODEST, 1).bit_length() - 1
+        useful = min(useful, max(quarter, _MODEST * longest))
+    return min(room.allowed, useful)
+
+
+def array_blocks(demand: Demand, room: Room) -> int:
+    """Blocks of the pool's array, whose shape is part of every compiled step: one of few sizes, so
+    that a start with other blocks, or beside other programs, may find its steps compiled. Fewer
+    than `pool_blocks` only where nobody has asked for a number; then so many are the pool.
+
+    Powers of two where that is little of the memory; beyond, 16 sizes from one to the next."""
+    blocks = pool_blocks(demand, room)
+    power = 1 << (blocks - 1).bit_length()
+    if power <= min(room.allowed, room.free // _LITTLE):
+        return power
+    step = max(1, power // 32)
+    above = -(-blocks // step) * step
+    if above <= room.allowed:
+        return above
+    return blocks if demand.num_blocks else blocks // step * step
+
+
+def hidden_workspace(
+    config: ModelConfig, dtype: DTypeLike, *, widened_tokens: int, gathered_tokens: int
+) -> int:
+    """Bytes on each device, at most. widened_tokens: whose vectors of all layers are read at once
+    when hidden caches become KV; gathered_tokens: whose vectors of one layer every shard needs
+    whole to project them, twice while they are put together."""
+    vector = config.d_model * jnp.dtype(dtype).itemsize
+    return (widened_tokens * config.num_layers + 2 * gathered_tokens) * vector
+
+
+def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    """Bytes on each device of what is on its way to or from host memory, where the policy moves
+    caches. heads: KV heads that the device holds."""
+    return STAGED_SLOTS * _slot_bytes(config, dtype, heads) if policy.moves_cache else 0
+
+
+def host_slots(
+    gib: float, policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int
+) -> int:
+    """Slots, of one plane and all layers each, that host memory for checkpoints holds. heads: KV
+    heads that one host keeps. ConfigError if it is not for a policy that makes any."""
+    if not 0 <= gib < math.inf:
+        raise ConfigError(f"cache.host_gib must be at least 0, got {gib}")
+    if gib and not policy.moves_cache:
+        raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
+    return int(gib * GIB // _slot_bytes(config, dtype, heads))
+
+
+def _slot_bytes(config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+    return config.num_layers * heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
+    """Activations and logits of the largest step, in bytes: a generous estimate."""
+    width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
+    logits = demand.max_rows * config.vocab_size * 4 * 4
+    return demand.max_batch_tokens * width * item + logits
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,153 @@
+"""Times steps of given shapes on an executor that serves nobody."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.step import Widen
+
+if TYPE_CHECKING:  # jax takes seconds to import; shapes alone do without
+    from jaxserve.engine.device.batch_layout import Layout
+    from jaxserve.engine.device.executor import Executor
+
+CHAIN = 4  # steps launched one after the other before anything waits
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
+"""How the rows of a step sample that does not sample greedily."""
+
+_KEYS = itertools.count(-1, -1)  # of what goes to the host; those of served caches count up
+_VOCABULARY = 2**31 - 1  # more than any, so that it stands for no token
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
+    counted; chunks: (tokens, cached tokens before) of each prefill; hidden: whether all rows have
+    hidden caches, or all KV; sampling: whether all sample as `SAMPLING` says, or greedily. Before
+    it, widened: tokens of one request's hidden cache become KV; swapped: slots go to the host and
+    come back."""
+
+    decodes: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    hidden: bool = False
+    sampling: bool = False
+    widened: int = 0
+    swapped: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows in the step, without padding."""
+        return len(self.decodes) + sum(count for count, _ in self.chunks)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens of each row in the step."""
+        return np.array([1] * len(self.decodes) + [count for count, _ in self.chunks])
+
+    @property
+    def contexts(self) -> np.ndarray:
+        """Tokens of each row in the cache before it."""
+        return np.array([*self.decodes, *(before for _, before in self.chunks)])
+
+    def features(self, padding: Padding) -> BatchFeatures:
+        """What a cost model knows of the step. padding: the buckets that it is rounded up to."""
+        rows = np.arange(len(self.counts))
+        return BatchFeatures.of(
+            self.counts,
+            self.contexts,
+            rows < len(self.decodes),
+            padding=padding,
+            hidden=np.full(len(rows), self.hidden),
+            projected_tokens=self.widened,
+            saved_slots=self.swapped,
+            loaded_slots=self.swapped,
+            sampling=self.sampling,
+        )
+
+
+class StepTimer:
+    """Runs steps on an executor and times them. What is in the cache meanwhile is noise, so nothing
+    may be running; what its slots know of sampling is lost."""
+
+    def __init__(self, executor: Executor, num_blocks: int) -> None:
+        self._executor = executor
+        self._num_blocks = num_blocks
+        self.padding = executor.buckets.padding
+
+    def seconds(self, shape: Shape, chain: int = CHAIN) -> float:
+        """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
+        the device hides it."""
+        layout, packed = self._pack(shape)
+        widening = self._widening(shape.widened)
+        slots = self._swapped(shape.swapped)
+        if shape.sampling:
+            self._admit(len(shape.counts))
+        submit = self._executor.submit
+        begin = time.perf_counter()
+        for _ in range(chain):
+            for widened in widening:
+                self._executor.widen(*widened)
+            if len(slots):
+                self._swap(slots)
+            last = submit(layout, packed, full=shape.sampling)
+        last.result()
+        return (time.perf_counter() - begin) / chain
+
+    def _pack(self, shape: Shape) -> tuple[Layout, np.ndarray]:
+        from jaxserve.engine.device.batch_layout import Rows
+
+        buckets, counts = self._executor.buckets, shape.counts
+        n = len(counts)
+        kind = np.full(n, CacheKind.HIDDEN if shape.hidden else CacheKind.KV)
+        layout = buckets.fitting(counts, kind)
+        rows = Rows(
+            counts=counts,
+            contexts=shape.contexts,
+            tables=self._tables(n),
+            kind=kind,
+            slots=np.arange(n),
+            emits=1,
+        )
+        return layout, layout.pack(rows).buffer
+
+    def _tables(self, rows: int) -> np.ndarray:
+        size = (rows, 2, self._executor.buckets.width)
+        blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
+        return blocks.reshape(size)
+
+    def _widening(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
+        """What `Executor.widen` takes to make K and V of so many hidden vectors of one request."""
+        from jaxserve.engine.device.batching import widening
+
+        if not tokens:
+            return []
+        one = np.zeros(1, np.int64)
+        move = Widen(one, one + tokens, self._tables(1), one.astype(np.int8))
+        return list(widening(self._executor.buckets, move))
+
+    def _swapped(self, count: int) -> np.ndarray:
+        """So many slots, int32 [count, 2], all of them different where the pool is large enough."""
+        block = np.arange(count, dtype=np.int32) % self._num_blocks
+        return np.stack([block, np.zeros_like(block)], axis=1)
+
+    def _swap(self, slots: np.ndarray) -> None:
+        key = next(_KEYS)
+        self._executor.save((key,), (len(slots),), slots)
+        self._executor.load((key,), (len(slots),), slots)
+        self._executor.discard((key,))
+
+    def _admit(self, slots: int) -> None:
+        from jaxserve.engine.device.sampling_state import RequestRow
+
+        row = RequestRow(Request("timed", (0,), SAMPLING), _VOCABULARY, ())
+        for slot in range(slots):
+            self._executor.admit(slot, row.slot_params(0, ()))

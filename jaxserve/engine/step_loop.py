@@ -1,0 +1,466 @@
+"""The requests in the engine and the steps that serve them, on the engine's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxserve.engine.commands import Submit
+from jaxserve.engine.device.batch_layout import Layout, PackedBatch
+from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
+from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
+from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.sampling import SampleResult, SlotParams, mask_words, plain_slot
+from jaxserve.engine.failures import (
+    OF_NEWCOMERS,
+    Failures,
+    Observers,
+    describe,
+    ends_engine,
+    refuse,
+)
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.output import COMPLETE, FinishReason
+from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, untold
+from jaxserve.engine.sequence import NO_SLOT, Continuation
+from jaxserve.engine.stats import EngineInfo, StepStats
+from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo.tiers import lengthening
+from jaxserve.sched.step import Discard, Step
+from jaxserve.sched.step_timing import StepWatch
+
+
+class Serving:
+    """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
+
+    What fails for one continuation ends it alone, and what fails for a step those that it is of
+    (`failures.py`); what is raised here ends the engine.
+
+    watch: predicts and measures the steps. compiles: an error after the warm-up, if given.
+    on_over(request id) is told of each continuation that is over.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        info: EngineInfo,
+        *,
+        watch: StepWatch,
+        compiles: CompileCounter | None,
+        clock: Callable[[], float],
+        on_over: Callable[[str], None],
+    ) -> None:
+        self.live: dict[int, Continuation] = {}
+        self.failures = Failures()
+        self.observers = Observers(self.failures)
+        self.steps = 0
+        self._executor, self._scheduler = executor, scheduler
+        self._info, self._compiles = info, compiles
+        self.watch, self._clock, self._on_over = watch, clock, on_over
+        self._by_id: dict[str, list[Continuation]] = {}
+        self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
+        self._plain = plain_slot(info.vocab_size)
+        self._newcomers: list[Continuation] = []  # since the last plan
+        # Continuations that failed while a step is made of which they are: it is launched first.
+        self._failed: list[tuple[Continuation, BaseException]] = []
+        self.arrivals = 0  # continuations so far, those that could not be taken in included
+        self._since = clock()  # when the thread was done with a step, or went on after it slept
+        # Not told in any step yet.
+        self._preemptions = self._received = 0
+        self._wake_time = self._receive_time = 0.0
+
+    def woke(self, arrival: float | None) -> None:
+        """The thread has slept, until now; arrival: of the request that woke it, if one did."""
+        self._since = self._clock()
+        self._wake_time = 0.0 if arrival is None else self._since - arrival
+
+    def admit(self, command: Submit) -> None:
+        """Takes the request in, as many continuations as it asks for; they wait."""
+        request = command.request
+        mine = self._by_id[request.id] = []
+        try:
+            for index, text in enumerate(command.texts):
+                row = self._scheduler.add(request, alone=command.alone)
+                number, self.arrivals = self.arrivals, self.arrivals + 1
+                self._received += 1
+                one = Continuation(
+                    *(request, index, row, number, text, command.row),
+                    *(command.on_output, command.problems),
+                )
+                mine.append(one)
+                self.live[row] = one
+                self._newcomers.append(one)
+                self._tell_arrival(one)
+        except BaseException as error:
+            self._refuse(command, mine, error)
+
+    def _tell_arrival(self, one: Continuation) -> None:
+        self.observers.tell(lambda observer: observer.on_arrival(one.number, one.request))
+
+    def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
+        """Ends a request that cannot be taken in, or not as a whole."""
+        request, rest = command.request, range(len(begun), command.request.sampling.n)
+        refuse(request, command.on_output, FinishReason.ERROR, describe(error), rest)
+        self.arrivals += len(rest)
+        if not begun:
+            del self._by_id[request.id]
+        for _ in rest:
+            self.failures.of_request(error, request.id)
+            self._on_over(request.id)
+        for continuation in list(begun):
+            self._fail(continuation, error)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends what there is of it."""
+        for continuation in list(self._by_id.get(request_id, ())):
+            try:
+                self._end(continuation, FinishReason.CANCELLED)
+            except BaseException as error:
+                self._fail(continuation, error)
+
+    def launch(self, *, idle: bool) -> InFlight | None:
+        """Plans the next step and starts it; None if there is nothing to do yet, or it failed."""
+        if not self.live:
+            return None
+        # Plans went well before these came; if it is not they, the next ones say so.
+        suspects, step = self._newcomers, None
+        if not suspects or self.failures.in_vain >= OF_NEWCOMERS:
+            suspects = list(self.live.values())
+        begin = self._clock()
+        self._receive_time += begin - self._since
+        try:
+            plan = self._plan(begin, idle=idle)
+            suspects, self._newcomers = list(self.live.values()), []
+            num_live, step = len(self.live), self._scheduler.book(plan)
+            suspects = self._members(step)
+            return self._launch(step, begin, num_live=num_live, idle=idle)
+        except BaseException as error:
+            self._fail_step(error, suspects, step)
+            return None
+
+    def _plan(self, now: float, *, idle: bool) -> BatchPlan:
+        try:
+            plan = self._scheduler.plan(now)
+            if idle and not len(plan) and not plan.operations:
+                raise InvalidPlan(f"it plans nothing for {len(self.live)} requests")
+        except InvalidPlan as error:
+            raise InvalidPlan(f"policy {self._info.policy}: {error}") from error
+        return plan
+
+    def _members(self, step: Step) -> list[Continuation]:
+        """Those that compute anything in it, or whose caches it moves."""
+        rows = step.rows.tolist()
+        for operation in step.plan.operations:
+            rows += [operation.row] if isinstance(operation, Join) else operation.rows.tolist()
+        return [self.live[row] for row in dict.fromkeys(rows)]
+
+    def _launch(self, step: Step, begin: float, *, num_live: int, idle: bool) -> InFlight | None:
+        scheduler = self._scheduler
+        kv_used = int(scheduler.pool.as_tokens(scheduler.pool.num_used))
+        num_shared = scheduler.pool.num_shared
+        planned = self._clock()
+        for row in step.preempted.tolist():
+            self._release_slot(self.live[row], preempted=begin)
+        self._preemptions += len(step.preempted)
+        for move in step.moves:
+            carry_out(self._executor, move)
+        if not len(step):
+            self.watch.moved(step)
+            self._since = self._clock()
+            return None
+        members = [self.live[row] for row in step.rows.tolist()]
+        admitted = [member for member in members if member.slot == NO_SLOT]
+        for member in admitted:
+            self._take_slot(member, begin)
+        layout, batch, prompts = self._batch(step, members)
+        emitting = [(i, members[j]) for i, j in sampling_rows(step, batch)]
+        handle = self._start(layout, batch, emitting, prompts, full=step.sampling)
+        for row in scheduler.release_finished(step).tolist():
+            self._release_slot(self.live[row])
+        watched = self.watch.launched(step, self._clock(), usual=prompts is None)
+        flying = InFlight(
+            handle,
+            emitting,
+            prompts,
+            step,
+            watched,
+            lengthening(step, scheduler.view, watched.predicted),
+            layout.tokens,
+            self._preemptions,
+            num_live=num_live,
+            num_received=self._received,
+            num_admitted=len(admitted),
+            after_idle=idle,
+            kv_used=kv_used,
+            num_shared=num_shared,
+            begin=begin,
+            wake_time=self._wake_time,
+            receive_time=self._receive_time,
+            plan_time=planned - begin,
+            launch_time=self._clock() - planned,
+        )
+        self._end_failed_members()
+        self._preemptions = self._received = 0
+        self._wake_time = self._receive_time = 0.0
+        self._since = self._clock()
+        return flying
+
+    def _end_failed_members(self) -> None:
+        """The step with them runs: what they hold is free for those behind it."""
+        failed, self._failed = self._failed, []
+        for continuation, error in failed:
+            self._fail(continuation, error)
+
+    def _batch(
+        self, step: Step, members: Sequence[Continuation]
+    ) -> tuple[Layout, PackedBatch, PromptLogprobs | None]:
+        slots = np.array([member.slot for member in members], np.int32)
+        buckets, pool, pieces = self._executor.buckets, self._scheduler.pool, untold(members, step)
+        layout, batch = build_batch(buckets, step, pool, slots, self._tokens_of, mixed=bool(pieces))
+        return layout, batch, PromptLogprobs.of(pieces, step, layout, batch)
+
+    def _start(
+        self,
+        layout: Layout,
+        batch: PackedBatch,
+        emitting: Sequence[tuple[int, Continuation]],
+        prompts: PromptLogprobs | None,
+        *,
+        full: bool,
+    ) -> Handle | Undrawn:
+        targets = None if prompts is None else prompts.targets
+        if any(member.matcher for _, member in emitting):
+            return self._executor.compute(layout, batch.buffer, targets=targets)
+        return self._executor.submit(layout, batch.buffer, full=full, targets=targets)
+
+    def _tokens_of(self, row: int, first: int, end: int) -> Sequence[int]:
+        try:
+            return self.live[row].tokens(first, end)
+        except BaseException as error:
+            self._failed.append((self.live[row], error))
+            return (0,) * (end - first)
+
+    def draw(self, step: InFlight) -> InFlight | None:
+        """Has the tokens drawn of a step in which grammars have a say, now that every token before
+        them is here. None if that failed."""
+        if not isinstance(step.handle, Undrawn):
+            return step
+        begin = self._clock()
+        try:
+            masks = np.full((step.handle.rows, mask_words(self._info.vocab_size)), -1, np.int32)
+            masks = masks.view(np.uint32)
+            for i, continuation in step.emitting:
+                self._mask(continuation, masks[i])
+            handle = self._executor.draw(step.handle, masks)
+        except BaseException as error:
+            self._fail_step(error, step.recipients)
+            return None
+        self._since = self._clock()
+        took = step.launch_time + self._since - begin
+        return dataclasses.replace(step, handle=handle, launch_time=took)
+
+    def _mask(self, continuation: Continuation, to: np.ndarray) -> None:
+        """Writes what its grammar allows next; it ends where that is nothing."""
+        matcher = continuation.matcher
+        if matcher is None or continuation.finished:
+            return
+        try:
+            mask = matcher.mask()
+            if mask is not None:
+                to[:] = mask
+            elif problem := matcher.problem:
+                self._end(continuation, FinishReason.ERROR, problem)
+            else:
+                self._end(continuation, FinishReason.STOP)
+        except BaseException as error:
+            self._fail(continuation, error)
+
+    def finish(self, step: InFlight) -> None:
+        """Takes in a step's tokens; late ones of requests that are over are dropped."""
+        assert not isinstance(step.handle, Undrawn)
+        result = step.handle.result()  # what this raises the device has raised
+        prompt = None if step.prompts is None else step.handle.prompt()
+        try:
+            self._take_in(step, result, prompt)
+        except BaseException as error:
+            self._fail_step(error, step.recipients)
+        self.steps += 1
+        if self._compiles is not None and self._compiles.count:
+            raise CompiledAfterWarmup(
+                f"{self._compiles.count} compilation(s) after the warm-up; the last step had "
+                f"{len(step.step)} rows and {step.padded_tokens} padded tokens"
+            )
+
+    def _take_in(self, step: InFlight, result: SampleResult, prompt: SampleResult | None) -> None:
+        now = self._clock()
+        device_time = self.watch.finished(step.watched, now)
+        if step.prompts is not None and prompt is not None:
+            for continuation, error in step.prompts.tell(prompt, now):
+                self._fail(continuation, error)
+        mine = [(i, c) for i, c in step.emitting if not c.finished]
+        self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
+        tokens = result.tokens.tolist()
+        for i, continuation in mine:
+            self._observe_token(continuation, now)
+            try:
+                self._feed(continuation, tokens[i], result, i, now)
+            except BaseException as error:
+                self._fail(continuation, error)
+        self.failures.went_well()
+        self._report(step, tuple(c.number for _, c in mine), now, device_time)
+
+    def _feed(
+        self, continuation: Continuation, token: int, result: SampleResult, i: int, now: float
+    ) -> None:
+        reason = continuation.feed(
+            token,
+            now,
+            int(self._scheduler.table.preemptions[continuation.row]),
+            entries(result, i, i + 1, continuation.request.sampling.logprobs),
+        )
+        if reason is not None:
+            self._forget(continuation, reason, now)
+
+    def _report(
+        self, step: InFlight, received: tuple[int, ...], now: float, device_time: float
+    ) -> None:
+        """Tells the observers of a step whose tokens came now, to whom."""
+        booked, self._since = step.step, self._clock()
+        stats = StepStats(
+            num_rows=len(booked),
+            num_decodes=booked.num_decodes,
+            num_decode_tokens=booked.num_decode_tokens,
+            num_prefill_tokens=booked.num_prefill_tokens,
+            num_recomputed_tokens=booked.num_recomputed_tokens,
+            padded_tokens=step.padded_tokens,
+            preemptions=step.preemptions,
+            num_live=step.num_live,
+            num_received=step.num_received,
+            num_admitted=step.num_admitted,
+            num_moves=sum(not isinstance(move, Discard) for move in booked.moves),
+            num_emitting=len(step.emitting),
+            after_idle=step.after_idle,
+            features=step.watched.features,
+            received=received,
+            kv_used=step.kv_used,
+            num_hidden=int(np.count_nonzero(booked.plan.kinds == HIDDEN)),
+            num_shared=step.num_shared,
+            end=now,
+            step_time=now - step.begin,
+            device_time=device_time,
+            predicted_time=step.watched.predicted,
+            lengthening=step.lengthening,
+            wake_time=step.wake_time,
+            receive_time=step.receive_time,
+            plan_time=step.plan_time,
+            launch_time=step.launch_time,
+            finish_time=self._since - now,
+        )
+        self.observers.tell(lambda observer: observer.on_step(stats))
+
+    def _observe_token(self, continuation: Continuation, now: float) -> None:
+        tier, came = continuation.request.tier, continuation.token_times
+        if came:
+            since = now - came[-1]
+            self.observers.tell(lambda observer: observer.on_inter_token(since, tier))
+        else:
+            ttft = now - continuation.request.arrival
+            self.observers.tell(lambda observer: observer.on_first_token(ttft, tier))
+
+    def _take_slot(self, member: Continuation, now: float) -> None:
+        member.slot = self._free_slots.pop()
+        if member.first_scheduled is None:
+            member.first_scheduled = now
+        self._executor.admit(member.slot, self._slot_params(member))
+
+    def _slot_params(self, member: Continuation) -> SlotParams:
+        try:
+            return member.slot_params()
+        except BaseException as error:
+            self._failed.append((member, error))
+            return self._plain
+
+    def _release_slot(self, member: Continuation, preempted: float | None = None) -> None:
+        """Those restored from the host have none until they are in a batch. preempted: when."""
+        if preempted is not None:
+            member.preempted.append(preempted)
+        if member.slot != NO_SLOT:
+            self._free_slots.append(member.slot)
+            member.slot = NO_SLOT
+
+    def stop(self) -> None:
+        """Ends the executor, and tells the observers, for the last time."""
+        self._executor.close()
+        observers, self.observers = self.observers, Observers(self.failures)
+        observers.tell(lambda observer: observer.on_stop())
+
+    # How they end.
+
+    def _end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
+        """Ends a continuation from outside the model."""
+        now = self._clock()
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        continuation.end(reason, now, preemptions, error)
+        self._forget(continuation, reason, now)
+
+    def _fail(self, continuation: Continuation, error: BaseException) -> None:
+        """Ends it alone for what went wrong with it, unless it is over."""
+        if self.live.get(continuation.row) is continuation:
+            self.failures.of_request(error, continuation.request.id)
+            self.end_failed(continuation, describe(error))
+
+    def _fail_step(
+        self, error: BaseException, suspects: Iterable[Continuation], step: Step | None = None
+    ) -> None:
+        """Ends those of whom it may be the fault, or whose caches nobody knows now, the suspects.
+        step: what was booked of it, if its launch failed. Raises the error where it is no use to go
+        on."""
+        if ends_engine(error) or not self._executor.intact:
+            raise error
+        for move in () if step is None else step.moves:
+            if isinstance(move, Discard):
+                carry_out(self._executor, move)
+        self._end_failed_members()
+        ended = [one for one in suspects if self.live.get(one.row) is one]
+        self.failures.of_step(error, len(ended))
+        for continuation in ended:
+            self.end_failed(continuation, describe(error))
+        self._newcomers = []
+        if not self.live and not self._scheduler.is_empty:
+            raise error  # there are blocks that nobody holds
+        self._since = self._clock()
+
+    def end_failed(
+        self, continuation: Continuation, problem: str, *, engine_failed: bool = False
+    ) -> None:
+        """Ends it with an error, and frees what it holds, whatever its caller raises."""
+        now = self._clock()
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        with contextlib.suppress(BaseException):
+            continuation.fail(now, preemptions, problem, engine_failed=engine_failed)
+        self._forget(continuation, FinishReason.ERROR, now)
+
+    def _forget(self, continuation: Continuation, reason: FinishReason, now: float) -> None:
+        """Frees all that a finished continuation holds."""
+        request = continuation.request
+        preemptions = int(self._scheduler.table.preemptions[continuation.row])
+        self._release_slot(continuation)
+        self._scheduler.finish(continuation.row, complete=reason in COMPLETE)
+        del self.live[continuation.row]
+        siblings = self._by_id[request.id]
+        siblings.remove(continuation)
+        if not siblings:
+            del self._by_id[request.id]
+        self._on_over(request.id)
+        try:
+            stats = continuation.stats(reason, now, preemptions)
+        except BaseException as error:
+            self.failures.of_request(error, request.id)
+        else:
+            self.observers.tell(lambda observer: observer.on_finish(stats))

@@ -1,0 +1,1 @@
+"""Text: detokenising, stop conditions, grammars."""

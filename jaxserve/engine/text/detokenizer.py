@@ -1,0 +1,302 @@
+"""Text to token ids, and token ids to text as they come, one at a time.
+
+A detokeniser says of each token only what no later token can change: it never splits a UTF-8
+character, whose bytes may come in several tokens. Special tokens say nothing.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import decoders
+
+from jaxserve.checkpoint_files import read_text
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
+from jaxserve.sched.request import InvalidRequest, too_many_tokens
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "tokenizer.json"
+_MAX_BYTES = 256 << 20  # of that file; the longest have some 35 MiB
+_CHARACTER = 4  # most bytes, and so most tokens, that make one character
+_PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are looked at
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one continuation. Deltas, put together, are what decoding prompt and output at
+    once adds to the prompt's text."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens settle; often "", while a character is unfinished."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, at the end: unfinished characters become U+FFFD, as in decoding at once."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """From text to token ids and back, for one model. Thread-safe."""
+
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
+        """Token ids, with the special tokens the model expects (such as a first one) unless the
+        text has them itself (special=False). Other threads run meanwhile.
+
+        most: more tokens than that are refused, and texts that are too long for that for sure are
+        not even encoded. Raises InvalidRequest, naming `prompt`, for those, and `text` if this
+        model takes none.
+        """
+        ...
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """UTF-8 of the longest text that may make so many tokens; None: any text may."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, all at once, without special tokens."""
+        ...
+
+    def piece(self, token_id: int) -> bytes:
+        """One token by itself, as it is shown to people: special ones by their names."""
+        ...
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """For one continuation of the prompt."""
+        ...
+
+    def definition(self) -> str | None:
+        """Its tokenizer.json; None where there is none."""
+        ...
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer.json; methods as in `Tokenizer`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # Left over from training in some files: prompts would be cut silently, or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: list[bytes | None] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel):
+            self._bytes = [None] * tokenizer.get_vocab_size(with_added_tokens=True)
+        self._limit = text_limit(json.loads(tokenizer.to_str()))
+
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
+        """Never cut and never padded, whatever the file says."""
+        if most is not None and self._limit is not None:
+            problem = self._limit.exceeded(text, most)
+            if problem is not None:
+                raise InvalidRequest("prompt", problem)
+        # `encode` alone holds the interpreter until it is done, this one does not.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        if most is not None and len(encoding) > most:
+            raise too_many_tokens(len(encoding), most)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """By the longest token, where every byte of a text is in some token."""
+        return None if self._limit is None else self._limit.max_bytes(tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Bytes that make no character become U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def piece(self, token_id: int) -> bytes:
+        """By bytes where the vocabulary is of bytes."""
+        if self._bytes is not None and (known := self.token_bytes(token_id)):
+            return known
+        if self._tokenizer.id_to_token(token_id) is None:
+            return b""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """By bytes where the vocabulary is of bytes, else by decoding a window of tokens again."""
+        tail = prompt[-_PROMPT_TAIL:]
+        return _WindowDetokenizer(self, tail) if self._bytes is None else _Utf8(self, tail)
+
+    def definition(self) -> str | None:
+        """As it is used: without truncation and padding."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def is_silent(self, token_id: int) -> bool:
+        """Special, or not in the vocabulary (the model's may be padded)."""
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of a byte-level vocabulary stands for."""
+        assert self._bytes is not None
+        if not 0 <= token_id < len(self._bytes):
+            return self._look_up(token_id)
+        known = self._bytes[token_id]
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return b""
+        if all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        return token.encode()  # an added token, kept as it is written
+
+
+class NullTokenizer:
+    """For a model without one, such as random weights: token ids in, token ids out, no text."""
+
+    def encode(self, text: str, most: int | None = None, *, special: bool = True) -> list[int]:
+        """Raises InvalidRequest."""
+        raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """0: it takes none."""
+        return 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """No text, whatever the ids."""
+        return ""
+
+    def piece(self, token_id: int) -> bytes:
+        """Nothing."""
+        return b""
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """One whose deltas are all empty."""
+        return _Silent()
+
+    def definition(self) -> None:
+        """None."""
+        return None
+
+
+def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint directory (its tokenizer.json), or of such a file itself;
+    a NullTokenizer for None or "". Raises ConfigError if the file is missing or unreadable, or is
+    another model's: its ids go beyond vocab_size."""
+    if not path:
+        return NullTokenizer()
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / FILE_NAME
+    if not os.path.lexists(file):
+        raise ConfigError(
+            f"model.path: there is no {file}; a checkpoint needs its tokenizer in that form "
+            "(transformers writes it: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    try:
+        found = tokenizers.Tokenizer.from_str(read_text(file, _MAX_BYTES))
+        made = HFTokenizer(found)
+    except BaseException as error:  # the library raises bare Exception, and panics
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            problem = f"cannot read the tokenizer {file}: {said[:300]}"
+            raise ConfigError(f"model.path: {problem}") from error
+        raise
+    if vocab_size is not None:
+        _check_ids(file, found, vocab_size)
+    return made
+
+
+def _check_ids(file: Path, found: tokenizers.Tokenizer, vocab_size: int) -> None:
+    """Tokens that were added to a vocabulary, for padding, say, may have no embedding; who sends
+    one is told."""
+    for added in (False, True):
+        ids = found.get_vocab(with_added_tokens=added)
+        token = max(ids, key=ids.__getitem__, default="")
+        if ids.get(token, -1) < vocab_size:
+            continue
+        problem = f"{file} has an id {ids[token]} ({token!r}), but config.json: vocab_size is"
+        if not added:
+            raise ConfigError(f"model.path: {problem} {vocab_size}")
+        log.warning("prompts with that token will be refused: %s %d", problem, vocab_size)
+
+
+class _Silent:
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _Utf8:
+    """For byte-level vocabularies (GPT-2, OPT, Llama 3, Qwen): every token is a string of bytes,
+    and text is the bytes decoded. Well under a microsecond a token, nothing is decoded twice."""
+
+    def __init__(self, tokenizer: HFTokenizer, prompt_tail: Sequence[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.feed(prompt_tail)
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowDetokenizer:
+    """For every other decoder: decodes a window of the last tokens, with and without the new ones,
+    and says the difference.
+
+    The settled part of the window is there for context: decoders in the manner of SentencePiece
+    drop the space before the first token they see, and only that one's.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer, prompt_tail: Sequence[int]) -> None:
+        self._decode = tokenizer.decode
+        self._is_silent = tokenizer.is_silent
+        self._settled: list[int] = []
+        self._settled_text = ""
+        self._pending: list[int] = []
+        self.feed(self._from_whole_character(prompt_tail))
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self._one, token_ids))
+
+    def flush(self) -> str:
+        return self._settle(self._decode([*self._settled, *self._pending]))
+
+    def _one(self, token_id: int) -> str:
+        # In the window such a token would be all the context the next one has: none.
+        if self._is_silent(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._decode([*self._settled, *self._pending])
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _CHARACTER:
+            return ""
+        return self._settle(text)
+
+    def _from_whole_character(self, tail: Sequence[int]) -> Sequence[int]:
+        """The tail from the first character on that is not cut: with half of one before them, the
+        decoder takes the bytes that follow for invalid, too."""
+        heard = [token for token in tail if not self._is_silent(token)]
+        for start in range(min(_CHARACTER, len(heard))):
+            for end in range(start + 1, start + 1 + _CHARACTER):
+                text = self._decode(heard[start:end])
+                if text and _REPLACEMENT not in text:
+                    return heard[start:]
+        return ()
+
+    def _settle(self, text: str) -> str:
+        delta = text[len(self._settled_text) :]
+        if self._pending:
+            self._settled, self._pending = self._pending, []
+            self._settled_text = self._decode(self._settled)
+        return delta

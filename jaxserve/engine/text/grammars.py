@@ -1,0 +1,186 @@
+"""Text that is what a grammar says: which tokens may come next, for each continuation.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses grammars and makes the masks. It is
+imported with the first grammar that comes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.engine.device.sampling import mask_words
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+CACHED = 256  # grammars
+# White space between two parts of JSON ends: a model may else write nothing but that.
+_JSON: JsonCompileOptions = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}",
+    # A keyword that is not known is an error, whatever the schema itself says of that.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# What a grammar may take, in llguidance's units: a fraction of a second for the first mask, and
+# milliseconds for each of the others, which the engine's thread makes.
+_COMPILE_FUEL, _STEP_FUEL = 300_000, 50_000
+_META = frozenset(r"\.+*?()|[]{}^$")
+
+
+class Matcher:
+    """Where one continuation is in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, keep: np.ndarray) -> None:
+        self._matcher, self._keep = matcher, keep
+
+    def feed(self, token: int) -> bool:
+        """Takes the next token; whether the text is complete, and nothing can follow it."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def mask(self) -> np.ndarray | None:
+        """uint32 [`mask_words(V)`], a bit for each token that may follow; None if none may."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        allowed = bits[: len(self._keep)] & self._keep
+        return allowed if allowed.any() and not self._matcher.is_error() else None
+
+    @property
+    def problem(self) -> str:
+        """Why no token may follow; empty if the text is complete."""
+        if self._matcher.is_error():
+            return f"the grammar got too complex here: {_one_line(self._matcher.get_error())}"
+        if self._matcher.is_accepting():
+            return ""
+        return "the grammar allows none of this model's tokens here"
+
+
+class CompiledGrammar:
+    """A grammar over the tokens of a model; `matcher` for each continuation. Thread-safe."""
+
+    def __init__(self, matcher: LLMatcher, keep: np.ndarray, keep_ends: np.ndarray) -> None:
+        self._matcher, self._keep, self._keep_ends = matcher, keep, keep_ends
+
+    def matcher(self, *, ignore_eos: bool) -> Matcher:
+        """At the beginning. ignore_eos: end-of-sequence tokens are never allowed."""
+        keep = self._keep if ignore_eos else self._keep_ends
+        return Matcher(self._matcher.deep_copy(), keep)
+
+
+class Grammars:
+    """Grammars over one model's tokens, the last `CACHED` of them kept. Thread-safe.
+
+    definition: the tokenizer.json; None where there is none. eos_ids: those that may end a text.
+    """
+
+    def __init__(self, definition: str | None, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._definition, self._vocab_size, self._eos_ids = definition, vocab_size, eos_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+
+    def __len__(self) -> int:
+        """Those that are kept."""
+        return len(self._compiled)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Takes at most about a second, with the interpreter free for others; nothing for one that
+        is kept. Raises InvalidRequest, saying what is wrong, for one that is not well-formed, uses
+        what is not supported, is too complex, or allows no text."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        if self._definition is None:
+            raise InvalidRequest(grammar.field_name, "this model has no tokenizer to apply it to")
+        made = self._compile(grammar, self._loaded(self._definition))
+        with self._lock:
+            self._compiled[grammar] = made
+            if len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return made
+
+    def _loaded(self, definition: str) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._loading:
+            if self._tokenizer is None:
+                ends = list(self._eos_ids) or None
+                try:
+                    self._tokenizer = LLTokenizer(definition, self._vocab_size, eos_token=ends)
+                except ValueError:  # it has tokens that the model has not; no mask will have them
+                    self._tokenizer = LLTokenizer(definition, eos_token=ends)
+            return self._tokenizer
+
+    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            source = _source(grammar)
+        except ValueError as error:
+            raise InvalidRequest(grammar.field_name, _one_line(str(error))) from None
+        limits = LLParserLimits(
+            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+        )
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise InvalidRequest(grammar.field_name, _one_line(matcher.get_error()))
+        keep = np.full(mask_words(self._vocab_size), -1, np.int32).view(np.uint32)
+        keep = _without(keep, range(self._vocab_size, 32 * len(keep)))
+        ends = [token for token in tokenizer.eos_tokens if token < self._vocab_size]
+        others = [token for token in ends if token not in self._eos_ids]
+        made = CompiledGrammar(matcher, _without(keep, ends), _without(keep, others))
+        # The first mask takes longest: here, and not on the engine's thread.
+        first = Matcher(matcher, _without(keep, ends))
+        if first.mask() is None:
+            problem = first.problem or "allows no text but the empty one"
+            raise InvalidRequest(grammar.field_name, problem)
+        return made
+
+
+def _source(grammar: Grammar) -> str:
+    """As llguidance takes it. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    text = grammar.text
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
+        case GrammarKind.JSON_SCHEMA:
+            if text.strip() == "false":
+                raise ValueError("nothing is valid by it")
+            text = "{}" if text.strip() == "true" else text
+            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case GrammarKind.CHOICE:
+            choices: list[str] = json.loads(text)
+            return LLMatcher.grammar_from_regex("|".join(map(_literal, choices)))
+
+
+def _literal(text: str) -> str:
+    return "".join(f"\\{char}" if char in _META else char for char in text)
+
+
+def _without(mask: np.ndarray, tokens: Sequence[int] | range) -> np.ndarray:
+    """The mask with these tokens' bits cleared."""
+    mask = mask.copy()
+    for token in tokens:
+        mask[token // 32] &= ~np.uint32(1 << token % 32)
+    return mask
+
+
+def _one_line(problem: str) -> str:
+    """A parser's message, which may be long and drawn over several lines."""
+    lines = [line.strip() for line in problem.splitlines()]
+    text = " ".join(line for line in lines if line and set(line) - set("^ |"))
+    return text if len(text) <= 300 else f"{text[:297]}..."

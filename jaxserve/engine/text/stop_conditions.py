@@ -1,0 +1,108 @@
+"""When a continuation ends, and what of its text may be shown by then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.text.detokenizer import Tokenizer
+from jaxserve.engine.text.grammars import Matcher
+from jaxserve.sched.request import SamplingParams
+
+
+class StopStrings:
+    """Looks for stop strings in text that comes in pieces; how it is cut makes no difference.
+
+    The match that is complete first counts, and of several complete at the same character the
+    longest. Held back is only the longest end of the text that a stop string may begin with.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def feed(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
+        """-> (text now free to show, whether a stop string was found; it and what follows it are
+        gone then). Not armed: stop strings that end in this piece are text like any other."""
+        if not self._stops:
+            return text, False
+        seen = len(self._held)
+        text = self._held + text
+        if armed:
+            # Only matches that end in the new piece: those in the held part were let pass.
+            starts = ((text.find(s, max(seen - len(s) + 1, 0)), len(s)) for s in self._stops)
+            found = [(start + length, start) for start, length in starts if start >= 0]
+            if found:
+                self._held = ""
+                return text[: min(found)[1]], True
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What is held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[-length:]
+            if any(len(s) > length and s.startswith(end) for s in self._stops):
+                return length
+        return 0
+
+
+class ContinuationText:
+    """Turns the tokens of one continuation into text and says when it ends.
+
+    It ends with STOP at an end-of-sequence token (unless ignore_eos), a stop token id or a stop
+    string, and with LENGTH at max_tokens; STOP if both. A stop token counts as a generated token
+    and its id is reported, but it adds no text, whether or not it is a special token. As many as
+    min_tokens tokens go by before anything stops: the first to do so is number min_tokens + 1. Only
+    where nothing can follow by its grammar it ends with STOP however short it is.
+
+    matcher: of its grammar, if it has one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        eos_ids: Collection[int],
+        prompt: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.matcher = matcher
+        self._detokenizer = tokenizer.detokenizer(prompt)
+        self._strings = StopStrings(sampling.stop)
+        self._ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends = self._ends.union(eos_ids)
+        self._min_tokens = sampling.min_tokens
+        self._max_tokens = sampling.max_tokens
+        self._num_tokens = 0
+
+    def feed(self, token: int) -> tuple[str, FinishReason | None]:
+        """The next token, in order -> (text it frees to show, why the text ends here or None).
+        Not to be called after the end."""
+        self._num_tokens += 1
+        armed = self._num_tokens > self._min_tokens
+        ends = armed and token in self._ends
+        complete = self.matcher is not None and not ends and self.matcher.feed(token)
+        last = ends or complete or self._num_tokens >= self._max_tokens
+        delta = "" if ends else self._detokenizer.feed((token,))
+        if last:
+            delta += self._detokenizer.flush()
+        text, found = self._strings.feed(delta, armed=armed)
+        if found:
+            return text, FinishReason.STOP
+        if last:
+            stops = ends or complete
+            return text + self._strings.flush(), FinishReason.STOP if stops else FinishReason.LENGTH
+        return text, None
+
+    def flush(self) -> str:
+        """What is held back, when the continuation is ended from outside."""
+        text, _ = self._strings.feed(self._detokenizer.flush(), armed=False)
+        return text + self._strings.flush()

@@ -1,0 +1,88 @@
+"""How long requests that come now would wait: published by the engine's thread, asked by others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.sched.request import Request, Tier
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.sched.slo.ttft_estimator import FirstToken, Wait
+from jaxserve.sched.step_timing import StepWatch
+
+log = logging.getLogger(__name__)
+
+
+class Outlook:
+    """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
+    clock: seconds, of the requests' arrival. arrivals(): continuations so far that the engine's
+    thread has taken in, or could not. backlog: what was there to do when the last step had been
+    launched."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        watch: StepWatch,
+        clock: Callable[[], float],
+        arrivals: Callable[[], int],
+    ) -> None:
+        self._scheduler, self._watch, self._clock = scheduler, watch, clock
+        self._arrivals = arrivals
+        self._lock = threading.Lock()
+        self._submitted = 0  # continuations
+        self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
+        self._seen: FirstToken | None = None
+        self.publish()
+
+    def publish(self, *flying: InFlight | None) -> None:
+        """What there is to do now. flying: the steps that have been launched, in order, whose
+        tokens are not here; those before them are done."""
+        now = self._clock()
+        free_at = self._watch.done
+        for step in flying:
+            if step is not None:
+                free_at = max(free_at, step.watched.submitted) + step.watched.predicted
+        backlog = self.backlog = Backlog.of(self._scheduler, now, free_at)
+        self._latest = self._arrivals(), FirstToken(backlog)
+
+    def submitted(self, request: Request) -> None:
+        """The engine has been given the request; it may not have taken it in yet."""
+        with self._lock:
+            predicts = self._current()
+            if self._submitted >= self._latest[0]:
+                self._since.append((self._submitted, request))
+                _arrived(predicts, request)
+            self._submitted += request.sampling.n
+
+    def wait(self, request: Request) -> Wait:
+        """Of one that would come now."""
+        with self._lock:
+            return self._current().wait(request, self._clock())
+
+    def by_tier(self) -> dict[str, float]:
+        """Seconds until the first token of the shortest prompt without targets, for each tier."""
+        shortest = {tier: Request("", (0,), tier=tier) for tier in Tier}
+        return {tier.name.lower(): self.wait(one).seconds for tier, one in shortest.items()}
+
+    def _current(self) -> FirstToken:
+        received, predicts = self._latest
+        if predicts is not self._seen:
+            self._seen = predicts
+            while self._since and self._since[0][0] < received:
+                self._since.popleft()
+            for _, request in self._since:
+                _arrived(predicts, request)
+        return predicts
+
+
+def _arrived(predicts: FirstToken, request: Request) -> None:
+    """A policy that fails over where it stands makes predictions worse, and nothing else: it is in
+    the queue."""
+    try:
+        predicts.arrived(request, request.arrival)
+    except Exception:
+        log.debug("the policy does not say where %r stands", request.id, exc_info=True)

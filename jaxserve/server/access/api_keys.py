@@ -1,0 +1,175 @@
+"""The API keys of a server: whose call is it, and may it come in?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.key_file import ApiKey, check_other, digest_of, parse_lines
+from jaxserve.server.access.key_limits import RateLimited, TooManyRequests, Usage
+
+__all__ = ["Caller", "Keys", "RateLimited", "TooManyRequests", "Unauthenticated"]
+
+log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # how often the file is looked at, at most
+
+
+class Unauthenticated(RuntimeError):
+    """The call has no key, or none that is known. given: it has one."""
+
+    def __init__(self, message: str, *, given: bool) -> None:
+        super().__init__(message)
+        self.given = given
+
+
+class Caller:
+    """Who calls. key: theirs. name: of it; "" where none is needed. Without a key (none is needed,
+    or it is not a call but a line of a batch) nothing is counted. `enter`, `take` and `give_back`
+    are for the event loop's thread."""
+
+    def __init__(
+        self, key: ApiKey | None = None, usage: Usage | None = None, *, name: str = ""
+    ) -> None:
+        self.name = name if key is None else key.name
+        self.key, self._usage = key, usage
+
+    @property
+    def weight(self) -> float:
+        """Of its share of what several keys want."""
+        return 1.0 if self.key is None else float(self.key.weight or 1)
+
+    def scoped(self, name: str) -> str:
+        """An id of the caller's choice, as one that nobody else can choose: names of keys have no
+        slash. Where no keys are needed, ids are everybody's."""
+        return f"{self.name}/{name}" if self.name else name
+
+    def own(self, scoped: str) -> str:
+        """The id of which `scoped` made that."""
+        return scoped.removeprefix(f"{self.name}/") if self.name else scoped
+
+    def enter(self, *, rated: bool = True) -> contextlib.ExitStack:
+        """One more call of theirs is open, until its end. rated: it counts against the rate, too.
+        Raises RateLimited where there are too many."""
+        place = contextlib.ExitStack()
+        if self.key is not None and self._usage is not None:
+            self._usage.enter(self.key, rated=rated)
+            place.callback(self._usage.leave)
+        return place
+
+    def take(self, count: int) -> None:
+        """So many requests of theirs go to the engine. Raises RateLimited where that is too many
+        now, TooManyRequests where it always is."""
+        if self.key is not None and self._usage is not None:
+            self._usage.take(self.key, count)
+
+    def give_back(self, count: int) -> None:
+        """So many have ended."""
+        if self._usage is not None:
+            self._usage.give_back(count)
+
+
+class Keys:
+    """path: a file of lines as `key_lines` has them; it is read again when it has changed, and
+    where that fails, the keys from before hold, so that nobody is let in or out by an accident.
+    fixed: keys that are always there. With neither, everybody may call. clock: seconds.
+
+    `caller` may be called from any thread. Raises ConfigError for a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        fixed: Sequence[ApiKey] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._fixed, self._clock = path, list(fixed), clock
+        self.needed = path is not None or bool(fixed)
+        self._lock = threading.Lock()
+        self._by_digest: Mapping[str, tuple[ApiKey, Usage]] = {}
+        self._seen, self._looked = _signature(path), clock()
+        try:
+            self._take(self._read())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"server.api_keys: {_told(error)}") from None
+        if self.needed and not self._by_digest:
+            log.warning("server.api_keys: %s has no keys yet: every call is refused", path)
+
+    def caller(self, authorization: bytes | None) -> Caller:
+        """Whose call it is that has this authorization, `Bearer KEY` (RFC 6750 section 2.1); None:
+        it has none. Raises Unauthenticated."""
+        if not self.needed:
+            return Caller()
+        self._look()
+        if authorization is None:
+            problem = "this server wants an API key: Authorization: Bearer KEY"
+            raise Unauthenticated(problem, given=False)
+        scheme, _, secret = authorization.strip().partition(b" ")
+        if scheme.lower() != b"bearer":
+            problem = "authorization: must be Bearer and an API key"
+            raise Unauthenticated(problem, given=False)
+        # A lookup that takes longer for some tells of hashes at most, of which no key can be made,
+        # and whose hash begins like another one's nobody can choose but by trying keys.
+        found = self._by_digest.get(digest_of(secret.strip()))
+        if found is None:
+            raise Unauthenticated("authorization: the API key is not one of ours", given=True)
+        return Caller(*found)
+
+    def _look(self) -> None:
+        """Takes the file's keys if it has changed."""
+        if self._path is None:
+            return
+        with self._lock:
+            now = self._clock()
+            if now - self._looked < _LOOK_S:
+                return
+            self._looked = now
+            signature = _signature(self._path)
+            if signature == self._seen:
+                return
+            self._seen = signature
+            try:
+                self._take(self._read())
+            except (OSError, ValueError) as error:
+                log.warning("server.api_keys: %s; the keys from before hold", _told(error))
+            else:
+                log.info("server.api_keys: %s has %d keys", self._path, len(self._by_digest))
+
+    def _read(self) -> list[ApiKey]:
+        keys = list(self._fixed)
+        if self._path is not None:
+            text = self._path.read_text(encoding="utf-8")
+            for key in parse_lines(text, str(self._path)):
+                check_other(keys, key)
+                keys.append(key)
+        return keys
+
+    def _take(self, keys: Sequence[ApiKey]) -> None:
+        # Who keeps its name keeps its count, whatever else of it has changed.
+        kept = {key.name: usage for key, usage in self._by_digest.values()}
+        self._by_digest = {
+            key.digest: (key, kept.get(key.name) or Usage(self._clock)) for key in keys
+        }
+
+
+def _signature(path: Path | None) -> tuple[int, ...] | None:
+    """Changes with the file; None where there is none."""
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "the file is not UTF-8"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

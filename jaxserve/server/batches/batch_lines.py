@@ -1,0 +1,159 @@
+"""A line of a batch and its result, and their JSON in the journal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
+from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Request, Tier
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.batches.records import NewLine
+from jaxserve.server.requests.engine_requests import EngineRequests
+
+MAX_LINE_BYTES = 4 << 20
+"""Of a line's JSON in the journal, which is ASCII: a prompt of four million Latin characters,
+700,000 others or half a million token ids."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One prompt, as text or token ids, as it was submitted. name: the client's own id of it, or
+    empty. sampling: those fields of SamplingParams that were given."""
+
+    prompt: str | tuple[int, ...]
+    sampling: Mapping[str, Any]
+    name: str = ""
+
+    def to_json(self) -> str:
+        """Equal lines have equal texts."""
+        return json.dumps(self, default=_fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Line:
+        """The line of which `to_json` made the text."""
+        line = cls(**{name: _frozen(value) for name, value in json.loads(text).items()})
+        grammar = line.sampling.get("grammar")
+        if grammar is None:
+            return line
+        grammar = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
+        return replace(line, sampling={**line.sampling, "grammar": grammar})
+
+    async def request(self, requests: EngineRequests, caller: Caller) -> Request:
+        """What the engine is to do. caller: whose batch it is of. Raises InvalidRequest."""
+        asked = {"sampling": self.sampling, "tier": Tier.BEST_EFFORT, "caller": caller}
+        return await requests.make(self.prompt, **asked)
+
+    def checked(self, requests: EngineRequests, problem: InvalidRequest | None = None) -> NewLine:
+        """What the journal is to keep: the line, with an error if it is too large, its door has
+        found a problem in it, or the engine would not serve it. Any thread may call this."""
+        text = self.to_json()
+        try:
+            if len(text) > MAX_LINE_BYTES:
+                limits = f"takes {len(text):,} bytes; at most {MAX_LINE_BYTES:,} are allowed"
+                text = hashlib.sha256(text.encode()).hexdigest()  # nobody needs all of it
+                raise InvalidRequest("line", limits)
+            if problem is not None:
+                raise problem
+            requests.check(
+                requests.build(self.prompt, sampling=self.sampling, tier=Tier.BEST_EFFORT)
+            )
+        except InvalidRequest as error:
+            return NewLine(text, Result(self.name, error=LineError.of(error)).to_json())
+        return NewLine(text)
+
+
+NO_ROOM = "RESOURCE_EXHAUSTED"
+
+
+@dataclass(frozen=True)
+class LineError:
+    """Why a line has no completions. code: a status code's name, as gRPC has them."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> LineError:
+        """What the engine does not serve, or failed over."""
+        code = "INVALID_ARGUMENT" if isinstance(error, InvalidRequest) else "INTERNAL"
+        return cls(code, str(error))
+
+    @classmethod
+    def no_room(cls, size: int) -> LineError:
+        """For a result of so many bytes."""
+        problem = f"has {size:,} bytes, for which the batches of the key have no room"
+        return cls(NO_ROOM, f"the result {problem} (server.batch_gib); delete some")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One of the n continuations, whole."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a line: its completions by index, or an error."""
+
+    name: str
+    completions: tuple[Completion, ...] = ()
+    error: LineError | None = None
+
+    def to_json(self) -> str:
+        """For the journal."""
+        return json.dumps(self, default=_fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """The result of which `to_json` made the text."""
+        found = json.loads(text, parse_float=_number)
+        error = found["error"]
+        completions = tuple(_completion(each) for each in found["completions"])
+        return cls(found["name"], completions, None if error is None else LineError(**error))
+
+
+def _number(text: str) -> float:
+    """For json, and for the same reason as `_fields`."""
+    return float(text)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Of a dataclass, for json. No method of C: in a result of many tokens, other threads have
+    their turn whenever it is called."""
+    return vars(value)
+
+
+def _completion(found: dict[str, Any]) -> Completion:
+    found["finish_reason"] = FinishReason(found["finish_reason"])
+    found["usage"] = Usage(**found["usage"])
+    found["timings"] = Timings(**_deep(found["timings"]))
+    found["token_ids"] = tuple(found["token_ids"])
+    for name in ("logprobs", "prompt_logprobs"):
+        found[name] = tuple(
+            TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
+            for each in found.get(name, ())  # an older journal has none of prompts
+        )
+    return Completion(**found)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, however deep, as the tuples that they were."""
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else _deep(value)
+
+
+def _deep(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _frozen(each) for name, each in value.items()}
+    return value

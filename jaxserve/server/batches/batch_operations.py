@@ -1,0 +1,237 @@
+"""What a door of the server does with batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.engine.errors import EngineStopped
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.batches.async_journal import Disk
+from jaxserve.server.batches.batch_lines import Line
+from jaxserve.server.batches.batch_runner import BatchRunner
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.batches.records import (
+    BatchConflict,
+    BatchState,
+    NewLine,
+    Outcome,
+    Quota,
+    Status,
+)
+from jaxserve.server.requests.call_outcome import Endings
+from jaxserve.server.requests.engine_requests import EngineRequests
+
+PAGE_BYTES = 1 << 20
+"""Of results that are read at once."""
+_CLEAN_S = 3600.0
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """journal: open; whoever opened it closes it. in_flight: how many continuations of batches the
+    engine gets at once at most. keep_s: for how long a batch is kept that nothing happens to.
+    key_share, key_files: what a key may have of the journal, and how many batches, that does not
+    say itself."""
+
+    journal: Journal
+    in_flight: int
+    keep_s: float
+    key_share: float = 0.25
+    key_files: int = 10_000
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A batch, and how many of its lines the engine has right now."""
+
+    status: Status
+    running: int
+
+    @property
+    def waiting(self) -> int:
+        """Lines that will be served."""
+        if self.status.state is BatchState.CANCELLED:
+            return 0
+        return self.status.num_lines - self.status.done - self.status.failed - self.running
+
+
+class Batches:
+    """The journal and its runner, for the event loop that serves: all methods run there.
+
+    endings: of lines that the engine gets. keep_s: for how long a batch is kept that nothing
+    happens to. owner, of methods: name of the API key that calls, for which others' batches are not
+    there; "" sees all. Methods raise BatchRefused where the journal does not do what is asked, and
+    sqlite3.Error where the disk does not.
+    """
+
+    def __init__(self, requests: EngineRequests, settings: BatchSettings, endings: Endings) -> None:
+        self._requests = requests
+        self._journal, self._settings, self.keep_s = settings.journal, settings, settings.keep_s
+        self._disk = Disk()
+        self._runner = BatchRunner(
+            requests, settings.journal, self._disk, endings, settings.in_flight
+        )
+        self._cleaning: asyncio.Task[None] | None = None
+        self._shrinking: asyncio.Task[None] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where the journal is."""
+        return self._journal.path.parent
+
+    @property
+    def max_bytes(self) -> int:
+        """What it may take."""
+        return self._journal.max_bytes
+
+    def quota(self, caller: Caller) -> Quota:
+        """What they may keep, of batches and of files each."""
+        settings, key = self._settings, caller.key
+        if key is None:
+            return Quota(self.max_bytes, settings.key_files)
+        share = int(settings.key_share * self.max_bytes)
+        return Quota(key.files_mib << 20 or share, key.files or settings.key_files)
+
+    def start(self) -> None:
+        """Begins to serve what waits, and to forget what is old."""
+        self._runner.start()
+        self._cleaning = asyncio.create_task(self._clean())
+
+    async def stop(self) -> None:
+        """Ends it all; lines that run wait for the next server."""
+        for task in (self._cleaning, self._shrinking):
+            if task is not None:
+                task.cancel()
+        await self._runner.stop()
+
+    def closed(self) -> None:
+        """Tells those who wait for results that the engine takes no requests any more."""
+        self._runner.tell()
+
+    async def submit(
+        self,
+        batch_id: str,
+        first: int,
+        lines: Sequence[tuple[Line, InvalidRequest | None]],
+        *,
+        commit: bool,
+        caller: Caller | None = None,
+        note: str = "",
+    ) -> Progress:
+        """`Journal.append`, after each line has been checked; one in error gets that as its result.
+        With each line goes what its door found wrong with it. batch_id: empty makes one up. caller:
+        whose it is, and counted as theirs.
+
+        Raises EngineStopped where the server takes no requests any more.
+        """
+        if self._requests.closed is not None:
+            raise EngineStopped(self._requests.closed)
+        new = await asyncio.to_thread(self._checked, lines)
+        name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
+        caller = caller or Caller()
+        owner, quota = caller.name, self.quota(caller)
+        status = await self._disk.do(
+            lambda: self._journal.append(
+                name, model, first, new, commit=commit, owner=owner, note=note, quota=quota
+            )
+        )
+        self._runner.wake()
+        return self._progress(status)
+
+    async def status(self, batch_id: str, owner: str = "") -> Progress:
+        """Where a batch is."""
+        return self._progress(await self._disk.do(self._journal.status, batch_id, owner))
+
+    async def noted(self, owner: str, *, after: str | None, limit: int) -> list[Progress]:
+        """`Journal.noted`."""
+        found = await self._disk.do(lambda: self._journal.noted(owner, after=after, limit=limit))
+        return [self._progress(status) for status in found]
+
+    async def results(
+        self, batch_id: str, first: int, *, follow: bool, owner: str = ""
+    ) -> AsyncGenerator[tuple[Progress, list[Outcome]], None]:
+        """Where the batch is and results of lines from `first` on, in order, page by page; at the
+        end a page without any.
+
+        follow: waits for each line's result and leaves none out, until the batch is over; a page
+        without results then says that something has happened. Raises EngineStopped where the server
+        ends before that, BatchConflict where it serves another model than the batch is for.
+        """
+        while True:
+            news = self._runner.news()
+            status, page = await self._disk.do(self._page, batch_id, first, follow, owner)
+            yield self._progress(status), page
+            if page:
+                first = page[-1].line + 1
+            elif not follow or status.over:
+                return
+            else:
+                self._check_served(status)
+                await news.wait()
+
+    async def cancel(self, batch_id: str, owner: str = "") -> Progress:
+        """Lines that wait or run get no result."""
+        status = await self._disk.do(self._journal.cancel, batch_id, owner)
+        self._runner.drop(status.key)
+        return self._progress(status)
+
+    async def delete(self, batch_id: str, owner: str = "") -> None:
+        """Forgets the batch with its results; once this returns, their room is free."""
+        await self._disk.do(self._journal.delete, batch_id, owner)
+        self._runner.tell()
+        await self._in_turns(self._journal.sweep)
+        if self._shrinking is None or self._shrinking.done():
+            self._shrinking = asyncio.create_task(self._shrink())
+
+    def _checked(self, lines: Sequence[tuple[Line, InvalidRequest | None]]) -> list[NewLine]:
+        return [line.checked(self._requests, problem) for line, problem in lines]
+
+    def _page(
+        self, batch_id: str, first: int, gapless: bool, owner: str
+    ) -> tuple[Status, list[Outcome]]:
+        # In this order: a batch that was over before has all its results.
+        status = self._journal.status(batch_id, owner)
+        page = self._journal.results(
+            batch_id, first, max_bytes=PAGE_BYTES, gapless=gapless, owner=owner
+        )
+        return status, page
+
+    def _progress(self, status: Status) -> Progress:
+        return Progress(status, self._runner.running(status.key))
+
+    def _check_served(self, status: Status) -> None:
+        stopped = self._requests.closed or self._runner.failure
+        if stopped is not None:
+            raise EngineStopped(stopped)
+        served = self._requests.info().model
+        if status.model != served:
+            problem = f"is for the model {status.model!r}; this server serves {served!r}"
+            raise BatchConflict(f"batch_id: batch {status.batch_id!r} {problem}")
+
+    async def _in_turns(self, step: Callable[[], bool]) -> None:
+        """Until it says that there is no more to do; others may have the disk in between."""
+        while await self._disk.do(step):
+            pass
+
+    async def _shrink(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # `_clean` tries again
+            await self._in_turns(self._journal.shrink)
+
+    async def _clean(self) -> None:
+        while True:
+            try:
+                if await self._disk.do(self._journal.clean, self.keep_s):
+                    self._runner.tell()
+                await self._in_turns(self._journal.sweep)
+                await self._in_turns(self._journal.shrink)
+            except sqlite3.Error as error:
+                logging.warning("%s: %s", self._journal.path, error)
+            await asyncio.sleep(_CLEAN_S)

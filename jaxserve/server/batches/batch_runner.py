@@ -1,0 +1,263 @@
+"""Serves the lines of the journal's batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.engine.output import FinishReason
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.batches.async_journal import Disk
+from jaxserve.server.batches.batch_lines import Completion, Line, LineError, Result
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.batches.records import Outcome, Position, Work
+from jaxserve.server.requests.call_outcome import CallRecord, Door, Ending, Endings, RateLimitedLog
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.output_streams import Delta, RequestFailed, Stream, StreamFailed
+
+RETRY_S = 0.5
+"""Until the next try where the engine's queue is full, or the disk has failed."""
+_AHEAD = 64  # lines read from the journal at once
+
+T = TypeVar("T")
+
+
+class BatchRunner:
+    """Has the engine serve what waits in the journal, in its order, and writes down the results.
+    Create it on the event loop that serves; all its methods run there.
+
+    endings: of lines. in_flight: how many continuations the engine gets at once at most, though one
+    line always goes. A line counts until its result is on disk. Results that come while others are
+    being written are written together.
+    """
+
+    def __init__(
+        self,
+        requests: EngineRequests,
+        journal: Journal,
+        disk: Disk,
+        endings: Endings,
+        in_flight: int,
+    ) -> None:
+        self._requests, self._endings, self._limit = requests, endings, in_flight
+        self._journal, self._disk = journal, disk
+        self._model = requests.info().model
+        self._ahead: deque[Work] = deque()
+        self._read: dict[str, Position] = {}  # by owner, the last line that was read of theirs
+        self._in_flight: dict[tuple[int, int], int] = {}  # batch and line: continuations
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._dropped: set[int] = set()  # batches whose lines are not to start any more
+        self._finished: list[Outcome] = []
+        self._work, self._freed, self._results = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = RateLimitedLog()  # a disk is full for hours
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Begins with the first line that has no result."""
+        self._spawn(self._feed())
+        self._spawn(self._write())
+
+    async def stop(self) -> None:
+        """Cancels what runs, whose lines wait for the next server; finished lines are written."""
+        for stream in self._streams.values():
+            self._requests.end(stream)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(sqlite3.Error):  # then they are served again
+            await self._disk.do(self._journal.record, self._finished)
+        self.tell()
+
+    def wake(self) -> None:
+        """The journal has new lines."""
+        self._work.set()
+
+    def drop(self, batch: int) -> None:
+        """Ends what runs of a batch that has been cancelled. batch: its key."""
+        self._dropped.add(batch)
+        for (key, _), stream in self._streams.items():
+            if key == batch:
+                self._requests.cancel(stream)
+        self.tell()
+
+    def running(self, batch: int) -> int:
+        """Lines of a batch, by its key, that the engine has."""
+        return sum(key == batch for key, _ in self._streams)
+
+    def news(self) -> asyncio.Event:
+        """Set once there is something new to read of any batch. Take it before you read."""
+        return self._news
+
+    def tell(self) -> None:
+        """Sets `news`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logging.error("batches are not served any more", exc_info=error)
+            self.failure = f"batches are not served any more: {error!r}"
+            self.tell()
+
+    async def _feed(self) -> None:
+        while True:
+            work = await self._next()
+            line = Line.from_json(work.request)
+            try:
+                request = await line.request(self._requests, Caller(name=work.owner))
+                await self._room(request.sampling.n)
+                record = self._begin(work)
+                record.asks((request,))
+                while work.batch not in self._dropped:
+                    try:
+                        stream = self._requests.open(request, bounded=False, record=record)
+                    except (QueueFull, EngineStopped) as error:
+                        if isinstance(error, EngineStopped) and not self._requests.stalled:
+                            return
+                        await _wait(self._freed, RETRY_S)
+                    else:
+                        key = (work.batch, work.line)
+                        self._in_flight[key], self._streams[key] = request.sampling.n, stream
+                        self._spawn(self._collect(work, line, stream, record))
+                        break
+            except InvalidRequest as error:  # the model is another one of the same name
+                self._over(self._begin(work), Ending.INVALID)
+                self._finish(_outcome(work, Result(line.name, error=LineError.of(error))))
+
+    async def _next(self) -> Work:
+        while not self._ahead:
+            self._work.clear()
+            found = await self._on_disk(self._journal.waiting, self._model, self._read, _AHEAD)
+            if found:
+                self._ahead.extend(found)
+                self._read |= {work.owner: work.position for work in found}
+            else:
+                await self._work.wait()
+        return self._ahead.popleft()
+
+    async def _room(self, n: int) -> None:
+        while self._in_flight and sum(self._in_flight.values()) + n > self._limit:
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _begin(self, work: Work) -> CallRecord:
+        record = self._endings.begin(Door.BATCH, "batch line")
+        record.caller = Caller(name=work.owner)
+        record.batch, record.line = work.batch_id, work.line
+        return record
+
+    def _over(self, record: CallRecord, ending: Ending) -> None:
+        record.ending = ending
+        self._endings.ended(record)
+
+    async def _collect(self, work: Work, line: Line, stream: Stream, record: CallRecord) -> None:
+        ending, failed = Ending.SHUTTING_DOWN, None
+        try:
+            whole = await _whole(stream)
+            if whole is not None:
+                ending = Ending.OK
+            elif work.batch in self._dropped:
+                ending = Ending.CANCELLED
+        except RequestFailed as error:
+            whole, ending, failed = None, Ending.FAILED, LineError.of(error)
+        except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
+            whole, ending = None, Ending.ENGINE_FAILED
+        finally:  # or this task is cancelled, when the server stops
+            self._over(record, ending)
+        del self._streams[work.batch, work.line]
+        if failed is not None:
+            self._finish(_outcome(work, Result(line.name, error=failed)))
+        elif whole is None:
+            self._release(work.batch, work.line)
+        else:
+            self._finish(await self._requests.beside(_served, work, line.name, whole))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self._finished.append(outcome)
+        self._results.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._results.wait()
+            self._results.clear()
+            count = len(self._finished)
+            await self._on_disk(self._journal.record, self._finished[:count])
+            for outcome in self._finished[:count]:
+                self._release(outcome.batch, outcome.line)
+            del self._finished[:count]
+            self.tell()
+
+    def _release(self, batch: int, line: int) -> None:
+        self._in_flight.pop((batch, line), None)
+        self._freed.set()
+
+    async def _on_disk(self, function: Callable[..., T], *arguments: Any) -> T:
+        while True:
+            try:
+                return await self._disk.do(function, *arguments)
+            except sqlite3.Error as error:
+                self._log.warning("disk", "%s: %s; trying again", self._journal.path, error)
+                await asyncio.sleep(RETRY_S)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    event.clear()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+
+
+async def _whole(stream: Stream) -> list[Delta] | None:
+    """All that the stream says, by index; None where it was cancelled. Raises StreamFailed."""
+    whole: dict[int, Delta] = {}
+    while (delta := await stream.next()) is not None:
+        known = whole.setdefault(delta.index, delta)
+        if known is not delta:
+            known.extend(delta)
+    found = [each for _, each in sorted(whole.items())]
+    lasts = [each.last for each in found]
+    if any(last is None or last.finish_reason in (None, FinishReason.CANCELLED) for last in lasts):
+        return None
+    return found
+
+
+def _served(work: Work, name: str, whole: Sequence[Delta]) -> Outcome:
+    """Any thread may call: with log-probabilities of all tokens, it takes long."""
+    return _outcome(work, Result(name, tuple(map(_completion, whole))))
+
+
+def _completion(whole: Delta) -> Completion:
+    last = whole.last
+    assert last is not None and last.finish_reason and last.usage and last.timings
+    return Completion(
+        index=whole.index,
+        text="".join(whole.text),
+        token_ids=tuple(whole.token_ids),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timings=dataclasses.replace(last.timings, preempted=()),  # of any number
+        logprobs=tuple(whole.logprobs),
+        prompt_logprobs=tuple(whole.prompt_logprobs),
+    )
+
+
+def _outcome(work: Work, result: Result) -> Outcome:
+    failed, text = result.error is not None, result.to_json()
+    no_room = "" if failed else Result(result.name, error=LineError.no_room(len(text))).to_json()
+    return Outcome(work.batch, work.line, text, failed, no_room)

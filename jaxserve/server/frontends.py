@@ -1,0 +1,82 @@
+"""What stands between calls and an engine, whichever way they come: over the ports of a `Server`,
+or handed over in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+from jaxserve.server.access.options import Access
+from jaxserve.server.batches.batch_operations import Batches, BatchSettings
+from jaxserve.server.grpc.calls import Calls
+from jaxserve.server.grpc.generation_service import GenerationService
+from jaxserve.server.grpc.grpc_server import GENERATION, METHODS, longest_message
+from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
+from jaxserve.server.http.admission_middleware import Doorkeeper
+from jaxserve.server.requests.admission import Admission
+from jaxserve.server.requests.call_outcome import Endings, Sink
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.slo_classes import ServiceLevel
+from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.telemetry.request_log import RequestLog
+
+_FEW_CALLS = 64
+
+
+def make_endings(engine: ServedEngine, options: ServerOptions, traces: Sink | None) -> Endings:
+    """Where it is counted how calls end, and told to the log and the traces, if any."""
+    sinks = [] if traces is None else [traces]
+    logged, prompts = options.request_log, options.log_prompts
+    if logged:
+        sinks.append(RequestLog(engine.decode, prompts=prompts))
+    return Endings((*METHODS, *HTTP_METHODS), sinks, logged=logged, keeps_text=prompts)
+
+
+class Doors:
+    """The doors of one engine. Create it on the event loop that serves. batches: None takes none.
+    slo_classes: that requests may name.
+
+    requests: the way to the engine. admission: of the calls that generate; few: of those for files
+    and batches, each of which may be large. keeper: stands before the HTTP application. calls: runs
+    the gRPC methods of `generation`. writes: what a client may take to read. body_bytes: the
+    longest call.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        options: ServerOptions,
+        endings: Endings,
+        access: Access,
+        slo_classes: Mapping[str, ServiceLevel] | None = None,
+        batches: BatchSettings | None = None,
+    ) -> None:
+        self.requests = EngineRequests(
+            engine, options.stream_buffer_bytes, slo_classes, options.refuse_late
+        )
+        self.admission = Admission(options.max_calls, "server.max_calls")
+        self.few = Admission(_FEW_CALLS, "this server takes of files and batches")
+        self.batches = None if batches is None else Batches(self.requests, batches, endings)
+        self.body_bytes = longest_message(engine, batches=batches is not None)
+        self.writes = WriteLimit(options.write_timeout_s)
+        self._prompt_bytes = longest_message(engine, batches=False)
+        self.keeper = Doorkeeper(
+            access,
+            self.admission,
+            self.few,
+            endings,
+            body_bytes=self._prompt_bytes,
+            writes=self.writes,
+        )
+        self.calls = Calls(endings, self.writes, access.keys)
+        self.generation = GenerationService(self.requests)
+
+    def generation_handler(self) -> grpc.GenericRpcHandler:
+        """gRPC's of jaxserve.v1.Generation."""
+        admissions = {"Generate": self.admission}
+        return self.calls.handler(
+            GENERATION, self.generation.methods, admissions, self._prompt_bytes
+        )

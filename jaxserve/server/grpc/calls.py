@@ -1,0 +1,247 @@
+"""gRPC calls with one request: admitted, read, parsed, answered, and ended with a status whatever
+happens.
+
+To gRPC each method is one of streams, so that a call that is refused is not even read, and what is
+no message of the API is ours to answer; on the wire it is what the .proto says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.access.api_keys import Keys, RateLimited, Unauthenticated
+from jaxserve.server.grpc.statuses import status_of
+from jaxserve.server.grpc.wire_check import check_fields
+from jaxserve.server.requests.admission import Admission, Overloaded, retry_s
+from jaxserve.server.requests.call_outcome import (
+    CallRecord,
+    Door,
+    Ending,
+    Endings,
+    RateLimitedLog,
+)
+from jaxserve.server.requests.output_streams import SlowReader
+from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.telemetry.trace_context import trace_context
+
+RETRY_KEY = "grpc-retry-pushback-ms"
+_READ_S = 30.0  # what a request may take from its first byte to its last
+_ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
+_NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
+_FEW_BYTES = 16 << 10  # that can have so few fields only that they need not be counted
+_FEW_FIELDS = 1000  # that are counted on the event loop; a prompt is one, whatever its length
+Method = Callable[[Any, "Call"], Awaitable[Message | None]]
+
+
+@dataclass(frozen=True)
+class _Rpc:
+    """One of a service: who answers, who counts its calls, how many bytes a request has at most."""
+
+    method: Method
+    admission: Admission | None
+    longest: int
+
+
+class Call:
+    """One running call, for its method. record: what the log is to say of it."""
+
+    def __init__(
+        self, context: grpc.aio.ServicerContext, record: CallRecord, writes: WriteLimit
+    ) -> None:
+        self.record = record
+        self._context = context
+        self._writes = writes
+
+    async def write(self, message: Message) -> None:
+        """Sends a message; returns once the transport has taken it. Raises SlowReader."""
+        await self._writes.keep(self._context.write(message))
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        ending: Ending,
+        retry_after_s: float | None = None,
+    ) -> NoReturn:
+        """Raises what ends the call with that status; details are for a person. retry_after_s: the
+        same call may succeed then."""
+        self.record.ending, self.record.reason = ending, details
+        trailing: tuple[tuple[str, str], ...] = ()
+        if retry_after_s is not None:
+            trailing = ((RETRY_KEY, f"{1000 * retry_after_s:.0f}"),)
+        await self._context.abort(code, details, trailing)
+        raise AssertionError("abort returned")  # it always raises; this tells the type checker
+
+    def ended_by_client(self) -> None:
+        """Cancelled, past its deadline, or nobody is there any more."""
+        left = self._context.time_remaining()
+        late = left is not None and left < _ABOUT_NOW_S
+        self.record.ending = Ending.TIMED_OUT if late else Ending.CANCELLED
+
+
+class Calls:
+    """Runs the calls of one server. writes: what a client may take to read a message. keys: of
+    those who may call."""
+
+    def __init__(self, endings: Endings, writes: WriteLimit, keys: Keys) -> None:
+        self._endings = endings
+        self._keys = keys
+        self._writes = writes
+        self._log = RateLimitedLog(quiet=endings.logged)
+
+    def handler(
+        self,
+        service: ServiceDescriptor,
+        methods: Mapping[str, Method],
+        admissions: Mapping[str, Admission],
+        longest: int,
+    ) -> grpc.GenericRpcHandler:
+        """Of a service. methods: by name; one that answers with a single message returns it.
+        admissions: of those whose calls are counted. longest: of its requests, in bytes."""
+        handlers = {
+            each.name: self._handler(
+                each, _Rpc(methods[each.name], admissions.get(each.name), longest)
+            )
+            for each in service.methods
+        }
+        return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+    def _handler(self, descriptor: MethodDescriptor, rpc: _Rpc) -> grpc.RpcMethodHandler:
+        request_type = message_factory.GetMessageClass(descriptor.input_type)
+
+        async def run(_: object, context: grpc.aio.ServicerContext) -> None:
+            carrier = trace_context(context.invocation_metadata() or ())
+            record = self._endings.begin(Door.GRPC, descriptor.name, context.peer(), carrier)
+            call = Call(context, record, self._writes)
+            try:
+                with await self._caller(context, call):
+                    await self._admitted(context, call, request_type, rpc)
+            except asyncio.CancelledError:
+                call.ended_by_client()
+                raise
+            except grpc.aio.InternalError:  # the connection was lost while we wrote
+                call.ended_by_client()
+                raise asyncio.CancelledError from None
+            finally:
+                self._endings.ended(record)
+
+        return grpc.stream_stream_rpc_method_handler(run, None, _serialized)
+
+    async def _caller(self, context: grpc.aio.ServicerContext, call: Call) -> ExitStack:
+        """The place that the call has among those of its key."""
+        try:
+            caller = self._keys.caller(authorization(context.invocation_metadata()))
+            call.record.caller = caller
+            return caller.enter()
+        except Unauthenticated as error:
+            self._log.warning("key", "refused a call from %s: %s", call.record.peer, error)
+            code = grpc.StatusCode.UNAUTHENTICATED
+            await call.abort(code, str(error), Ending.UNAUTHENTICATED)
+        except RateLimited as error:
+            self._log.warning("rate", "refused a call: %s", error)
+            await call.abort(_NO_PLACE, str(error), Ending.RATE_LIMITED, error.retry_s)
+
+    async def _admitted(
+        self,
+        context: grpc.aio.ServicerContext,
+        call: Call,
+        request_type: type[Message],
+        rpc: _Rpc,
+    ) -> None:
+        admission, caller = rpc.admission, call.record.caller
+        if admission is None:
+            return await self._answered(context, call, request_type, rpc)
+        try:
+            admission.enter(caller)
+        except Overloaded as error:
+            self._log.warning("overload", "refused a call: %s", error)
+            await call.abort(_NO_PLACE, str(error), Ending.TOO_MANY_CALLS, retry_s())
+        leave: Callable[[], None] = functools.partial(admission.leave, caller)
+        try:
+            await self._answered(context, call, request_type, rpc)
+        except SlowReader as error:
+            admission.give_up(caller)
+            leave = admission.unstick
+            self._log.warning("slow", "gave up on %r: %s", call.record.request_id, error)
+            # The client hears of it once it has read what is on its way.
+            await call.abort(_NO_PLACE, str(error), Ending.SLOW_READER)
+        finally:
+            leave()
+
+    async def _answered(
+        self,
+        context: grpc.aio.ServicerContext,
+        call: Call,
+        request_type: type[Message],
+        rpc: _Rpc,
+    ) -> None:
+        raw = await self._received(context, call)
+        if len(raw) > rpc.longest:
+            details = f"request: has {len(raw):,} bytes; at most {rpc.longest:,} bytes are taken"
+            await call.abort(_NO_PLACE, details, Ending.INVALID)
+        try:
+            if len(raw) > _FEW_BYTES:
+                try:
+                    check_fields(raw, request_type.DESCRIPTOR, _FEW_FIELDS)
+                except InvalidRequest:
+                    await asyncio.to_thread(check_fields, raw, request_type.DESCRIPTOR)
+            request = await self._parsed(call, request_type, raw)
+            del raw
+            answer = await rpc.method(request, call)
+        except (SlowReader, grpc.aio.AbortError, grpc.aio.InternalError):
+            raise
+        except Exception as error:
+            known = status_of(error)
+            if known is not None:
+                await call.abort(known.code, str(error), known.ending, known.retry_s)
+            logging.exception("%s failed", call.record.method)
+            details = f"the server failed: {error!r}"
+            await call.abort(grpc.StatusCode.INTERNAL, details, Ending.FAILED)
+        if answer is not None:
+            await call.write(answer)
+
+    async def _parsed(self, call: Call, request_type: type[Message], raw: bytes) -> Message:
+        try:
+            return request_type.FromString(raw)
+        except DecodeError as error:
+            name = request_type.DESCRIPTOR.full_name
+            self._log.warning("malformed", "%s sent no %s: %s", call.record.peer, name, error)
+            details = f"request: is not a {name}: {error}"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+
+    async def _received(self, context: grpc.aio.ServicerContext, call: Call) -> bytes:
+        try:
+            async with asyncio.timeout(_READ_S):
+                raw = await context.read()
+        except TimeoutError:
+            details = f"request: has not come within {_READ_S:g} s"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+        if raw is grpc.aio.EOF:
+            details = "request: there is none, or it is larger than the server takes"
+            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, details, Ending.MALFORMED)
+        assert isinstance(raw, bytes)
+        return raw
+
+
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """Of a call's metadata; None where it says nothing, or several things."""
+    found = [value for name, value in metadata or () if name == "authorization"]
+    if len(found) != 1:
+        return None
+    return found[0] if isinstance(found[0], bytes) else found[0].encode()
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()

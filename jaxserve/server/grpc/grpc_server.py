@@ -1,0 +1,163 @@
+"""The gRPC server: what it takes, and where it listens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.api_keys import Keys, Unauthenticated
+from jaxserve.server.access.tls import Tls
+from jaxserve.server.grpc.batches_service import BatchesService
+from jaxserve.server.grpc.calls import Calls, authorization
+from jaxserve.server.grpc.health import Health
+from jaxserve.server.proto import batches_pb2, generation_pb2
+from jaxserve.server.requests.addresses import ATTEMPTS, addresses_of, bracketed
+from jaxserve.server.requests.admission import Admission
+from jaxserve.server.requests.engine_client import ServedEngine
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
+SERVICES = (GENERATION.full_name, BATCHES.full_name)
+METHODS = tuple(each.name for service in (GENERATION, BATCHES) for each in service.methods)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_REFLECTION = "/grpc.reflection."
+_MIB = 1 << 20
+_BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
+MAX_CALL_BYTES = 17 * _MIB
+"""Of a call, whichever door it comes through and however long prompts may be: to parse more of one
+string takes more than 50 ms, and nothing else runs meanwhile."""
+_READERS = 64  # of batches
+_ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
+_HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
+_IDLE_S = 300
+_AGE_S, _GRACE_S = 3600, 24 * 3600  # the longest that the calls of a connection may go on then
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server shares the port silently
+    # A client that vanished without closing its connection is noticed within 30 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # One that has no calls is closed, and one that is old gets no more of them: clients connect
+    # again, and lose nothing. What runs then has its time.
+    ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
+    ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
+    ("grpc.max_connection_age_ms", 1000 * _AGE_S),
+    ("grpc.max_connection_age_grace_ms", 1000 * _GRACE_S),
+    # Calls that have come and that nobody has looked at yet. gRPC itself cancels what is beyond,
+    # by 1,000 of them at random; each is refused properly in a tenth of a millisecond.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 50_000),
+    ("grpc.server_max_unrequested_time_in_server", 600),  # s; then it cancels them, too
+    ("grpc.max_concurrent_streams", 20_000),  # of one connection
+)
+
+
+def make_server(
+    calls: Calls,
+    generation: grpc.GenericRpcHandler,
+    batches: BatchesService,
+    few: Admission,
+    health: Health,
+    *,
+    message_bytes: int,
+    max_connections: int,
+    keys: Keys,
+    reflects: bool,
+) -> grpc.aio.Server:
+    """With all services, listening nowhere yet. generation: that service. few: of calls for
+    batches. message_bytes: the longest request. max_connections: to each address; gRPC closes what
+    is beyond, whoever it is. reflects: offers server reflection, to those who have one of the
+    keys."""
+    options = (
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    )
+    asking = (_KeyForReflection(keys),) if reflects and keys.needed else ()
+    server = grpc.aio.server(options=options, interceptors=asking)
+    # Who follows a batch does so for hours.
+    reading = Admission(_READERS, "this server takes of GetBatch")
+    of_batches: Mapping[str, Admission] = {
+        name: reading if name == "GetBatch" else few for name in batches.methods
+    }
+    server.add_generic_rpc_handlers(
+        (
+            generation,
+            calls.handler(BATCHES, batches.methods, of_batches, message_bytes),
+        )
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if reflects:
+        reflection.enable_server_reflection((*SERVICES, _HEALTH), server)
+    return server
+
+
+def longest_message(engine: ServedEngine, *, batches: bool) -> int:
+    """Bytes of the longest request that may be served, with room for what is too long to get an
+    answer that says so."""
+    info = engine.info()
+    tokens = min(info.max_model_len, info.pool_tokens)
+    text = engine.max_text_bytes()
+    prompt = max(MAX_CALL_BYTES if text is None else text, _ID_BYTES * tokens)
+    return max(_BATCH_CALL_BYTES if batches else 0, min(prompt + _MIB, MAX_CALL_BYTES))
+
+
+class _KeyForReflection(grpc.aio.ServerInterceptor):
+    """Reflection is not one of our services, which ask for keys themselves; health is open."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """As grpc.aio has it."""
+        if details.method.startswith(_REFLECTION):
+            try:
+                self._keys.caller(authorization(details.invocation_metadata))
+            except Unauthenticated as error:
+                return _refusing(str(error))
+        return await continuation(details)
+
+
+def _refusing(details: str) -> grpc.RpcMethodHandler:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, details)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> str:
+    """Returns "host:port": the same port on all addresses that the host has, for on one that is
+    another program's its clients would meet that. Raises ConfigError if it is taken, or the host is
+    unknown."""
+    name = bracketed(host)
+    addresses = addresses_of(host, port)
+    credentials = None if tls is None else _credentials(tls)
+    for _ in range(1 if port else ATTEMPTS):
+        bound = port
+        with contextlib.suppress(RuntimeError):
+            for _, address in addresses:
+                where = f"{bracketed(str(address[0]))}:{bound}"
+                if credentials is None:
+                    bound = server.add_insecure_port(where)
+                else:
+                    bound = server.add_secure_port(where, credentials)
+            return f"{name}:{bound}"
+    problem = f"cannot listen on {name}:{port} (is another server running there?)"
+    raise ConfigError(f"server.port: {problem}; 0 takes any free port")
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    ca = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    pair = (tls.key.read_bytes(), tls.cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)

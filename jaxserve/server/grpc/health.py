@@ -1,0 +1,80 @@
+"""grpc.health.v1.Health: all services are well, or none.
+
+Not grpc_health's own servicer, which writes to a watcher under the lock that whoever changes the
+status waits for: one who takes nothing would keep a failed server from stopping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.output_streams import SlowReader
+from jaxserve.server.requests.write_timeout import WriteLimit
+
+_Request, _Reply = health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+_FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """On the event loop's thread. For everybody, with a key or without.
+
+    services: that are asked about by name, beside "", the server. watchers: at most; each keeps a
+    connection. writes: what one of them may take to read a change.
+
+    serving: whether the server is well.
+    """
+
+    def __init__(self, services: Sequence[str], watchers: int, writes: WriteLimit) -> None:
+        self._services = ("", *services)
+        self._watchers = Admission(max(watchers, 1), "this server takes of Watch")
+        self._writes = writes
+        self._changed = asyncio.Event()
+        self.serving = False
+
+    def set(self, *, serving: bool) -> None:
+        """Tells those who watch."""
+        self.serving = serving
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        """The RPC: the status now."""
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return _Reply(status=self._status(request.service))
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """The RPC: the status, and each other one from then on."""
+        try:
+            self._watchers.enter()
+        except Overloaded as error:
+            await context.abort(_FULL, str(error))
+        leave: Callable[[], None] = self._watchers.leave
+        try:
+            told = None
+            while True:
+                changed, status = self._changed, self._status(request.service)
+                if status != told:
+                    await self._writes.keep(context.write(_Reply(status=status)))
+                told = status
+                await changed.wait()
+        except SlowReader as error:
+            self._watchers.give_up()
+            leave = self._watchers.unstick
+            await context.abort(_FULL, str(error))
+        finally:
+            leave()
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        if service not in self._services:
+            return _Reply.SERVICE_UNKNOWN
+        return _Reply.SERVING if self.serving else _Reply.NOT_SERVING

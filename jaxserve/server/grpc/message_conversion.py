@@ -1,0 +1,233 @@
+"""Between protobuf messages and the engine's own types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxserve import __version__
+from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.sched.cost.reachability import SloProblemKind
+from jaxserve.sched.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SLO,
+    Grammar,
+    InvalidRequest,
+    Tier,
+    at_most_entries,
+)
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.sched.slo.verdict import Verdict
+from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.output_streams import Delta
+from jaxserve.server.requests.slo_classes import ServiceLevel
+
+_MANY_BYTES = 4096
+_LISTS = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop": MAX_STOP_STRINGS,
+}
+
+TIERS = {
+    pb.TIER_UNSPECIFIED: None,
+    pb.TIER_REALTIME: Tier.REALTIME,
+    pb.TIER_BEST_EFFORT: Tier.BEST_EFFORT,
+}
+_TIER_VALUES = {tier: value for value, tier in TIERS.items()}
+REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+PROBLEMS = {
+    kind: pb.SloProblemKind.Value(f"SLO_PROBLEM_KIND_{kind.name}") for kind in SloProblemKind
+}
+
+
+def check_message(message: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for what protobuf itself lets through: unknown fields and enum
+    values."""
+    no_unknown_fields("request", message)
+    if message.tier not in TIERS:
+        known = ", ".join(pb.Tier.keys())
+        raise InvalidRequest("tier", f"unknown value {message.tier}; known values are {known}")
+
+
+def prompt(message: Any) -> str | Sequence[int]:
+    """Of a message with `text` and `token_ids` in a oneof `prompt`; ids are not copied yet, for
+    there may be too many. Raises InvalidRequest without a prompt, or for an empty one."""
+    which = message.WhichOneof("prompt")
+    if which is None:
+        raise InvalidRequest("prompt", "is missing; set text or token_ids")
+    if which == "text":
+        if not message.text:
+            raise InvalidRequest("prompt", "text is empty; at least 1 character is needed")
+        return str(message.text)
+    if not message.token_ids.ids:
+        raise InvalidRequest("prompt", "token_ids is empty; at least 1 token is needed")
+    ids: Sequence[int] = message.token_ids.ids
+    return ids
+
+
+def sampling_fields(message: pb.SamplingParams) -> dict[str, Any]:
+    """Those of the request's sampling parameters that are set, by SamplingParams' names. Raises
+    InvalidRequest for a list that is too long to look at."""
+    fields: dict[str, Any] = {}
+    for descriptor, value in message.ListFields():
+        if descriptor.name in _LISTS:
+            at_most_entries(descriptor.name, len(value), _LISTS[descriptor.name])
+        if descriptor.name == "logit_bias":
+            fields[descriptor.name] = tuple(sorted(value.items()))
+        elif descriptor.name == "grammar":
+            fields[descriptor.name] = _grammar(value)
+        elif isinstance(value, (bool, int, float)):
+            fields[descriptor.name] = value
+        else:
+            fields[descriptor.name] = tuple(value)
+    return fields
+
+
+def _grammar(message: pb.Grammar) -> Grammar:
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return Grammar.json_schema(message.json_schema)
+        case "regex":
+            return Grammar.regex(message.regex)
+        case "choice":
+            return Grammar.choice(message.choice.texts)
+        case "json_object":
+            return Grammar.json_object()
+    raise InvalidRequest("grammar", "is empty; set json_schema, regex, choice or json_object")
+
+
+def slo(message: pb.Slo) -> SLO:
+    """The request's own targets: milliseconds on the wire, seconds inside. Raises InvalidRequest,
+    naming the target, for a time that is not positive and finite."""
+    seconds = {}
+    for descriptor, value in message.ListFields():
+        if not (math.isfinite(value) and value > 0):
+            problem = f"must be a positive time in milliseconds, got {value}"
+            raise InvalidRequest(f"slo.{descriptor.name}", problem)
+        seconds[descriptor.name.removesuffix("_ms")] = value / 1000
+    return SLO(**seconds)
+
+
+def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    """One message from all that one continuation has to say."""
+    message = pb.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text="".join(delta.text),
+        logprobs=[logprobs(entry) for entry in delta.logprobs],
+        prompt_logprobs=[logprobs(entry) for entry in delta.prompt_logprobs],
+    )
+    last = delta.last
+    if last is not None and last.finish_reason is not None:
+        ended = finish(last.finish_reason, last.usage, last.timings, last.verdict)
+        message.finish.CopyFrom(ended)
+    return message
+
+
+def finish(
+    reason: FinishReason,
+    usage: Usage | None,
+    timings: Timings | None,
+    verdict: Verdict | None = None,
+) -> pb.Finish:
+    """How a continuation ended."""
+    message = pb.Finish(reason=REASONS[reason])
+    if usage is not None:
+        message.usage.prompt_tokens = usage.prompt_tokens
+        message.usage.output_tokens = usage.output_tokens
+        message.usage.preemptions = usage.preemptions
+    if timings is not None:
+        message.timings.queue_ms = timings.queue * 1000
+        message.timings.ttft_ms = timings.ttft * 1000
+        message.timings.total_ms = timings.total * 1000
+        if timings.tbt is not None:
+            message.timings.tbt_ms = timings.tbt * 1000
+    if verdict is not None:
+        message.slo.CopyFrom(slo_verdict(verdict))
+    return message
+
+
+def slo_verdict(verdict: Verdict) -> pb.SloVerdict:
+    """What came of its targets."""
+    judged = {name: getattr(verdict, name) for name in TARGETS}
+    judged = {name: met for name, met in judged.items() if met is not None}
+    return pb.SloVerdict(
+        slo_class=verdict.slo_class,
+        tier=_TIER_VALUES[verdict.tier],
+        targets=targets(verdict.slo),
+        targets_met=pb.TargetsMet(**{f"{name}_ms": met for name, met in judged.items()}),
+        **{f"{name}_met": met for name, met in judged.items()},  # as clients before that read it
+        met=verdict.met,
+        problems=[
+            pb.SloProblem(
+                kind=PROBLEMS[problem.kind],
+                target_ms=problem.target * 1000,
+                limit_ms=problem.limit * 1000,
+            )
+            for problem in verdict.problems
+        ],
+    )
+
+
+def targets(asked: SLO) -> pb.Slo:
+    """In milliseconds; those that there are."""
+    named_targets = ((name, getattr(asked, name)) for name in TARGETS)
+    return pb.Slo(**{f"{name}_ms": t * 1000 for name, t in named_targets if t is not None})
+
+
+def server_info(info: EngineInfo, classes: Mapping[str, ServiceLevel]) -> pb.GetServerInfoResponse:
+    """Every field of `EngineInfo` under its own name, the version, and the classes."""
+    listed = [
+        pb.SloClass(name=name, targets=targets(one.slo), tier=_TIER_VALUES[one.tier])
+        for name, one in classes.items()
+    ]
+    return pb.GetServerInfoResponse(version=__version__, **asdict(info), slo_classes=listed)
+
+
+def logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    """Of one token."""
+    top = [pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
+    return pb.TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=top)
+
+
+def at_most(name: str, text: str, limit: int) -> None:
+    """Raises InvalidRequest for more than `limit` characters."""
+    if len(text) > limit:
+        raise InvalidRequest(name, f"has {len(text)} characters; at most {limit} are allowed")
+
+
+def no_unknown_fields(name: str, message: Message) -> None:
+    """A field that a newer client sends would be dropped silently, so it is refused: raises
+    InvalidRequest. Those of messages in lists are not looked at."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    size = message.ByteSize() - known.ByteSize()
+    if size > _MANY_BYTES:  # to find the first one would take as long as to list them all
+        raise InvalidRequest(name, f"has {size} bytes of fields that are unknown to this server")
+    if size:
+        _find_unknown(name, message)
+
+
+def _find_unknown(name: str, message: Message) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number = unknown[0].field_number
+        raise InvalidRequest(name, f"field number {number} is unknown to this server")
+    for descriptor, value in message.ListFields():
+        if isinstance(value, Message):
+            _find_unknown(descriptor.name, value)

@@ -1,0 +1,329 @@
+"""What stands before the application: who calls, how many calls are open, how long they are, how
+they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.server.access.api_keys import Caller, RateLimited, Unauthenticated
+from jaxserve.server.access.browser_origins import NotAllowed
+from jaxserve.server.access.options import Access
+from jaxserve.server.http.errors import (
+    RECORD,
+    ApiError,
+    no_key,
+    not_allowed,
+    rate_limited,
+    too_many_calls,
+)
+from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
+from jaxserve.server.http.transport.connections import Place
+from jaxserve.server.http.transport.protocol import LOST, PLACE, REQUEST_ID
+from jaxserve.server.requests.admission import Admission, Overloaded
+from jaxserve.server.requests.call_outcome import (
+    CallRecord,
+    Door,
+    Ending,
+    Endings,
+    RateLimitedLog,
+)
+from jaxserve.server.requests.output_streams import SlowReader
+from jaxserve.server.requests.write_timeout import WriteLimit
+from jaxserve.server.telemetry.trace_context import trace_context
+
+_FILES = "/v1/files"
+_COUNTED = ("/v1/completions", "/v1/chat/completions")
+_WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
+_LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
+_OTHER = "http other"
+_HEALTH = ("/health", "/ready")
+_PAGE = "/"  # the console's, for which no key is needed: it has nothing of what it shows
+_EVENTS = "/console/events"
+_QUIET = (_PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
+METHODS = (*_LABELS.values(), _OTHER)
+_CONSOLES = 64
+_SMALL_BYTES = 64 << 10  # of a call without a prompt
+BODY_S = 30.0
+"""Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
+_BODY_BYTES_PER_S = 64 << 10
+
+
+class Doorkeeper:
+    """Admits, measures and counts the calls of one application.
+
+    access: who may call. admission: of calls that generate, few: of files, batches and tokenizers,
+    of which each may be large; whichever door they come through. body_bytes: the longest body of a
+    call with prompts. writes: what a client may take to read a piece.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        admission: Admission,
+        few: Admission,
+        endings: Endings,
+        *,
+        body_bytes: int,
+        writes: WriteLimit,
+    ) -> None:
+        self._keys, self._browsers = access.keys, access.browsers
+        self._admission, self._few = admission, few
+        self._consoles = Admission(_CONSOLES, "this server takes of consoles")
+        self._endings = endings
+        self._body_bytes = body_bytes
+        self.writes = writes
+        self._log = RateLimitedLog(quiet=endings.logged)
+        self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application with all that."""
+
+        async def kept(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in _HEALTH:
+                _place(scope).known()
+                await app(scope, receive, send)
+            elif scope["path"] in _QUIET:
+                await self._quietly(app, scope, receive, send)
+            else:
+                await _Visit(self, app, scope, send).run(receive)
+
+        return kept
+
+    async def _quietly(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """A call of which nobody is told. A console's stream is one of its key's open calls."""
+        unread = False
+
+        async def sent(message: Message) -> None:
+            nonlocal unread
+            try:
+                await self.writes.keep(send(message))
+            except SlowReader:
+                unread = True
+                raise
+
+        with contextlib.ExitStack() as places:
+            try:
+                if scope["path"] == _PAGE:
+                    self._check_page(scope, self._log_of_quiet)
+                else:
+                    caller = self.caller(scope, self._log_of_quiet)
+                if scope["path"] == _EVENTS:
+                    places.enter_context(caller.enter(rated=False))
+                    self._consoles.enter(caller)
+                    places.callback(self._consoles.leave, caller)
+                    places.enter_context(_place(scope).calling())
+            except NotAllowed as error:
+                await not_allowed(error).response()(scope, receive, sent)
+            except Unauthenticated as error:
+                await no_key(error).response()(scope, receive, sent)
+            except RateLimited as error:
+                await rate_limited(error).response()(scope, receive, sent)
+            except Overloaded as error:
+                await too_many_calls(str(error)).response()(scope, receive, sent)
+            else:
+                try:
+                    await app(scope, receive, sent)
+                except Exception:  # whatever the application has made of a SlowReader
+                    if not unread:
+                        raise
+
+    def caller(self, scope: Scope, log: RateLimitedLog | None = None) -> Caller:
+        """Whose call it is. Raises NotAllowed and Unauthenticated, which go to the log."""
+        self._check_page(scope, log)
+        found = [value for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            caller = self._keys.caller(found[0] if len(found) == 1 else None)
+        except Unauthenticated as error:
+            text = "refused a call from %s: %s"
+            (log or self._log).warning("key", text, _peer(scope), error)
+            raise
+        _place(scope).known()
+        return caller
+
+    def _check_page(self, scope: Scope, log: RateLimitedLog | None = None) -> None:
+        """Raises NotAllowed where somebody else's may have a browser call."""
+        if self._browsers is None:
+            return
+        try:
+            self._browsers.check(_all(scope, b"host"), _all(scope, b"origin"))
+        except NotAllowed as error:
+            text = "refused a call from %s: %s"
+            (log or self._log).warning("browser", text, _peer(scope), error)
+            raise
+
+    def admission_of(self, scope: Scope) -> Admission | None:
+        """Who counts the call; None: nobody."""
+        if scope["method"] != "POST":
+            return None
+        return self._admission if scope["path"] in _COUNTED else self._few
+
+    def body_limit(self, scope: Scope) -> int:
+        """Bytes of its body."""
+        if scope["path"] == _FILES:
+            return MAX_FILE_BYTES + FORM_BYTES
+        return self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
+
+    def begin(self, scope: Scope) -> CallRecord:
+        """One more call."""
+        carrier = trace_context(scope["headers"])
+        record = self._endings.begin(Door.HTTP, _label(scope["path"]), _peer(scope), carrier)
+        record.x_request_id = scope.get("state", {}).get(REQUEST_ID, "")
+        return record
+
+    def ended(self, record: CallRecord) -> None:
+        """Counts it."""
+        self._endings.ended(record)
+
+    def warning(self, kind: str, text: str, *arguments: object) -> None:
+        """As RateLimitedLog has it."""
+        self._log.warning(kind, text, *arguments)
+
+
+class _Visit:
+    """One call."""
+
+    def __init__(self, keeper: Doorkeeper, app: ASGIApp, scope: Scope, send: Send) -> None:
+        self._keeper, self._app, self._send = keeper, app, send
+        self._record = keeper.begin(scope)
+        self._scope: dict[str, Any] = {**scope, RECORD: self._record}
+        self._state: Mapping[str, Any] = scope.get("state", {})
+        self._done = False
+        self._too_slow: SlowReader | None = None
+
+    async def run(self, receive: Receive) -> None:
+        """Answers it, whatever happens."""
+        record = self._record
+        try:
+            await self._called(receive)
+        except asyncio.CancelledError:
+            record.ending = Ending.CANCELLED
+            raise
+        except Exception:
+            if self._too_slow is None:
+                record.ending = Ending.FAILED
+                logging.exception("%s failed", record.method)
+            else:
+                record.ending, record.reason = Ending.SLOW_READER, str(self._too_slow)
+        finally:
+            if not self._done and record.ending is Ending.OK:
+                unread = isinstance(self._state.get(LOST), TimeoutError)
+                record.ending = Ending.SLOW_READER if unread else Ending.CANCELLED
+            if record.ending is Ending.SLOW_READER:
+                text = "gave up on %r, whose client reads too slowly"
+                self._keeper.warning("slow", text, record.request_id)
+            self._keeper.ended(record)
+
+    async def _called(self, receive: Receive) -> None:
+        try:
+            caller = self._keeper.caller(self._scope)
+            self._record.caller = caller
+            with caller.enter():
+                await self._admitted(receive)
+        except NotAllowed as error:
+            await self._refuse(not_allowed(error), receive)
+        except Unauthenticated as error:
+            await self._refuse(no_key(error), receive)
+        except RateLimited as error:
+            self._keeper.warning("rate", "refused a call: %s", error)
+            await self._refuse(rate_limited(error), receive)
+
+    async def _admitted(self, receive: Receive) -> None:
+        admission, caller = self._keeper.admission_of(self._scope), self._record.caller
+        with contextlib.ExitStack() as places:
+            try:
+                if admission is not None:
+                    admission.enter(caller)
+                    places.callback(admission.leave, caller)
+                places.enter_context(_place(self._scope).calling())
+            except Overloaded as error:
+                self._keeper.warning("overload", "refused a call: %s", error)
+                return await self._refuse(too_many_calls(str(error)), receive)
+            limit = self._keeper.body_limit(self._scope)
+            await self._app(self._scope, limited(receive, self._scope, limit), self._sent)
+
+    async def _refuse(self, error: ApiError, receive: Receive) -> None:
+        error.note(self._record)
+        await error.response()(self._scope, receive, self._sent)
+
+    async def _sent(self, message: Message) -> None:
+        try:
+            await self._keeper.writes.keep(self._send(message))
+        except SlowReader as error:
+            self._too_slow = error  # on its way back the application makes another error of it
+            raise
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and LOST not in self._state:  # else it went nowhere
+            self._done = True
+
+
+def limited(receive: Receive, scope: Scope, limit: int) -> Receive:
+    """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
+    longer one, or a slower one."""
+    length = _content_length(scope)
+    begun, got, whole = asyncio.get_running_loop().time(), 0, False
+
+    async def within() -> Message:
+        nonlocal got, whole
+        if length > limit:
+            raise _too_long(limit)
+        if whole:  # it waits for the client to hang up
+            return await receive()
+        seconds = BODY_S + got / _BODY_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(begun + seconds):
+                message = await receive()
+        except TimeoutError:
+            text = f"the body: only {got:,} bytes of it have come within {seconds:.1f} s"
+            raise HTTPException(408, text) from None
+        got += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if got > limit:
+            raise _too_long(limit)
+        return message
+
+    return within
+
+
+def _all(scope: Scope, name: bytes) -> list[str]:
+    """What the call says under that name."""
+    return [value.decode("latin-1") for found, value in scope["headers"] if found == name]
+
+
+def _place(scope: Scope) -> Place:
+    """Its connection's; one of its own where others keep the connections."""
+    place = scope.get("state", {}).get(PLACE)
+    return Place() if place is None else place
+
+
+def _label(path: str) -> str:
+    for known, label in _LABELS.items():
+        if path == known or path.startswith(known + "/"):
+            return label
+    return _OTHER
+
+
+def _peer(scope: Scope) -> str:
+    client = scope.get("client")
+    return f"{client[0]}:{client[1]}" if client else ""
+
+
+def _content_length(scope: Mapping[str, Any]) -> float:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            try:
+                return int(value)
+            except ValueError:
+                return math.inf
+    return 0
+
+
+def _too_long(limit: int) -> HTTPException:
+    return HTTPException(413, f"the body: at most {limit:,} bytes are taken")

@@ -1,0 +1,93 @@
+"""The door as a whole: an application, and a server for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.server.access.options import Access
+from jaxserve.server.batches.batch_operations import Batches
+from jaxserve.server.http.admission_middleware import Doorkeeper
+from jaxserve.server.http.app import build_app
+from jaxserve.server.http.live_feed import Limits, LiveFeed
+from jaxserve.server.http.openai.files import FileStore
+from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.transport.cors import with_cors
+from jaxserve.server.http.transport.http_server import HttpServer
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """port: 0 takes a free one. template: how chats become prompts. limits: of a batch."""
+
+    port: int
+    template: ChatTemplate
+    limits: Limits
+
+
+def http_settings(config: Any) -> HttpSettings | None:
+    """What the config says; None: no HTTP. Raises ConfigError for a chat template that cannot be
+    read."""
+    if config.server.http_port < 0:
+        return None
+    scheduler = config.scheduler
+    return HttpSettings(
+        config.server.http_port,
+        load_chat_template(config.model.path),
+        Limits(scheduler.max_rows, scheduler.max_batch_tokens),
+    )
+
+
+class HttpDoor:
+    """HTTP for an engine, on the event loop that `start` is called on. metrics: the page for
+    Prometheus. access: over what, and from whose pages. Raises ConfigError if the port is taken."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        host: str,
+        settings: HttpSettings,
+        metrics: Callable[[], bytes],
+        access: Access,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._feed = LiveFeed(engine, settings.limits)
+        engine.add_observer(self._feed)
+        self._settings = settings
+        self._server = HttpServer(host, settings.port, access.tls)
+        self._cors_origins = access.cors_origins
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        return self._server.address
+
+    def start(
+        self,
+        requests: EngineRequests,
+        batches: Batches | None,
+        keeper: Doorkeeper,
+    ) -> None:
+        """Takes calls from now on, as many as `keeper` lets in, and hands them to `requests` and
+        `batches`."""
+        front = Front(self._engine, requests, self._settings.template)
+        store = None
+        if batches is not None:
+            store = FileStore(batches.directory / "files", batches.max_bytes, batches.keep_s)
+        app = build_app(front, batches, store, self._metrics, self._feed)
+        guarded = with_cors(keeper.around(app), self._cors_origins)
+        self._server.start(guarded, keeper.writes.limit_s)
+
+    def close(self) -> None:
+        """Frees the port of a door that was never started."""
+        self._server.close()
+
+    async def stop(self, patience: float) -> None:
+        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        self._settings.template.close()  # the engine serves no more chats
+        await self._server.stop(patience)

@@ -1,0 +1,1 @@
+"""Routes in the shape of OpenAI's API."""

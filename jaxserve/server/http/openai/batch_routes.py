@@ -1,0 +1,180 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, BinaryIO
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.batches.batch_operations import Batches
+from jaxserve.server.http.errors import ApiError, record_of
+from jaxserve.server.http.openai.batches import BatchDoor, BatchRequest, result_file
+from jaxserve.server.http.openai.files import FileStore, StoredFile, of_disk
+from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.http.openai.route_context import Front
+
+NO_BATCHES = "this server takes no batches; it was started without a batch_dir"
+_JSONL = "application/jsonl"
+_PIECE = 64 << 10  # of a file that is read: what a reader who does not read costs
+_PARSED = 16 << 10  # of a form at once: what looks like the ends of parts takes 0.2 us a byte
+_PURPOSE = "batch"
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "const": _PURPOSE},
+    },
+}
+_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
+
+
+def add_batch_routes(
+    app: FastAPI, front: Front, batches: Batches | None, store: FileStore | None
+) -> None:
+    """batches, store: None refuses them all."""
+
+    def files(http: Request) -> FileStore:
+        if batches is None or store is None:
+            raise ApiError(501, NO_BATCHES, code="no_batches")
+        caller = record_of(http).caller
+        return store.of(caller.name, batches.quota(caller))
+
+    def door(http: Request) -> BatchDoor:
+        seen = files(http)
+        assert batches is not None
+        return BatchDoor(front, batches, seen, record_of(http).caller)
+
+    _add_batches(app, door)
+    _add_files(app, files, door)
+
+
+def _add_batches(app: FastAPI, door: Any) -> None:
+    @app.post("/v1/batches")
+    async def create(body: BatchRequest, http: Request) -> dict[str, Any]:
+        """Has a file's lines served, as best-effort requests."""
+        found: dict[str, Any] = await door(http).create(body)
+        return found
+
+    @app.get("/v1/batches")
+    async def every(
+        http: Request, limit: Annotated[int, Query(ge=0, le=100)] = 20, after: str | None = None
+    ) -> dict[str, Any]:
+        """The latest first."""
+        return _listed(*await door(http).page(after, limit))
+
+    @app.get("/v1/batches/{batch_id}")
+    async def get(batch_id: str, http: Request) -> dict[str, Any]:
+        """Where it is."""
+        found: dict[str, Any] = await door(http).get(batch_id)
+        return found
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
+        """Lines without a result get none."""
+        found: dict[str, Any] = await door(http).cancel(batch_id)
+        return found
+
+    @app.delete("/v1/batches/{batch_id}")
+    async def delete(batch_id: str, http: Request) -> dict[str, Any]:
+        """Forgets a batch that is not being served, with its results."""
+        await door(http).delete(batch_id)
+        return {"id": batch_id, "object": "batch", "deleted": True}
+
+
+def _add_files(app: FastAPI, store: Any, door: Any) -> None:
+    @app.post("/v1/files", openapi_extra=_UPLOAD)
+    async def upload(http: Request) -> dict[str, Any]:
+        """A file to make a batch of: JSONL."""
+        return (await _uploaded(http, store(http))).as_dict()
+
+    @app.get("/v1/files")
+    async def every(
+        http: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 1000, after: str | None = None
+    ) -> dict[str, Any]:
+        """Uploads, the latest first."""
+        page, more = await asyncio.to_thread(store(http).page, after, limit)
+        return _listed([each.as_dict() for each in page], more)
+
+    @app.get("/v1/files/{file_id}")
+    async def get(file_id: str, http: Request) -> dict[str, Any]:
+        """An upload."""
+        kept = await asyncio.to_thread(store(http).find, file_id)
+        found: dict[str, Any] = kept.as_dict()
+        return found
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete(file_id: str, http: Request) -> dict[str, Any]:
+        """Forgets an upload; batches made of it go on."""
+        await asyncio.to_thread(store(http).delete, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @app.get("/v1/files/{file_id}/content")
+    async def content(file_id: str, http: Request) -> Response:
+        """An upload, or the results of a batch."""
+        results = result_file(file_id)
+        if results is None:
+            file = await asyncio.to_thread(store(http).open, file_id)
+            return StreamingResponse(_pieces(file), media_type=_JSONL)
+        name, which = results
+        await door(http).get(name)
+        return StreamingResponse(door(http).results(name, which), media_type=_JSONL)
+
+
+def _listed(page: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    names = [each["id"] for each in page]
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+
+
+async def _uploaded(http: Request, store: FileStore) -> StoredFile:
+    """What a form has, once there is room for it. Not FastAPI's own form, which would be read
+    before anybody asks for room, and makes a 400 of a full disk."""
+    if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise InvalidRequest("file", "must be sent as a form, Content-Type: multipart/form-data")
+    length = http.headers.get("content-length")
+    async with contextlib.AsyncExitStack() as stack:
+        held = store.room(int(length) if length and length.isdecimal() else None)
+        room = await asyncio.to_thread(stack.enter_context, held)
+        try:
+            pieces = await stack.enter_async_context(contextlib.aclosing(_pieces_of(http)))
+            parser = MultiPartParser(
+                http.headers, pieces, max_files=1, max_fields=8, max_part_size=4096
+            )
+            form = await parser.parse()
+            stack.push_async_callback(form.close)
+        except MultiPartException as error:
+            raise ApiError(400, f"the body: {error.message}", code="invalid_value") from None
+        except OSError as error:  # where parts of it are kept until it is whole
+            raise of_disk(error) from error
+        except ClientDisconnect:
+            raise ClientGone from None
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file", "the form has no file of that name")
+        if purpose != _PURPOSE:
+            raise InvalidRequest("purpose", f"must be {_PURPOSE!r}")
+        return await asyncio.to_thread(store.save, file.filename or "", _PURPOSE, file.file, room)
+
+
+async def _pieces_of(http: Request) -> AsyncGenerator[bytes, None]:
+    """The body, in pieces between which others have their turn."""
+    async with contextlib.aclosing(http.stream()) as stream:
+        async for chunk in stream:
+            for begin in range(0, len(chunk), _PARSED):
+                yield chunk[begin : begin + _PARSED]
+                await asyncio.sleep(0)
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece

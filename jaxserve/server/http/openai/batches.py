@@ -1,0 +1,185 @@
+"""OpenAI's batches, on the journal that gRPC's have, too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal
+
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.batches.batch_lines import Result
+from jaxserve.server.batches.batch_operations import Batches, Progress
+from jaxserve.server.batches.records import (
+    BatchRefused,
+    BatchState,
+    JournalFull,
+    Outcome,
+    UnknownBatch,
+)
+from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.openai.batch_file_lines import dumped, read_line, written_line
+from jaxserve.server.http.openai.files import FileStore
+from jaxserve.server.http.openai.route_context import Front
+from jaxserve.server.http.openai.schema import Body, Metadata, Text
+
+_STATUS = {
+    BatchState.OPEN: "validating",
+    BatchState.COMMITTED: "in_progress",
+    BatchState.ENDED: "completed",
+    BatchState.CANCELLED: "cancelled",
+}
+OUTPUT, ERRORS = "output", "errors"
+
+
+class BatchRequest(Body):
+    """POST /v1/batches. completion_window is taken for what it says: best-effort."""
+
+    input_file_id: Text
+    endpoint: Literal["/v1/completions", "/v1/chat/completions"]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+
+
+class BatchDoor:
+    """What the routes do for one caller. store: as they see it. Methods raise ApiError."""
+
+    def __init__(self, front: Front, batches: Batches, store: FileStore, caller: Caller) -> None:
+        self._front, self._batches, self._store = front, batches, store
+        self._caller, self._owner = caller, caller.name
+
+    async def create(self, asked: BatchRequest) -> dict[str, Any]:
+        """Makes a batch of a file's lines; each that is wrong fails by itself."""
+        name, first = f"batch-{uuid.uuid4().hex}", 0
+        note = json.dumps({**asked.model_dump(), "created": int(time.time())})
+        submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
+        pieces = self._store.lines(asked.input_file_id)
+        try:
+            while piece := await asyncio.to_thread(next, pieces, None):
+                lines = await asyncio.to_thread(self._read, asked.endpoint, piece)
+                await submit(first, lines, commit=False)
+                first += len(lines)
+            if not first:
+                raise ApiError(400, "input_file_id: the file has no lines", param="input_file_id")
+            return _described(await submit(first, [], commit=True))
+        except BaseException as error:
+            if first:
+                await self._forget(name)
+            raise _told(error) from error
+
+    async def get(self, name: str) -> dict[str, Any]:
+        """One batch."""
+        return _described(await self._noted(name))
+
+    async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """At most `limit` of them, the latest first, behind that of the id `after`; and whether
+        there are more."""
+        try:
+            found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+        return [_described(each) for each in found[:limit]], len(found) > limit
+
+    async def cancel(self, name: str) -> dict[str, Any]:
+        """Lines that wait or run get no result."""
+        await self._noted(name)
+        try:
+            return _described(await self._batches.cancel(name, self._owner))
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+
+    async def delete(self, name: str) -> None:
+        """Forgets one that is not being served, with its results."""
+        await self._noted(name)
+        try:
+            await self._batches.delete(name, self._owner)
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+
+    async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
+        """JSONL of the lines that were served, or of those that failed, so far."""
+        note = json.loads((await self._noted(name)).status.note)
+        pages = self._batches.results(name, 0, follow=False, owner=self._owner)
+        async for _, page in pages:
+            wanted = [each for each in page if each.failed == (which == ERRORS)]
+            if wanted:
+                yield await asyncio.to_thread(self._written, note, name, wanted)
+
+    async def _noted(self, name: str) -> Progress:
+        """One that was made here."""
+        try:
+            found = await self._batches.status(name, self._owner)
+            if not found.status.note:
+                raise UnknownBatch(name)
+        except (BatchRefused, sqlite3.Error) as error:
+            raise _told(error) from error
+        return found
+
+    async def _forget(self, name: str) -> None:
+        """What has come of one that is not whole; if that fails too, it goes when it is old."""
+        with contextlib.suppress(BatchRefused, sqlite3.Error):
+            await self._batches.cancel(name, self._owner)
+            await self._batches.delete(name, self._owner)
+
+    def _written(self, note: dict[str, Any], name: str, page: Sequence[Outcome]) -> bytes:
+        return b"".join(
+            dumped(written_line(self._front, note, name, each.line, Result.from_json(each.result)))
+            for each in page
+        )
+
+    def _read(self, endpoint: str, texts: list[str]) -> list[Any]:
+        return [read_line(self._front, endpoint, text, self._owner) for text in texts]
+
+
+def result_file(file_id: str) -> tuple[str, str] | None:
+    """Batch and kind of a file of results; None for an upload."""
+    for which in (OUTPUT, ERRORS):
+        if file_id.endswith("-" + which):
+            return file_id.removesuffix("-" + which), which
+    return None
+
+
+def _described(progress: Progress) -> dict[str, Any]:
+    status = progress.status
+    name, note = status.batch_id, json.loads(status.note)
+    ended = int(status.changed) if status.over else None
+    return {
+        "id": name,
+        "object": "batch",
+        "endpoint": note["endpoint"],
+        "errors": None,
+        "input_file_id": note["input_file_id"],
+        "completion_window": note["completion_window"],
+        "status": _STATUS[status.state],
+        "output_file_id": f"{name}-{OUTPUT}" if status.over and status.done else None,
+        "error_file_id": f"{name}-{ERRORS}" if status.over and status.failed else None,
+        "created_at": note["created"],
+        "in_progress_at": note["created"],
+        "completed_at": ended if status.state is BatchState.ENDED else None,
+        "cancelled_at": ended if status.state is BatchState.CANCELLED else None,
+        "request_counts": {
+            "total": status.num_lines,
+            "completed": status.done,
+            "failed": status.failed,
+        },
+        "metadata": note["metadata"],
+    }
+
+
+def _told(error: BaseException) -> BaseException:
+    if isinstance(error, UnknownBatch):
+        return ApiError(404, str(error), param="batch_id", code="not_found")
+    if isinstance(error, JournalFull):
+        return ApiError(413, str(error), param="input_file_id", code="batches_full")
+    if isinstance(error, BatchRefused):
+        return ApiError(409, str(error), code="conflict")
+    if isinstance(error, sqlite3.Error):
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            return ApiError(507, f"the batches' disk: {error}", code="disk_full")
+        return ApiError(503, f"the batches' disk: {error}", code="unavailable")
+    return error

@@ -1,0 +1,275 @@
+"""From a body's bytes to its fields: bounded before it is parsed, parsed beside the event loop, and
+refused at its first error.
+
+Parsers hold the interpreter's lock until they are done, whichever thread they run on, and what they
+make takes up to twenty times the bytes. So a body is counted first, in pieces: `MAX_PARTS`,
+`MAX_ITEMS` and `MAX_DEPTH` bound the time and the memory of all that follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from email.message import Message as MimeHeaders
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import Request, Response, params
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from jaxserve.server.http.errors import (
+    SHOWN,
+    ApiError,
+    record_of,
+    too_many_calls,
+    validation_message,
+)
+from jaxserve.server.http.openai.multi_prompt import ClientGone
+from jaxserve.server.requests.admission import Admission, Overloaded
+
+MAX_PARTS = 1 << 16
+"""Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
+MAX_ITEMS = 1 << 19
+"""Entries of all its lists and objects together: token ids."""
+MAX_DEPTH = 128
+"""Lists and objects within each other. A schema nests by two or three for each level of its own."""
+BODIES_BYTES = 512 << 20
+"""That are being read and parsed at once, beyond the first FREE_BYTES of each body."""
+FREE_BYTES = 64 << 10
+INLINE_BYTES = 16 << 10
+"""Longer ones are parsed beside the event loop; to go there and back takes some 0.1 ms."""
+SHOWN_DEEP = 16
+"""Names of a way into a body that an error has at most."""
+_PIECE = 256 << 10  # bytes that are counted at once
+_DEEPER = np.zeros(256, np.int8)  # by character
+_DEEPER[list(b"[{")], _DEEPER[list(b"]}")] = 1, -1
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Beside = Callable[..., Awaitable[Any]]
+"""Calls a function with arguments on another thread."""
+
+
+def body_route(beside: Beside) -> type[APIRoute]:
+    """Routes whose one JSON body is read here instead of by FastAPI, which parses and validates on
+    the event loop, whatever comes, and lists all that is wrong."""
+    room = Admission(BODIES_BYTES, "this server reads at once", "bytes of bodies are being read")
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+            field = self.body_field
+            if field is None or isinstance(field.field_info, params.Form):
+                return handler
+            kind = field.field_info.annotation
+            assert isinstance(kind, type) and issubclass(kind, BaseModel)
+
+            async def handle(request: Request) -> Response:
+                body = await _read(request, kind, beside, room)
+                return await handler(_ReadRequest(request, body))
+
+            return handle
+
+    return BodyRoute
+
+
+class _ReadRequest(Request):
+    """One whose body has been read: FastAPI takes what is an instance already as it is."""
+
+    def __init__(self, request: Request, body: BaseModel) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._parsed = body
+
+    async def body(self) -> bytes:
+        """Some, so that `json` is asked."""
+        return b"{}"
+
+    async def json(self) -> Any:
+        """The model."""
+        return self._parsed
+
+
+async def _read(request: Request, kind: type[Parsed], beside: Beside, room: Admission) -> Parsed:
+    if not _is_json(request.headers.get("content-type", "")):
+        raise _no_object()
+    pieces: list[bytes] = []
+    caller, length, held = record_of(request).caller, 0, 0
+    try:
+        async with contextlib.aclosing(request.stream()) as stream:
+            async for piece in stream:
+                pieces.append(piece)
+                length += len(piece)
+                more = max(length - FREE_BYTES - held, 0)
+                if more:
+                    room.enter(caller, more)
+                    held += more
+        raw = b"".join(pieces)
+        pieces.clear()
+        if length <= INLINE_BYTES:
+            return parse(raw, kind)
+        found: Parsed = await beside(parse, raw, kind)
+        return found
+    except ClientDisconnect:
+        raise ClientGone from None
+    except Overloaded as error:
+        raise too_many_calls(str(error)) from None
+    finally:
+        room.leave(caller, held)
+
+
+def parse(raw: bytes, kind: type[Parsed]) -> Parsed:
+    """The body's fields. Any thread may call.
+
+    Args:
+        raw: JSON, as UTF-8.
+        kind: the model of what it has to be.
+
+    Raises:
+        ApiError: 400, which names the field that is wrong, or None for the whole.
+    """
+    return validated(_loaded(raw), kind)
+
+
+def validated(value: Any, kind: type[Parsed]) -> Parsed:
+    """The same, of what the JSON says."""
+    if not isinstance(value, dict):
+        raise _no_object()
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        where, message, code = validation_message(found)
+        raise ApiError(400, message, param=where, code=code) from None
+
+
+def _loaded(raw: bytes) -> Any:
+    _count(raw)
+    # A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
+    # functions other threads have their turn, and small bodies do without.
+    large = len(raw) > INLINE_BYTES
+    hooks: dict[str, Any] = {"parse_int": _int, "parse_float": _float} if large else {}
+    try:
+        value = json.loads(raw.decode("utf-8-sig"), **hooks)
+    except UnicodeDecodeError as error:
+        raise _not_json(f"byte {error.start} is no UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _not_json(f"{error.msg} at character {error.pos}") from None
+    except ValueError:  # Python's own limit
+        raise _not_json("a number has more digits than are read") from None
+    # Nothing but an escape can make what is no Unicode of valid UTF-8.
+    if b"\\ud" in raw or b"\\uD" in raw:
+        _check_text(value)
+    return value
+
+
+def _int(text: str) -> int:
+    return int(text)
+
+
+def _float(text: str) -> float:
+    return float(text)
+
+
+def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:
+    """Raises ApiError for a string with half a surrogate pair, which is no text, and which nothing
+    behind can encode."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            where = ".".join(str(each)[:SHOWN] for each in place[:SHOWN_DEEP]) or None
+            half = f"U+{ord(value[error.start]):04X}, half a surrogate pair"
+            problem = f"{where or 'the body'}: has {half}, which is no text"
+            raise ApiError(400, problem, param=where, code="invalid_value") from None
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            _check_text(name, place)
+            _check_text(each, (*place, name))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            if isinstance(each, str | dict | list):
+                _check_text(each, (*place, number))
+
+
+def _count(raw: bytes) -> None:
+    """Raises ApiError for more than is parsed. Most bodies have fewer quotes, brackets and commas
+    in all, those of their texts among them."""
+    quotes = brackets = commas = 0
+    for start in range(0, len(raw), _PIECE):
+        end = start + _PIECE
+        quotes += raw.count(b'"', start, end)
+        brackets += raw.count(b"[", start, end) + raw.count(b"{", start, end)
+        commas += raw.count(b",", start, end)
+    if quotes // 2 + brackets > MAX_PARTS or commas > MAX_ITEMS or brackets > MAX_DEPTH:
+        outside_strings(raw)
+
+
+def outside_strings(raw: bytes, piece_bytes: int = _PIECE) -> tuple[int, int, int]:
+    """What stands outside of strings. Raises ApiError as soon as that is more than is parsed.
+
+    Args:
+        raw: JSON.
+        piece_bytes: how much is looked at at once.
+
+    Returns:
+        How many strings, lists and objects there are; how many commas; how deep lists and objects
+        are nested.
+    """
+    inside, depth, deepest, quotes, opened, commas = False, 0, 0, 0, 0, 0
+    for piece in _unescaped(raw, piece_bytes):
+        found = np.frombuffer(piece, np.uint8)
+        quote = found == ord('"')
+        outside = found[np.bitwise_xor.accumulate(quote) == inside]
+        deeper = _DEEPER[outside]
+        quotes += int(np.count_nonzero(quote))
+        opened += int(np.count_nonzero(deeper > 0))
+        commas += int(np.count_nonzero(outside == ord(",")))
+        inside = bool(quotes & 1)
+        if len(deeper):
+            depths = depth + np.cumsum(deeper, dtype=np.int32)
+            deepest, depth = max(deepest, int(depths.max())), int(depths[-1])
+        _at_most("strings, lists and objects", quotes // 2 + opened, MAX_PARTS)
+        _at_most("entries in its lists and objects", commas, MAX_ITEMS)
+        if deepest > MAX_DEPTH:
+            raise _too_much(f"is nested more than {MAX_DEPTH} deep")
+    return quotes // 2 + opened, commas, deepest
+
+
+def _unescaped(raw: bytes, piece_bytes: int) -> Iterator[bytes]:
+    """In pieces, without backslashes and without the quotes that they take for text."""
+    start = 0
+    while start < len(raw):
+        end = start + piece_bytes
+        piece = raw[start:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what it escapes is in the next one
+            end += 1
+            piece = raw[start:end]
+        yield piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        start = end
+
+
+def _at_most(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise _too_much(f"has more than {limit:,} {what}")
+
+
+def _too_much(problem: str) -> ApiError:
+    return ApiError(400, f"the body: {problem}", code="body_too_complex")
+
+
+def _not_json(problem: str) -> ApiError:
+    return ApiError(400, f"the body is not JSON: {problem}", code="not_json")
+
+
+def _no_object() -> ApiError:
+    problem = "the body: must be an object, sent as Content-Type: application/json"
+    return ApiError(400, problem, code="invalid_value")
+
+
+def _is_json(content_type: str) -> bool:
+    headers = MimeHeaders()
+    headers["content-type"] = content_type
+    kind, _, form = headers.get_content_type().partition("/")
+    return kind == "application" and (form == "json" or form.endswith("+json"))

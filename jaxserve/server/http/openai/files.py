@@ -1,0 +1,299 @@
+"""Files that clients upload to make batches of, on disk beside the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxserve.server.batches.batch_lines import MAX_LINE_BYTES
+from jaxserve.server.batches.journal import whose
+from jaxserve.server.batches.records import Quota
+from jaxserve.server.http.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 256 << 20
+MAX_NAME = 255  # characters of a file's
+FORM_BYTES = 1 << 20
+"""What a form may have besides its file."""
+LINES_A_PIECE = 1000
+MAX_LINE = 2 * MAX_LINE_BYTES
+"""Of a file, in bytes: what the journal has of it is shorter."""
+_CHUNK = 1 << 20
+_NOTE_BYTES = 512  # that a file takes beside its content, about
+_ID = re.compile(r"file-[0-9a-f]{32}")
+_META, _CONTENT, _PARTIAL = ".json", ".jsonl", ".partial"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What is known of an upload. created: seconds since the epoch. owner: name of the API key that
+    it came with; "" where none was needed."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created: int
+    owner: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+class Room(NamedTuple):
+    """What a file may have, in bytes, and of which limit that is."""
+
+    bytes: int
+    limit: str
+
+    def too_small(self) -> ApiError:
+        """For a file that has more."""
+        problem = f"takes more than {max(self.bytes, 0):,} bytes, which is what there is room for"
+        return ApiError(413, f"file: {problem} {self.limit}", param="file", code="file_too_large")
+
+
+class _Shelf:
+    """What all views share: files by id, and what uploads that are on their way have reserved, by
+    whoever they are of."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.files: dict[str, StoredFile] | None = None  # not looked at yet
+        self.reserved: list[StoredFile] = []
+
+
+class FileStore:
+    """Uploads. Any thread may call; methods wait for the disk, and raise ApiError, also where the
+    disk does not do its part. max_bytes: of all uploads together. keep_s: for how long they are
+    kept. Sees all. Nobody else writes into the directory."""
+
+    def __init__(self, directory: Path, max_bytes: int, keep_s: float) -> None:
+        self._directory, self._owner = directory, ""
+        self._max_bytes, self._keep_s = max_bytes, keep_s
+        self._quota: Quota | None = None
+        self._shelf = _Shelf()
+
+    def of(self, owner: str, quota: Quota | None = None) -> FileStore:
+        """The same for one API key, for which others' files are not there; "" sees all. quota: what
+        it may keep."""
+        view = copy.copy(self)
+        view._owner, view._quota = owner, quota
+        return view
+
+    @contextlib.contextmanager
+    def room(self, length: int | None) -> Iterator[Room]:
+        """For an upload that is on its way, until it is saved; others cannot have it meanwhile.
+        length: of its form; None: nobody knows."""
+        with self._shelf.lock, _disk():
+            room = self._left()
+            if length is not None and length - FORM_BYTES > room.bytes:
+                raise room.too_small()
+            taken = room.bytes if length is None else min(length, room.bytes)
+            place = StoredFile("", "", "", taken, 0, self._owner)
+            self._shelf.reserved.append(place)
+        try:
+            yield room
+        finally:
+            with self._shelf.lock:  # by identity: others may look the same
+                mine = next(k for k, each in enumerate(self._shelf.reserved) if each is place)
+                del self._shelf.reserved[mine]
+
+    def save(self, filename: str, purpose: str, source: BinaryIO, room: Room) -> StoredFile:
+        """Keeps an upload for which there is that room; once this returns, it is on the disk."""
+        if len(filename) > MAX_NAME:
+            problem = f"file: its name has {len(filename)} characters; at most {MAX_NAME} are taken"
+            raise ApiError(400, problem, param="file", code="invalid_value")
+        name = f"file-{uuid.uuid4().hex}"
+        content = self._directory / (name + _CONTENT)
+        with _disk():
+            try:
+                size = _copy(source, content, room)
+                kept = StoredFile(name, filename, purpose, size, int(time.time()), self._owner)
+                _write(self._directory / (name + _META), json.dumps(asdict(kept)).encode())
+            except BaseException:
+                content.unlink(missing_ok=True)
+                raise
+        with self._shelf.lock:
+            self._all()[name] = kept
+        return kept
+
+    def find(self, name: str) -> StoredFile:
+        """Raises ApiError where there is none."""
+        with self._shelf.lock, _disk():
+            found = self._all().get(name)
+        if found is None or self._owner not in ("", found.owner):
+            raise ApiError(404, f"there is no {name!r}", param="id", code="not_found")
+        return found
+
+    def page(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
+        """At most `limit` files, the latest first, behind the one of the id `after`; and whether
+        there are more."""
+        with self._shelf.lock, _disk():
+            found = [each for each in self._all().values() if self._owner in ("", each.owner)]
+        found.sort(key=lambda each: (-each.created, each.id))
+        if after is not None:
+            last = self.find(after)
+            found = [e for e in found if (-e.created, e.id) > (-last.created, last.id)]
+        return found[:limit], len(found) > limit
+
+    def open(self, name: str) -> BinaryIO:
+        """Its content, which is there until it is closed, even if the file is deleted."""
+        self.find(name)
+        with _disk():
+            try:
+                return (self._directory / (name + _CONTENT)).open("rb")
+            except FileNotFoundError:  # deleted meanwhile
+                raise ApiError(404, f"there is no {name!r}", param="id", code="not_found") from None
+
+    def delete(self, name: str) -> None:
+        """Forgets a file."""
+        self.find(name)
+        with self._shelf.lock, _disk():
+            self._forget(name)
+
+    def lines(self, name: str) -> Generator[list[str], None, None]:
+        """Its lines but for blank ones, some at once; of one that is too long for a batch, the
+        beginning."""
+        with self.open(name) as file, _disk():
+            piece: list[str] = []
+            size = 0
+            while line := file.readline(MAX_LINE + 1):
+                rest = line
+                while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
+                    rest = file.readline(MAX_LINE + 1)
+                if not line.strip():
+                    continue
+                piece.append(line.decode("utf-8", "replace"))
+                size += len(line)
+                if len(piece) == LINES_A_PIECE or size >= MAX_LINE:
+                    yield piece
+                    piece, size = [], 0
+            if piece:
+                yield piece
+
+    def _left(self) -> Room:
+        """For one more file of this owner."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._clean()
+        everybody = [*self._all().values(), *self._shelf.reserved]
+        mine = [each for each in everybody if each.owner == self._owner]
+        rooms = [
+            Room(MAX_FILE_BYTES, "of one file"),
+            Room(self._max_bytes - _size(everybody), "in server.batch_gib"),
+        ]
+        if self._quota is None:
+            return min(rooms)
+        if len(mine) >= self._quota.count:
+            problem = f"there are {len(mine)} files of {whose(self._owner)}, as many as it may have"
+            raise ApiError(
+                413, f"file: {problem} (files); delete some", param="file", code="too_many_files"
+            )
+        own = self._quota.max_bytes - _size(mine)
+        return min(*rooms, Room(own, f"in files_mib of {whose(self._owner)}"))
+
+    def _clean(self) -> None:
+        for each in list(self._all().values()):
+            if time.time() - each.created > self._keep_s:
+                self._forget(each.id)
+
+    def _forget(self, name: str) -> None:
+        for suffix in (_META, _CONTENT):  # in this order: what has no note is nobody's
+            (self._directory / (name + suffix)).unlink(missing_ok=True)
+        self._all().pop(name, None)
+
+    def _all(self) -> dict[str, StoredFile]:
+        """Looks at the directory once: what an earlier server has left half-written goes."""
+        if self._shelf.files is None:
+            files = {
+                each.id: each for each in map(_read, self._directory.glob("*" + _META)) if each
+            }
+            for path in self._directory.iterdir() if self._directory.is_dir() else ():
+                if path.suffix == _PARTIAL or (path.suffix == _CONTENT and path.stem not in files):
+                    path.unlink(missing_ok=True)
+            self._shelf.files = files
+        return self._shelf.files
+
+
+def _size(files: list[StoredFile]) -> int:
+    return sum(each.bytes + _NOTE_BYTES for each in files)
+
+
+def _read(path: Path) -> StoredFile | None:
+    try:
+        found = StoredFile(**json.loads(path.read_text(encoding="utf-8")))
+        return found if _ID.fullmatch(found.id) and found.id == path.stem else None
+    except (ValueError, TypeError) as error:
+        log.warning("%s: is no file's note: %s", path, error)
+        return None
+
+
+@contextlib.contextmanager
+def _disk() -> Iterator[None]:
+    """Has the disk's errors told to the client."""
+    try:
+        yield
+    except OSError as error:
+        raise of_disk(error) from error
+
+
+def of_disk(error: OSError) -> ApiError:
+    """What the client is told, without the server's paths."""
+    log.warning("the disk of files: %s", error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "file: the server's disk is full", param="file", code="disk_full")
+    why = error.strerror or type(error).__name__
+    return ApiError(507, f"file: the server's disk: {why}", param="file", code="disk_error")
+
+
+def _copy(source: BinaryIO, path: Path, room: Room) -> int:
+    size = 0
+    with _private(path) as target:
+        while piece := source.read(_CHUNK):
+            size += len(piece)
+            if size > room.bytes:
+                raise room.too_small()
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+    return size
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, whatever happens meanwhile."""
+    partial = path.with_suffix(_PARTIAL)
+    try:
+        with _private(partial) as target:
+            target.write(content)
+            target.flush()
+            os.fsync(target.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: Path) -> BinaryIO:
+    """A new file, for its owner's eyes only."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")

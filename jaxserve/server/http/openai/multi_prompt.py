@@ -1,0 +1,129 @@
+"""Several prompts of one call, served beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+
+from jaxserve.engine.output import FinishReason
+from jaxserve.sched.request import Request
+from jaxserve.server.http.errors import ApiError, retry_after
+from jaxserve.server.requests.call_outcome import CallRecord
+from jaxserve.server.requests.engine_requests import SHUTTING_DOWN, EngineRequests
+from jaxserve.server.requests.output_streams import Delta, Stream
+
+T = TypeVar("T")
+_LARGE = 8 << 10  # bytes of a delta
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Generating:
+    """The requests of one call, one a prompt, all with the same n.
+
+    Continuation j of prompt i has the number i * n + j in the answer. `end` it, however it ends.
+    """
+
+    def __init__(
+        self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
+    ) -> None:
+        """Submits all, or none: raises what EngineRequests.open raises. record: of the call."""
+        self._requests = requests
+        self.wanted = wanted
+        self.record = record
+        record.asks(wanted)
+        self._streams: list[Stream] = []
+        try:
+            for request in wanted:
+                self._streams.append(requests.open(request, record=record))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Whatever is unfinished is cancelled."""
+        for stream in self._streams:
+            self._requests.end(stream)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(number, news) until all have ended, as they come. Raises StreamFailed, and ApiError for
+        what the server cancelled."""
+        if len(self._streams) == 1:
+            async for only in self._of(0):
+                yield only
+            return
+        # One place: whoever reads slowly gets fewer and larger pieces.
+        news: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue(1)
+
+        async def read(place: int) -> None:
+            async for numbered in self._of(place):
+                await news.put(numbered)
+
+        async def read_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for place in range(len(self._streams)):
+                    group.create_task(read(place))
+            await news.put(None)
+
+        reading = asyncio.create_task(read_all())
+        try:
+            while True:
+                numbered = await _first(news.get(), reading)
+                if numbered is None:
+                    return
+                yield numbered
+        finally:
+            reading.cancel()
+            with suppress(BaseException):
+                await reading
+
+    async def _of(self, place: int) -> AsyncGenerator[tuple[int, Delta], None]:
+        stream, n = self._streams[place], self.wanted[place].sampling.n
+        while (delta := await stream.next()) is not None:
+            if delta.last is not None and delta.last.finish_reason is FinishReason.CANCELLED:
+                raise self._cancelled()
+            yield place * n + delta.index, delta
+            if delta.size > _LARGE:
+                await asyncio.sleep(0)  # more may be there already, and each takes milliseconds
+
+    def _cancelled(self) -> ApiError:
+        if self._requests.draining:
+            return ApiError(503, SHUTTING_DOWN, code="unavailable", headers=retry_after())
+        return ApiError(499, "the request was cancelled", code="cancelled")
+
+
+async def _first(wanted: Coroutine[Any, Any, T], failing: asyncio.Task[Any]) -> T:
+    """The wanted one's result; whatever the other raises before it."""
+    task = asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait((task, failing), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and failing.done() and (error := failing.exception()) is not None:
+            raise error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        return await task
+    finally:
+        task.cancel()
+
+
+async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
+    """What the work returns; it is cancelled, and ClientGone raised, if the client hangs up."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

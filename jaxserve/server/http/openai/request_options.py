@@ -1,0 +1,120 @@
+"""From a body's fields to the engine's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.server.http.openai import response_format
+from jaxserve.server.http.openai.schema import CompletionRequest, Generation, SloFields
+
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+_TIERS = {"realtime": Tier.REALTIME, "best_effort": Tier.BEST_EFFORT}
+_SERVICE_TIERS = {
+    "auto": None,
+    "default": Tier.REALTIME,
+    "priority": Tier.REALTIME,
+    "fast": Tier.REALTIME,
+    "scale": Tier.REALTIME,
+    "flex": Tier.BEST_EFFORT,
+}
+_ID_DIGITS = 10
+SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
+"""What a response calls the tier in `service_tier`."""
+
+
+def sampling_fields(body: Generation) -> dict[str, Any]:
+    """Fields of SamplingParams by its own names, but for max_tokens and logprobs; null is the
+    default. Raises InvalidRequest."""
+    fields = {name: getattr(body, name) for name in _PLAIN}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if body.top_k is not None:
+        fields["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if body.stop is not None:
+        fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.stop_token_ids is not None:
+        fields["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logit_bias is not None:
+        fields["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+    if (grammar := response_format.grammar(body)) is not None:
+        fields["grammar"] = grammar
+    return fields
+
+
+def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
+    """All of them, of a completion. Raises InvalidRequest."""
+    fields = sampling_fields(body)
+    if body.max_tokens is not None:
+        fields["max_tokens"] = body.max_tokens
+    if only_prompt(body):
+        if body.min_tokens:
+            raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
+        fields["max_tokens"] = 1  # which the answer leaves out
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields["prompt_logprobs"] = body.logprobs
+    if body.best_of not in (None, 1, body.n):
+        raise InvalidRequest("best_of", "only as many as n are generated")
+    return fields
+
+
+def only_prompt(body: CompletionRequest) -> bool:
+    """Whether the answer is to be the prompt itself, and nothing new."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+def targets(body: Generation) -> tuple[SLO, str]:
+    """The request's own targets, in seconds, and the name of its class, or "". Raises
+    InvalidRequest."""
+    given, named = body.slo, body.slo_class or ""
+    if not isinstance(given, str):
+        return _seconds(given or SloFields()), named
+    if named and named != given:
+        raise InvalidRequest("slo", f"{given!r:.80} contradicts slo_class {named!r:.80}")
+    return SLO(), given
+
+
+def _seconds(fields: SloFields) -> SLO:
+    """Raises InvalidRequest, naming the target."""
+    seconds = {}
+    for name, value in fields.model_dump().items():
+        if value is None:
+            continue
+        if value <= 0:
+            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+        seconds[name.removesuffix("_ms")] = value / 1000
+    return SLO(**seconds)
+
+
+def tier(body: Generation) -> Tier | None:
+    """`tier`, else what `service_tier` says, else None. Raises InvalidRequest if they
+    contradict."""
+    of_service = _SERVICE_TIERS.get(body.service_tier or "")
+    own = None if body.tier is None else _TIERS[body.tier]
+    if own is not None and of_service is not None and own is not of_service:
+        raise InvalidRequest("tier", f"{body.tier} contradicts service_tier {body.service_tier}")
+    return of_service if own is None else own
+
+
+def check_stream_options(body: Generation) -> None:
+    """Raises InvalidRequest for options of a stream where there is none."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "is only for stream: true")
+
+
+def _bias(key: str, bias: float) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS):
+        raise InvalidRequest("logit_bias", f"{key!r:.80} is not a token id")
+    return int(key), bias

@@ -1,0 +1,73 @@
+"""What every route has: the engine, its name, and requests made of bodies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.sched.request import Request
+from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.openai import request_options, response_format
+from jaxserve.server.http.openai.schema import Generation
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, EngineRequests
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+
+
+class Front:
+    """engine: what serves. requests: the way to it, which other doors use, too."""
+
+    def __init__(
+        self, engine: ServedEngine, requests: EngineRequests, template: ChatTemplate
+    ) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.template = template
+        self.model = requests.info().model
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError for a model that is not the one here."""
+        if model not in (None, "", self.model):
+            problem = f"there is no model {model!r:.80} here; this server has {self.model!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    async def build(
+        self,
+        body: Generation,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Mapping[str, Any],
+        caller: Caller,
+    ) -> list[Request]:
+        """One request a prompt, of that caller. Raises InvalidRequest, EngineStopped and ApiError,
+        before any is submitted."""
+        self.check_model(body.model)
+        self.requests.check_open()
+        (slo, slo_class), tier = request_options.targets(body), request_options.tier(body)
+        name = body.request_id or ""
+        wanted = []
+        with response_format.named(body):
+            for place, prompt in enumerate(prompts):
+                await asyncio.sleep(0)  # others come in between: each may take milliseconds
+                request = await self.requests.make(
+                    prompt,
+                    sampling=sampling,
+                    request_id=_numbered(name, place),
+                    slo=slo,
+                    tier=tier,
+                    slo_class=slo_class,
+                    serve_late=bool(body.serve_late),
+                    caller=caller,
+                )
+                self.requests.check(request)
+                wanted.append(request)
+        return wanted
+
+
+def _numbered(name: str, place: int) -> str:
+    """The first prompt has the call's own id."""
+    if not name or not place:
+        return name
+    ending = f"-{place}"
+    return name[: MAX_REQUEST_ID - len(ending)] + ending

@@ -1,0 +1,160 @@
+"""The HTTP server, on the event loop of whoever starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.tls import Tls
+from jaxserve.server.http.transport.connections import Connections, Place
+from jaxserve.server.http.transport.protocol import Connection
+from jaxserve.server.requests.addresses import bind, bracketed
+from jaxserve.server.requests.open_files import connections_of_a_door
+
+log = logging.getLogger(__name__)
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_AT_ONCE = 16  # connections that are accepted before all else has its turn
+_HANDSHAKE_S = 10.0
+_AGAIN_S = 1.0  # after there was no file for a connection
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class HttpServer:
+    """A port, and the application on it. host: as for gRPC; port: 0 takes a free one; tls: None is
+    in the clear. Raises ConfigError if it is taken."""
+
+    def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
+        self._host = host
+        self._context = None if tls is None else tls.context()
+        self._sockets = _bind(host, port)
+        self._connections = Connections(connections_of_a_door())
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._acceptor: _Acceptor | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        port = self._sockets[0].getsockname()[1]
+        return f"{bracketed(self._host)}:{port}"
+
+    def start(self, app: ASGIApp, write_timeout_s: float) -> None:
+        """Takes calls from now on. write_timeout_s: connections whose client takes nothing for so
+        long are dropped, where the system does that."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+            timeout = round(write_timeout_s * 1000)
+            for listener in self._sockets:
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http=Connection,
+            lifespan="off",
+            ws="none",  # whatever is installed
+            log_config=None,
+            log_level="critical",  # what goes wrong is logged by whoever knows what it is
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        config.load()
+        server = self._server = uvicorn.Server(config)
+
+        def connection(place: Place) -> Connection:
+            return Connection(config, server.server_state, {}, place=place)
+
+        # Not `serve`: signals are the process's affair. It has no sockets: asyncio, which it would
+        # have accept, logs and tries again thousands of times a second where there are no files.
+        self._serving = asyncio.create_task(server._serve([]))
+        self._acceptor = _Acceptor(self._sockets, connection, self._context, self._connections)
+
+    def close(self) -> None:
+        """Frees the port where `start` was never called."""
+        for listener in self._sockets:
+            listener.close()
+
+    async def stop(self, patience: float) -> None:
+        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        self.close()
+        if self._server is None or self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(patience))
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Acceptor:
+    """Makes connections of whoever comes. context: of TLS, whose handshakes count as connections,
+    too."""
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        protocol: Callable[[Place], Connection],
+        context: ssl.SSLContext | None,
+        connections: Connections,
+    ) -> None:
+        self._protocol, self._context, self._connections = protocol, context, connections
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._accepting = [self._loop.create_task(self._accept(each)) for each in listeners]
+
+    def stop(self) -> None:
+        """Accepts nobody any more."""
+        for task in (*self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        for accepted in itertools.count(1):
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in _NO_FILES:
+                    log.warning("nobody can connect: %s", error.strerror)
+                # Of the others, most are one connection's alone.
+                await asyncio.sleep(_AGAIN_S if error.errno in _NO_FILES else 0)
+                continue
+            task = self._loop.create_task(self._connect(connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+            if not accepted % _AT_ONCE:
+                await asyncio.sleep(0)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        place = self._connections.enter(task.cancel)
+        limit = None if self._context is None else _HANDSHAKE_S
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._protocol(place),
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=limit,
+            )
+        except OSError:  # no handshake
+            place.leave()
+        except asyncio.CancelledError:
+            place.leave()
+            raise
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    try:
+        return bind(host, port, _BACKLOG)  # from now on callers wait, until the server takes them
+    except OSError as error:
+        where = f"cannot listen on {host}:{port} ({error.strerror})"
+        raise ConfigError(f"server.http_port: {where}; 0 takes any free port") from None

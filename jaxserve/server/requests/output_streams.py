@@ -1,0 +1,277 @@
+"""From the engine's thread to the calls that wait on the event loop.
+
+The engine calls `OutputRouter.on_output` once a row and step. That only appends to a deque; the
+loop is woken at most once until it has emptied it. What a call has not sent yet is merged, so a
+client that reads slowly costs its pending tokens, not a message for each; and where these take
+more than the stream's buffer, the request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxserve.engine.output import FinishReason, Output, TokenLogprobs
+from jaxserve.server.requests.call_outcome import CallRecord
+from jaxserve.server.requests.logprob_arrays import LogprobArrays
+
+FAILED = "the engine failed"
+BUFFER_BYTES = 1 << 20
+MAX_DELTA_BYTES = 64 << 10
+"""Beyond it begins another message, so that each is well below the 4 MiB that gRPC clients take,
+and one that nobody reads is small."""
+_TOKEN_BYTES = 40  # an int, and its place in a list
+
+
+class DuplicateRequest(ValueError):
+    """A request with that id is still running."""
+
+
+class StreamFailed(RuntimeError):
+    """The engine failed; the message says how."""
+
+
+class RequestFailed(StreamFailed):
+    """The request did, and the engine serves others; the message says how."""
+
+
+class SlowReader(RuntimeError):
+    """What waits for the reader is more than is kept, or waits longer."""
+
+
+@dataclass
+class Delta:
+    """What one continuation has produced and the client has not been sent.
+
+    index: which of the n continuations. text: pieces, in order. last: the output that ended it,
+    None while more is to come. size: bytes that it takes, about.
+    """
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    last: Output | None = None
+    size: int = 0
+    _logprobs: LogprobArrays = field(default_factory=LogprobArrays)
+    _prompt_logprobs: LogprobArrays = field(default_factory=LogprobArrays)
+
+    def add(self, output: Output) -> None:
+        """Appends what the engine says next of this continuation."""
+        self.token_ids.extend(output.token_ids)
+        self.size += _TOKEN_BYTES * len(output.token_ids)
+        if output.text:
+            self.text.append(output.text)
+            self.size += sys.getsizeof(output.text)
+        self.size += self._logprobs.add(output.logprobs)
+        self.size += self._prompt_logprobs.add(output.prompt_logprobs)
+        if output.finish_reason is not None:
+            self.last = output
+
+    def extend(self, later: Delta) -> None:
+        """Appends what came after it of the same continuation."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        self._logprobs.extend(later._logprobs)
+        self._prompt_logprobs.extend(later._prompt_logprobs)
+        self.size += later.size
+        self.last = later.last
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One entry a token, if asked for."""
+        return self._logprobs.entries()
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """One entry for each of the next tokens of the prompt, from the second on, likewise."""
+        return self._prompt_logprobs.entries()
+
+
+class Stream:
+    """The outputs of one request, for one reader. Lives on the event loop's thread.
+
+    buffer_bytes: what may wait for the reader. cancel: ends the request in the engine. record: of
+    the call, which hears all of it; None: nobody keeps one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        n: int,
+        *,
+        buffer_bytes: float = BUFFER_BYTES,
+        cancel: Callable[[], None] = lambda: None,
+        record: CallRecord | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._record = record
+        self._unfinished = set(range(n))
+        self._pending: deque[Delta] = deque()
+        self._growing: dict[int, Delta] = {}  # by index, the pending one that more is added to
+        self._size, self._most = 0, buffer_bytes
+        self._cancel = cancel
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._abandoned = False
+
+    @property
+    def finished(self) -> bool:
+        """True once the engine has said its last word on every continuation."""
+        return not self._unfinished
+
+    def push(self, output: Output) -> None:
+        """Takes in what the engine says next, merged with what the reader has not had yet. An ERROR
+        ends the stream as `fail` does; more than the buffer holds ends it at once."""
+        if self._record is not None:
+            self._record.heard(output)
+        if output.finish_reason is not None:
+            self._ended({output.index})
+        if self._abandoned:
+            return
+        if output.finish_reason is FinishReason.ERROR:
+            if not self.finished:  # the others of the n go with it
+                self._cancel()
+            kind = StreamFailed if output.engine_failed else RequestFailed
+            self.fail(output.error or FAILED, kind)
+            return
+        delta = self._growing.get(output.index)
+        if delta is None or delta.size >= MAX_DELTA_BYTES:
+            delta = self._growing[output.index] = Delta(output.index)
+            self._pending.append(delta)
+        before = delta.size
+        delta.add(output)
+        self._size += delta.size - before
+        # One message may always wait, however large the text of a step is.
+        if self._size > self._most and len(self._pending) > 1:
+            self._overflow()
+        self._news.set()
+
+    def _overflow(self) -> None:
+        limit = f"{self._size >> 10} KiB wait, more than server.stream_buffer_kib"
+        self._error = SlowReader(f"the call is read too slowly: {limit}")
+        self.abandon()
+        if not self.finished:
+            self._cancel()
+
+    def fail(self, error: str, kind: type[Exception] = StreamFailed) -> None:
+        """Ends the stream with an error of this kind once what is pending has been read."""
+        self._ended(set(self._unfinished))
+        self._error = self._error or kind(error)
+        self._news.set()
+
+    def _ended(self, indices: set[int]) -> None:
+        if not self._unfinished:
+            return
+        self._unfinished -= indices
+        if not self._unfinished and self._record is not None:
+            self._record.closed()
+
+    def abandon(self) -> None:
+        """Nobody reads any more; the engine may still have a last word."""
+        self._abandoned = True
+        self._size = 0
+        self._pending.clear()
+        self._growing.clear()
+
+    async def next(self) -> Delta | None:
+        """What is pending of one continuation, the oldest first; None at the end.
+
+        Raises what it failed with, SlowReader.
+        """
+        while True:
+            if self._pending:
+                delta = self._pending.popleft()
+                self._size -= delta.size
+                if self._growing[delta.index] is delta:
+                    del self._growing[delta.index]
+                return delta
+            if self._error is not None:
+                raise self._error
+            if self.finished:
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+
+class OutputRouter:
+    """Hands each output to its request's stream. All but `on_output` run on the loop's thread.
+
+    buffer_bytes: what may wait for a reader. cancel(request_id): ends a request in the engine.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        buffer_bytes: float = BUFFER_BYTES,
+        cancel: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._loop = loop
+        self._buffer_bytes, self._cancel = buffer_bytes, cancel
+        self._inbox: deque[Output] = deque()
+        self._wake_pending = False
+        self._streams: dict[str, Stream] = {}
+
+    def open(
+        self,
+        request_id: str,
+        n: int,
+        *,
+        bounded: bool = True,
+        record: CallRecord | None = None,
+    ) -> Stream:
+        """The stream of a new request of n continuations, which `record` hears, too. Raises
+        DuplicateRequest while one of that id is open."""
+        if request_id in self._streams:
+            given = request_id if record is None else record.caller.own(request_id)
+            raise DuplicateRequest(f"request_id: {given!r} is already running")
+        stream = self._streams[request_id] = Stream(
+            request_id,
+            n,
+            buffer_bytes=self._buffer_bytes if bounded else math.inf,
+            cancel=lambda: self._cancel(request_id),
+            record=record,
+        )
+        return stream
+
+    def forget(self, request_id: str) -> None:
+        """Drops the stream of a request that the engine has refused."""
+        self._streams.pop(request_id, None)
+
+    def unfinished(self) -> list[str]:
+        """Ids of the requests on which the engine has not said its last word."""
+        return list(self._streams)
+
+    def fail_all(self, error: str, kind: type[Exception] = StreamFailed) -> None:
+        """Ends every open stream with kind(error), after what it has pending."""
+        self._deliver()
+        for stream in self._streams.values():
+            stream.fail(error, kind)
+        self._streams.clear()
+
+    def on_output(self, output: Output) -> None:
+        """For the engine's thread: constant time, at most one wake-up a batch."""
+        self._inbox.append(output)
+        if not self._wake_pending:
+            self._wake_pending = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody is left to tell
+                self._inbox.clear()
+                self._wake_pending = False
+
+    def _deliver(self) -> None:
+        # Cleared before the inbox is emptied, so that an output appended meanwhile wakes us again.
+        self._wake_pending = False
+        while self._inbox:
+            output = self._inbox.popleft()
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.push(output)
+            if stream.finished:
+                del self._streams[output.request_id]

@@ -1,0 +1,198 @@
+"""Chats to prompts: by the checkpoint's own template, or as plain lines.
+
+As Hugging Face has it: a Jinja template in tokenizer_config.json, or beside it in a file of its
+own, which gets `messages`, the special tokens and `add_generation_prompt`. It is a program of
+whoever made the checkpoint, so it runs in a process of its own (`template_process.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxserve.checkpoint_files import read_json, read_text
+from jaxserve.engine.errors import ConfigError
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
+from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess
+
+_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_FIELD = "chat_template_kwargs"
+_OF_THE_CALL = ("messages", "add_generation_prompt")
+_UNSERVED = ("tools",)
+_SHORT_MESSAGES, _SHORT_CHARACTERS = 100, 1 << 15
+_MAX_VALUES, _MAX_DEPTH = 10_000, 8
+
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class ChatTemplate:
+    """Renders chats. Thread-safe.
+
+    source: of the checkpoint's template; None: each turn is a line with its role, for models that
+    were trained on no chats. special: what templates know as bos_token, eos_token and so on. Raises
+    TemplateFailed where the source cannot be compiled.
+
+    Attributes:
+        own: whether it is the checkpoint's, which writes its special tokens itself.
+    """
+
+    def __init__(self, source: str | None = None, special: Mapping[str, str] | None = None) -> None:
+        self.own = source is not None
+        self._fixed = {**(special or {}), "tools": None, "documents": None}
+        self._reads: frozenset[str] = frozenset()
+        # Long chats do not hold up short ones.
+        self._processes = [] if source is None else [TemplateProcess(source) for _ in range(2)]
+        self.close = weakref.finalize(self, _close, self._processes)
+        if self._processes:
+            self._reads = self._processes[0].compile() - {
+                *(special or ()),
+                *_OF_THE_CALL,
+                *_UNSERVED,
+            }
+
+    def submit(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+        tenant: str = "",
+    ) -> Future[str]:
+        """The prompt's text to come. kwargs: what else the template is to read, JSON. tenant: whose
+        chat it is; where several wait, they take turns.
+
+        Raises, here or in the future:
+            InvalidRequest: the template does not take the chat, or read such kwargs.
+            QueueFull: other chats take too long.
+            EngineStopped: it is closed.
+        """
+        self._check(kwargs or {})
+        if not self.own:
+            plain: Future[str] = Future()
+            plain.set_result("".join(map(_line, messages)) + "assistant:" * add_generation_prompt)
+            return plain
+        short = _is_short(messages) and not any(
+            isinstance(value, str | list | dict) for value in (kwargs or {}).values()
+        )
+        return self._processes[not short].render(
+            {
+                **self._fixed,
+                **(kwargs or {}),
+                "messages": list(messages),
+                "add_generation_prompt": add_generation_prompt,
+            },
+            tenant,
+        )
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The same, waited for."""
+        return self.submit(messages, **options).result()
+
+    def encode(self, text: str, encode: Callable[..., T]) -> T:
+        """What `encode(text, special=...)` makes of a rendered chat: a checkpoint's own template
+        has written the special tokens, and others are not to be added."""
+        return encode(text, special=not self.own)
+
+    def _check(self, kwargs: Mapping[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if name in _OF_THE_CALL:
+                raise InvalidRequest(f"{_FIELD}.{name}", "is a field of the call itself")
+            if name not in self._reads:
+                read = ", ".join(sorted(self._reads)) or "none at all"
+                problem = f"{name[:64]!r} is not read by the model's chat template (read: {read})"
+                raise InvalidRequest(_FIELD, problem)
+            wrong = _problem(value)
+            if wrong is not None:
+                raise InvalidRequest(f"{_FIELD}.{name}", wrong)
+
+
+def _close(processes: Sequence[TemplateProcess]) -> None:
+    for process in processes:
+        process.close()
+
+
+def _line(message: Message) -> str:
+    functions = (call["function"] for call in message.get("tool_calls", ()))
+    calls = "".join(f"{each['name']}({each['arguments']})" for each in functions)
+    return f"{message['role']}: {message['content']}{calls}\n"
+
+
+def _is_short(messages: Sequence[Message]) -> bool:
+    characters = sum(len(each.get("content") or "") for each in messages[:_SHORT_MESSAGES])
+    calls = any("tool_calls" in each for each in messages[:_SHORT_MESSAGES])
+    return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS and not calls
+
+
+def _problem(value: Any) -> str | None:
+    """Why it is no JSON that a template is given; None where it is."""
+    level, values = [value], 0
+    for _ in range(_MAX_DEPTH):
+        values += len(level)
+        if values > _MAX_VALUES:
+            return f"holds more than {_MAX_VALUES:,} values"
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, list):
+                inner += each
+            elif isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, float) and not math.isfinite(each):
+                return "holds a number that is not finite"
+            elif isinstance(each, int) and each.bit_length() > 63:
+                return "holds an integer of more than 64 bits"
+        level = inner
+        if not level:
+            return None
+    return f"is nested more than {_MAX_DEPTH} deep"
+
+
+def load_chat_template(path: str) -> ChatTemplate:
+    """Of a checkpoint's directory; the plain one where it has none. path: "" for random weights.
+    Raises ConfigError for a file or a template that cannot be read."""
+    if not path:
+        return ChatTemplate()
+    folder = Path(path).expanduser()
+    config = _read(folder / _CONFIG, read_json)
+    config = config if isinstance(config, dict) else {}
+    special = {
+        name: text
+        for name, value in config.items()
+        if name.endswith("_token")
+        and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
+    }
+    source, where = _read(folder / _FILE, read_text, MAX_SOURCE), folder / _FILE
+    if source is None:
+        source, where = _of_config(config), folder / _CONFIG
+    if source is not None and len(source) > MAX_SOURCE:
+        size = f"it has {len(source):,} characters, and {MAX_SOURCE:,} are allowed"
+        raise ConfigError(f"model.path: the chat template in {where}: {size}")
+    try:
+        return ChatTemplate(source, special)
+    except TemplateFailed as error:
+        raise ConfigError(f"model.path: the chat template in {where}: {error}") from None
+
+
+def _of_config(config: Mapping[str, Any]) -> str | None:
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = [each for each in found if isinstance(each, dict)]
+        found = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
+    return found if isinstance(found, str) else None
+
+
+def _read(file: Path, read: Callable[..., Any], *limits: int) -> Any:
+    """None where there is no such file."""
+    try:
+        return read(file, *limits)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot read {file}: {error}") from None

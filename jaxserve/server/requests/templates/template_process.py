@@ -1,0 +1,207 @@
+"""The other end of `template_worker.py`: starts it, asks it, starts another when it has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jaxserve
+from jaxserve.engine.errors import EngineStopped, QueueFull
+from jaxserve.sched.request import InvalidRequest
+from jaxserve.server.requests.templates.template_limits import CPU_S, LENGTH, MAX_TEXT, WALL_S
+
+_MODULE = "jaxserve.server.requests.templates.template_worker"
+# What Python and strftime need. The server's keys and tokens are not for a template.
+_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
+_STOPPING = "the server is stopping"
+
+
+class TemplateFailed(Exception):
+    """The template was not compiled, or not rendered; one line says why."""
+
+
+class _Asked(NamedTuple):
+    """A render. latest: by when its turn has to have come, as time.monotonic() has it."""
+
+    variables: Mapping[str, Any]
+    latest: float
+    text: Future[str]
+
+
+class TemplateProcess:
+    """A process for one template, and the thread that asks it, one question after the other:
+    tenants take turns, so that one who has many long chats holds up nobody else's."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[_Asked]] = OrderedDict()  # the next tenant first
+        self._closed = False
+
+    def compile(self) -> frozenset[str]:
+        """The variables that the template looks up; before anything is rendered. Raises
+        TemplateFailed."""
+        return self._start()
+
+    def render(self, variables: Mapping[str, Any], tenant: str = "") -> Future[str]:
+        """The text to come; who cancels it before its turn takes nobody's time. It raises
+        InvalidRequest where the template fails, QueueFull where its turn has not come in WALL_S
+        seconds or there can be no process, and EngineStopped once it is closed."""
+        asked = _Asked(variables, time.monotonic() + WALL_S, Future())
+        with self._changed:
+            if self._closed:
+                raise EngineStopped(_STOPPING)
+            self._waiting.setdefault(tenant, deque()).append(asked)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="jaxserve-template")
+                self._thread.daemon = True
+                self._thread.start()
+        return asked.text
+
+    def close(self) -> None:
+        """Ends the process, whatever it does. Idempotent."""
+        with self._changed:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+            for waiting in self._waiting.values():
+                for asked in waiting:
+                    asked.text.cancel()
+            self._waiting.clear()
+            self._changed.notify()
+
+    # On the thread.
+
+    def _serve(self) -> None:
+        while (asked := self._next()) is not None:
+            if asked.text.set_running_or_notify_cancel():
+                try:
+                    asked.text.set_result(self._render(asked))
+                except BaseException as error:
+                    asked.text.set_exception(error)
+            del asked  # a chat may take megabytes
+
+    def _next(self) -> _Asked | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._closed:
+                return None
+            tenant, waiting = self._waiting.popitem(last=False)
+            asked = waiting.popleft()
+            if waiting:  # behind the others
+                self._waiting[tenant] = waiting
+            return asked
+
+    def _render(self, asked: _Asked) -> str:
+        if time.monotonic() > asked.latest:
+            raise QueueFull(f"other chats took the chat template more than {WALL_S:g} s")
+        try:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # it has died while nobody asked it anything
+            if self._process is None:
+                self._start()
+            text: str = self._ask(asked.variables)["text"]
+        except TemplateFailed as error:
+            if self._closed:
+                raise EngineStopped(_STOPPING) from None
+            raise InvalidRequest("messages", f"the model's chat template: {error}") from None
+        except OSError as error:  # no file, no memory, no process
+            problem = f"there is no process for the chat template ({error.strerror})"
+            raise QueueFull(f"{problem}; try again later") from None
+        return text
+
+    def _start(self) -> frozenset[str]:
+        ours, theirs = socket.socketpair()
+        with theirs, self._changed:
+            if self._closed:
+                ours.close()
+                raise TemplateFailed(_STOPPING)
+            self._connection = ours
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+        return frozenset(self._ask({"source": self._source})["reads"])
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer. Raises TemplateFailed; where none has come, the process is gone."""
+        assert self._connection is not None and self._process is not None
+        asked = json.dumps(question, ensure_ascii=False).encode()
+        try:
+            answer = _exchange(self._connection, asked, time.monotonic() + WALL_S)
+        except TimeoutError:
+            self._process.kill()
+            self._end()
+            raise TemplateFailed(f"has not ended after {WALL_S:g} s") from None
+        except (OSError, EOFError):
+            code = self._end()
+            if code == -signal.SIGPROF:
+                problem = f"takes more than {CPU_S:g} s of a processor"
+            else:
+                problem = f"its process has ended with {code}"
+            raise TemplateFailed(problem) from None
+        if answer["last"]:
+            self._end()
+        if "problem" in answer:
+            raise TemplateFailed(answer["problem"])
+        return answer
+
+    def _end(self) -> int:
+        """The exit code of a process that has ended, or is about to."""
+        assert self._connection is not None and self._process is not None
+        self._connection.close()
+        try:
+            code = self._process.wait(CPU_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._process = self._connection = None
+        return code
+
+
+def _exchange(connection: socket.socket, question: bytes, deadline: float) -> dict[str, Any]:
+    """Raises TimeoutError, EOFError and OSError."""
+    connection.settimeout(max(deadline - time.monotonic(), 0.001))
+    connection.sendall(LENGTH.pack(len(question)) + question)
+    (length,) = LENGTH.unpack(_receive(connection, LENGTH.size, deadline))
+    if length > MAX_TEXT:
+        raise EOFError
+    answer: dict[str, Any] = json.loads(_receive(connection, length, deadline))
+    return answer
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytearray:
+    received = bytearray()
+    while len(received) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        piece = connection.recv(min(size - len(received), 1 << 20))
+        if not piece:
+            raise EOFError
+        received += piece
+    return received
+
+
+def _environment() -> dict[str, str]:
+    own = str(Path(jaxserve.__file__).resolve().parents[1])
+    paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,180 @@
+"""The process that renders a checkpoint's chat template: a program of somebody else's.
+
+Jinja's sandbox keeps templates from Python's internals, not from looping or from filling the
+memory, so the process has limits. It imports little but Jinja, and starts in some 60 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxserve.server.requests.templates import template_limits as limits
+
+_TOO_MUCH = f"needs more than {limits.MEMORY >> 20} MiB of memory"
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}`, with which templates mark what the model says, for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block's content, as if the tags were not there."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What templates are written for, as transformers has it. Constants are not folded, where even
+    a branch that is never taken would cost time and memory."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, GenerationBlock],
+        optimized=False,
+        finalize=_at_run_time,
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+@pass_context
+def _at_run_time(context: Context, value: Any) -> Any:
+    """The value; Jinja computes nothing at compile time that needs a context."""
+    return value
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, it does not write <, > and & as for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+class Worker:
+    """Compiles the template that it is asked first, and renders it from then on."""
+
+    def __init__(self) -> None:
+        self._render: Callable[[Mapping[str, Any]], str] | None = None
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """`reads`, the variables that the template looks up, or `text`; or what is wrong, as
+        `problem`."""
+        try:
+            if self._render is not None:
+                _read_arguments(question["messages"])
+                text = self._render(question)
+                text.encode()  # half a surrogate pair is no text
+                return {"text": text}
+            made, source = environment(), question["source"]
+            reader = meta.TrackingCodeGenerator(made)
+            reader.optimizer = None
+            reader.visit(made.parse(source))
+            self._render = made.from_string(source).render
+            return {"reads": sorted(reader.undeclared_identifiers - made.globals.keys())}
+        except MemoryError:
+            return {"problem": _TOO_MUCH}
+        except Exception as error:  # a template may raise anything
+            said = (str(error) or type(error).__name__)[: limits.MAX_PROBLEM]
+            return {"problem": said.encode("utf-8", "replace").decode()}
+
+
+def _read_arguments(messages: list[dict[str, Any]]) -> None:
+    """Has those of functions as templates want them: objects, where their text is one."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = _as_object(function["arguments"])
+
+
+def _as_object(text: str) -> Any:
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def serve(connection: socket.socket) -> None:
+    """Answers until the other side closes the connection, or so much has been needed that another
+    process had better go on; `last` says so."""
+    worker, stream = Worker(), connection.makefile("rb")
+    last = False
+    while not last and (head := stream.read(limits.LENGTH.size)):
+        signal.setitimer(signal.ITIMER_PROF, limits.CPU_S)
+        (length,) = limits.LENGTH.unpack(head)
+        try:
+            answer = worker.answer(json.loads(stream.read(length)))
+            last = _resident() > limits.KEPT
+            reply = _reply(answer, last)
+        except MemoryError:
+            last, reply = True, _reply({"problem": _TOO_MUCH}, True)
+        if len(reply) > limits.MAX_TEXT:
+            problem = f"writes more than {limits.MAX_TEXT >> 20} MiB"
+            last, reply = True, _reply({"problem": problem}, True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.sendall(limits.LENGTH.pack(len(reply)) + reply)
+
+
+def _reply(answer: Mapping[str, Any], last: bool) -> bytes:
+    return json.dumps({**answer, "last": last}, ensure_ascii=False).encode()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def _limit() -> None:
+    """For good, whatever gets out of the sandbox. Beyond the time the kernel ends the process."""
+    for kind, most in (
+        (resource.RLIMIT_AS, limits.MEMORY),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+if __name__ == "__main__":
+    _limit()
+    serve(socket.socket(fileno=0))

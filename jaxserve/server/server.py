@@ -1,0 +1,326 @@
+"""Starts and stops the server: from serve.py, a test or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from jaxserve.engine.errors import EngineStopped, HostLost
+from jaxserve.server.access.options import Access
+from jaxserve.server.batches.batch_operations import Batches, BatchSettings
+from jaxserve.server.daemon_thread import in_daemon_thread
+from jaxserve.server.exposure import exposure
+from jaxserve.server.frontends import Doors, make_endings
+from jaxserve.server.grpc.batches_service import BatchesService
+from jaxserve.server.grpc.grpc_server import SERVICES, listen, make_server
+from jaxserve.server.grpc.health import Health
+from jaxserve.server.http.frontend import HttpDoor, HttpSettings
+from jaxserve.server.requests.addresses import addresses_of
+from jaxserve.server.requests.admission import Admission
+from jaxserve.server.requests.call_outcome import Sink
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.engine_requests import EngineRequests
+from jaxserve.server.requests.open_files import connections_of_a_door
+from jaxserve.server.requests.options import ServerOptions
+from jaxserve.server.requests.output_streams import StreamFailed
+from jaxserve.server.requests.slo_classes import ServiceLevel
+from jaxserve.server.requests.watchdog import watch
+from jaxserve.server.telemetry.metrics import MetricsRegistry, MetricsServer
+
+log = logging.getLogger(__name__)
+
+# What clients get, once all has finished, to read what waits for them.
+_FLUSH_S, _MAX_FLUSH_S = 1.0, 5.0
+_HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
+_WATCHING = 4  # one of so many connections of gRPC may be there for a Watch of health
+_CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
+
+
+class Server:
+    """A gRPC server over an engine, on an event loop in a thread of its own.
+
+    host, port: where to listen; port 0 takes a free one. metrics_port: -1 is off, 0 a free one.
+    grace_s: seconds that running requests get when the server stops; lines of batches wait for the
+    next server. batches: None takes none. slo_classes: that requests may name. http: None is off.
+    options: the defaults without any. access: everybody's without one. traces: told of each call.
+    The engine must be started; stopping the server drains and stops it.
+
+    failed: the engine has failed, and every call gets an error. hung: it does not answer, and the
+    server has stopped, or is about to, without it.
+
+        with Server(engine, port=0) as server:
+            print(server.address)
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        host: str = "localhost",
+        port: int = 0,
+        metrics_port: int = -1,
+        grace_s: float = 10.0,
+        batches: BatchSettings | None = None,
+        slo_classes: Mapping[str, ServiceLevel] | None = None,
+        http: HttpSettings | None = None,
+        options: ServerOptions | None = None,
+        access: Access | None = None,
+        traces: Sink | None = None,
+    ) -> None:
+        self.access = access or Access()
+        self._options = options or ServerOptions()
+        self._engine = engine
+        self._host, self._port = host, port
+        self._metrics_port = metrics_port
+        self._grace_s = grace_s
+        self._batch_settings = batches
+        self._slo_classes = slo_classes or {}
+        self._batches: Batches | None = None
+        self._http_settings = http
+        self._http: HttpDoor | None = None
+        self._bound: Future[str] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_requested: asyncio.Event
+        self._endings = make_endings(engine, self._options, traces)
+        self._requests: EngineRequests
+        self._admission: Admission
+        self._health: Health
+        self._metrics: MetricsServer | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-grpc", daemon=True)
+        self._all_finished = True
+        self.failed = False
+        self.hung = False
+
+    def start(self) -> str:
+        """Listens, and returns "host:port". Raises ConfigError if a port is taken."""
+        http, batches = self._http_settings is not None, self._batch_settings is not None
+        metrics_on = self._metrics_port >= 0
+        for line in exposure(
+            self._host, self.access, http=http, metrics=metrics_on, batches=batches
+        ):
+            log.warning("%s", line)
+        if self._metrics_port >= 0 or self._http_settings is not None:
+            metrics = MetricsRegistry(self._engine, self._endings)
+        try:
+            if self._metrics_port >= 0:
+                self._metrics = MetricsServer(metrics, self._host, self._metrics_port, self.access)
+            if self._http_settings is not None:
+                self._http = HttpDoor(
+                    self._engine, self._host, self._http_settings, metrics.page, self.access
+                )
+            self._thread.start()
+            return self._bound.result()
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.stop()
+            if self._http is not None:
+                self._http.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"; waits for `start`."""
+        return self._bound.result()
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where /metrics is served, as "host:port"; None where it is off."""
+        return None if self._metrics is None else self._metrics.address
+
+    @property
+    def http_address(self) -> str | None:
+        """Where HTTP is served, as "host:port"; None where it is off."""
+        return None if self._http is None else self._http.address
+
+    @property
+    def batch_path(self) -> Path | None:
+        """Where batches are kept; None where they are refused."""
+        return None if self._batch_settings is None else self._batch_settings.journal.path
+
+    def request_stop(self, say: Callable[[str], None] = log.info) -> None:
+        """Begins to stop: no new calls, running ones get the grace period. Returns at once; what
+        there is to wait for is said on the server's thread."""
+
+        def stop() -> None:
+            if not self._stop_requested.is_set():
+                say(self._stopping_text())
+            self._stop_requested.set()
+
+        self._call(stop)
+
+    def _stopping_text(self) -> str:
+        running = self._requests.running
+        if not running:
+            return "stopping: nothing runs"
+        requests = "1 request" if running == 1 else f"{running} requests"
+        grace = f"up to {self._grace_s:g} s for {requests}; a second signal cancels them"
+        return f"stopping: {grace}"
+
+    def cancel_running(self) -> None:
+        """Cuts the grace period short."""
+        self._call(lambda: self._requests.cancel_all())
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stops server and engine. True if all requests finished by themselves.
+
+        timeout: seconds to wait at most; TimeoutError if it takes longer.
+        """
+        self.request_stop()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the server did not stop within {timeout} s")
+        return self._all_finished
+
+    def wait(self) -> bool:
+        """Blocks until someone has stopped the server. True if all requests finished."""
+        self._thread.join()
+        return self._all_finished
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed: already stopped
+                self._loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._bound.done():
+                raise
+            self._bound.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop_requested = asyncio.Event()
+        options = self._options
+        doors = Doors(
+            self._engine,
+            options,
+            self._endings,
+            self.access,
+            self._slo_classes,
+            self._batch_settings,
+        )
+        self._requests, self._admission = doors.requests, doors.admission
+        self._batches = doors.batches
+        connections = connections_of_a_door() // len(addresses_of(self._host, self._port))
+        self._health = Health(SERVICES, connections // _WATCHING, doors.writes)
+        server = make_server(
+            doors.calls,
+            doors.generation_handler(),
+            BatchesService(self._batches),
+            doors.few,
+            self._health,
+            message_bytes=doors.body_bytes,
+            max_connections=connections,
+            keys=self.access.keys,
+            reflects=options.reflection,
+        )
+        address = listen(server, self._host, self._port, self.access.tls)
+        self._health.set(serving=True)
+        self._engine.add_failure_listener(self._on_failure)
+        await server.start()
+        if self._http is not None:
+            self._http.start(self._requests, self._batches, doors.keeper)
+        if self._batches is not None:
+            self._batches.start()
+        watching = None
+        if options.stall_s:
+            watching = asyncio.create_task(watch(self._engine, options.stall_s, self._on_stall))
+        self._bound.set_result(address)
+        await self._stop_requested.wait()
+        if watching is not None:
+            watching.cancel()
+        await self._shut_down(server)
+        self._requests.close()
+
+    async def _on_stall(self, why: str | None) -> None:
+        """The engine has stalled, or goes on (None)."""
+        self._requests.stalled = why
+        self._health.set(serving=why is None)
+        if why is not None and self._batches is not None:
+            self._batches.closed()
+        if why is not None and self._options.exit_on_failure:
+            self.hung = True
+            self._requests.fail(why)
+            self._stop_requested.set()
+
+    def _on_failure(self, error: BaseException) -> None:
+        """On any thread. Where a host is lost, the engine's own may wait for it for ever, and other
+        servers can serve what this one cannot."""
+        lost = isinstance(error, HostLost)
+        self.failed, self.hung = True, lost
+        text = f"the engine failed: {str(error) or type(error).__name__}"
+
+        async def tell() -> None:
+            self._requests.fail(text, EngineStopped if lost else StreamFailed)
+            if self._batches is not None:
+                self._batches.closed()
+            self._health.set(serving=False)
+            if self._options.exit_on_failure or lost:
+                log.error("the server stops: %s", text)
+                self._stop_requested.set()
+
+        assert self._loop is not None
+        coroutine = tell()
+        try:
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed: the server has stopped
+            coroutine.close()
+
+    async def _shut_down(self, server: grpc.aio.Server) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._grace_s
+        self._requests.stop_admission()
+        self._health.set(serving=False)
+        if self._batches is not None:
+            with contextlib.suppress(TimeoutError):  # a disk that does not answer
+                await asyncio.wait_for(self._batches.stop(), self._grace_s + _HUNG_S)
+        if not self.hung:
+            await self._drain()
+        # A reader that does not read holds nobody up.
+        flush = min(max(deadline - loop.time(), _FLUSH_S), _MAX_FLUSH_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._admission.wait_idle(), flush)
+        if self.hung:
+            await asyncio.gather(server.stop(_CLOSE_S), self._stop_http(_CLOSE_S))
+            return
+        await self._stop_http(max(min(deadline - loop.time(), _MAX_FLUSH_S), _FLUSH_S))
+        if self._metrics is not None:
+            await asyncio.gather(server.stop(_CLOSE_S), asyncio.to_thread(self._metrics.stop))
+        else:
+            await server.stop(_CLOSE_S)
+        await asyncio.to_thread(self._engine.stop)
+
+    async def _stop_http(self, patience: float) -> None:
+        if self._http is not None:
+            await self._http.stop(patience)
+
+    async def _drain(self) -> None:
+        drained = in_daemon_thread(lambda: self._engine.drain(self._grace_s))
+        limit = self._grace_s + _HUNG_S
+        try:
+            self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
+        except TimeoutError:  # the device does not answer: whoever waits must still be let go
+            self.hung = True
+            self._requests.fail(f"the engine did not stop within {limit:g} s")

@@ -1,0 +1,413 @@
+"""What `jaxserve serve` needs around the engine: flags to a checked config, the text when
+it is ready.
+
+Nothing here imports jax, so that a mistake shows before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from jaxserve import __version__
+from jaxserve.checkpoint_files import check_folder
+from jaxserve.command_line import with_underscores
+from jaxserve.configs import base
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.stats import EngineInfo
+from jaxserve.hub import download, is_hub_id
+from jaxserve.server.access.options import KEY_VARIABLE, Access
+from jaxserve.server.batches.options import check_batches
+from jaxserve.server.requests.addresses import bind
+from jaxserve.server.requests.options import check_options
+from jaxserve.server.requests.slo_classes import slo_classes
+from jaxserve.server.server import Server
+from jaxserve.server.startup.flag_hints import hint
+from jaxserve.server.startup.help_text import help_text
+
+DEFAULT_PORT = 50051
+_PORTS = ("port", "http_port", "metrics_port")
+_OPEN = {  # sections whose fields are the user's own, and what one is called
+    "scheduler.params": "parameter",
+    "server.slo_classes": "class",
+}
+_OWN_NAME = re.compile("[A-Za-z0-9_-]+")
+_SHORTCUTS = {
+    "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
+    "load_format": ("model.load_format", "auto, safetensors, orbax or random"),
+    "policy": ("scheduler.policy", "scheduling policy"),
+    "port": ("server.port", "gRPC port, 0 for any free one"),
+    "http_port": ("server.http_port", "HTTP port, -1 for none, 0 for any free one"),
+    "metrics_port": ("server.metrics_port", "Prometheus port, -1 for none, 0 for any free one"),
+    "request_log": ("telemetry.request_log", "log one line a call"),
+    "log_prompts": ("telemetry.log_prompts", "with prompts and texts in it"),
+    "log_format": ("telemetry.log_format", "of what is logged: text or json"),
+    "otlp_endpoint": ("telemetry.otlp_endpoint", "where traces go by OTLP, http://localhost:4317"),
+}
+_DEFINE: dict[type, Any] = {
+    int: flags.DEFINE_integer,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
+}
+_WANTED = {
+    "('Non-boolean argument": "must be true or false",
+    "invalid literal for int()": "must be a whole number",
+    "could not convert string to float": "must be a number",
+}
+
+
+class UsageError(ValueError):
+    """The command line is wrong; one line says how."""
+
+
+def preset_path(name: str) -> str:
+    """The file of a preset, such as `tiny_cpu`, whether it is there or not."""
+    return str(Path(base.__file__).parent / f"{name.replace('-', '_')}.py")
+
+
+def with_model(argv: Sequence[str]) -> list[str]:
+    """The arguments with the MODEL that they may begin with as flags.
+
+    Args:
+        argv: without the program's name. MODEL is a preset's name, a checkpoint's folder or a model
+            of the Hugging Face Hub; the latter two go with configs/base.py, unless --config names
+            another. A config file does, too.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if not argv or argv[0].startswith("-"):
+        return list(argv)
+    model, rest = argv[0], list(argv[1:])
+    if model.endswith(".py") or (not os.path.exists(model) and os.path.isfile(preset_path(model))):
+        return [f"--config={model}", *rest]
+    if os.path.exists(model) or os.sep in model:
+        has_config = any(each.lstrip("-").partition("=")[0] == "config" for each in rest)
+        config = [] if has_config else [f"--config={preset_path('base')}"]
+        return [*config, f"--model={model}", *rest]
+    raise UsageError(
+        f"{model!r} is neither a folder nor a preset ({', '.join(_presets())}), and a model of the "
+        "Hugging Face Hub is OWNER/NAME"
+    )
+
+
+def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> str | None:
+    """What to print where the command line is a question; else None, and the flags are parsed.
+    Arguments as in `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
+    if "--version" in argv:
+        return f"jaxserve {__version__}"
+    asked = [argument for argument in argv if argument in ("--help", "-h", "-help")]
+    parse_flags([argument for argument in argv if argument not in asked], default, values)
+    return help_text(_SHORTCUTS, read_config(values)) if asked else None
+
+
+def parse_flags(
+    argv: Sequence[str],
+    default: str,
+    values: flags.FlagValues = flags.FLAGS,
+    own_flags: Sequence[str] = (),
+) -> list[str]:
+    """Defines the flags, parses them, and returns what is left (the program's name).
+
+    default: the config file without --config. own_flags: those that the command has beside, which
+    may be meant by an unknown one. Raises UsageError.
+    """
+    known = flag_names()
+    argv, own = _split_own(with_underscores(argv, {f"--{name}" for name in known}))
+    for place, argument in enumerate(argv[1:], start=1):
+        _check_field_flag(argument)
+        name, equals, value = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            default = _config_file(value if equals else "".join(argv[place + 1 : place + 2]))
+            argv[place + (not equals)] = f"--config={default}" if equals else default
+    # The file is loaded as a module of this name, into an earlier one's namespace if there is one.
+    sys.modules.pop("config_config", None)
+    try:
+        # Definition too parses what argv says of the default's fields.
+        config_flags.DEFINE_config_file(
+            "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
+        )
+        fields = base.get_config()
+        for name, (path, text) in _SHORTCUTS.items():
+            section, field = path.split(".")
+            define = _DEFINE[type(fields[section][field])]
+            define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
+        left = values(list(argv))
+        _set_own(values["config"].value, own)
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_config_file_error(error) or _wrong_value(error)) from None
+    except flags.UnrecognizedFlagError as error:
+        unknown = error.flagname
+        known += [name.removeprefix("--") for name in own_flags]
+        raise UsageError(f"there is no flag --{unknown}{hint(unknown, known)}") from None
+    except flags.Error as error:
+        raise UsageError(str(error)) from None
+    except Exception as error:  # get_config() runs other people's code
+        raise UsageError(f"the config file failed: {type(error).__name__}: {error}") from None
+    if len(left) > 1:
+        raise UsageError(f"unexpected argument {left[1]!r}; flags are written --name=value")
+    return left
+
+
+def flag_names() -> list[str]:
+    """The flags of `jaxserve serve`: shortcuts, and fields as config.SECTION.FIELD."""
+    fields = [f"config.{path}" for path, _ in _leaves(base.get_config())]
+    return ["config", *_SHORTCUTS, *fields]
+
+
+def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
+    """The config with the shortcuts applied, checked. Raises ConfigError."""
+    config: ConfigDict = values.config
+    check_config(config)
+    for name, (path, _) in _SHORTCUTS.items():
+        if values[name].value is not None:
+            section, field = path.split(".")
+            config[section][field] = values[name].value
+    if values["model"].value is not None:
+        config.model.preset = ""  # the checkpoint has a shape of its own
+        if values["load_format"].value is None:
+            config.model.load_format = "auto"  # random weights were for want of a checkpoint
+    for name in _PORTS:
+        low = 0 if name == "port" else -1
+        if not low <= config.server[name] <= 65535:
+            limits = f"must be {low} to 65535, got {config.server[name]}"
+            raise ConfigError(f"server.{name}: {limits}")
+    check_options(config)
+    check_batches(config)
+    slo_classes(config)
+    return config
+
+
+def find_checkpoint(config: ConfigDict) -> None:
+    """Whether the model's path may be a checkpoint's, before JAX is imported. What is no folder
+    here, but may be a model of the Hugging Face Hub, is taken from there. Raises ConfigError."""
+    if not config.model.path:
+        return
+    try:
+        if is_hub_id(config.model.path):
+            config.model.name = config.model.name or config.model.path
+            config.model.path = download(config.model.path)
+        check_folder(config.model.path)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def check_config(config: Any) -> None:
+    """Exactly base.py's fields, each of base.py's type. What is under `scheduler.params` only the
+    policy knows, and `slo_classes` what is under `server.slo_classes`. Raises ConfigError."""
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"config: get_config() returned {type(config).__name__}, not ConfigDict")
+    known = dict(_leaves(base.get_config()))
+    given = dict(_leaves(config))
+    for path in _OPEN:
+        if not isinstance(_section(config, path), ConfigDict):
+            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
+    for path in given:
+        if path not in known and not _is_own(path):
+            raise ConfigError(f"config: unknown field {path}{_hint(path, known)}")
+    for path, default in known.items():
+        if _is_own(path):
+            continue
+        if path not in given:
+            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
+        if not _fits(given[path], default):
+            kind = "tuple of int" if isinstance(default, tuple) else type(default).__name__
+            raise ConfigError(f"{path}: must be {kind}, got {given[path]!r}")
+
+
+def check_ports(config: ConfigDict) -> None:
+    """Raises ConfigError if the host is unknown, or a port is taken: better now than after the
+    model has loaded."""
+    taken: dict[int, str] = {}
+    for name in _PORTS:
+        port = config.server[name]
+        if port < 0:
+            continue
+        if port > 0 and port in taken:
+            raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
+        taken[port] = f"server.{name}"
+        try:
+            for listener in bind(config.server.host, port, 1):
+                listener.close()
+        except OSError as error:
+            where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
+            shortcut = f"--{name}={0 if name == 'port' else -1}"
+            wish = "takes any free port" if name == "port" else "does without"
+            raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
+
+
+def ready_text(info: EngineInfo, server: Server, seconds: float) -> str:
+    """What to print once calls are taken."""
+    params = f"{info.num_params / 1e6:,.1f}M parameters"
+    device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
+    pool = f"{info.num_blocks:,} blocks of {info.block_size}: {info.pool_tokens:,} tokens"
+    metrics, batches = server.metrics_address, server.batch_path
+    http, scheme = server.http_address, server.access.scheme
+    lines = [
+        f"jaxserve is ready after {seconds:.1f} s",
+        f"  model    {info.model} ({info.family}, {params}, {info.dtype} on {device}, "
+        f"{info.attention_backend} attention)",
+        f"  pool     {pool}, {info.pool_bytes / 2**20:,.0f} MiB",
+        f"  limits   {min(info.max_model_len, info.pool_tokens):,} tokens a request",
+        f"  policy   {info.policy}{_hidden_caches(info)}",
+        f"  steps    predicted by a cost model, {info.cost_model}",
+        f"  address  {server.address}",
+        f"  http     {f'{scheme}://{http}/v1, console at {scheme}://{http}/' if http else 'off'}",
+        f"  metrics  {f'{scheme}://{metrics}/metrics' if metrics else 'off'}",
+        f"  batches  {batches or 'off'}",
+        f"Try it in a second terminal{_with_key(server.access)}:",
+        f"  {client_line(server.address, server.access)}",
+    ]
+    return "\n".join(lines)
+
+
+def _hidden_caches(info: EngineInfo) -> str:
+    if info.hidden_read is None or info.rho is None:
+        return ""
+    return f", KV and hidden caches, {info.hidden_read} at {1e6 * info.rho:+.2f} us a token"
+
+
+def _with_key(access: Access) -> str:
+    return f", with a key as {KEY_VARIABLE} in its environment" if access.keys.needed else ""
+
+
+def client_line(address: str, access: Access) -> str:
+    """The client's command, with its folder and the flags only if they are needed."""
+    host, _, port = address.rpartition(":")
+    reached = "localhost" if host in ("0.0.0.0", "[::]") else host
+    default = reached == "localhost" and int(port) == DEFAULT_PORT
+    where = "" if default else f"--address={reached}:{port} "
+    if access.tls is not None:
+        where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
+    return f'{jaxserve_command()} complete {where}"Once upon a time"'
+
+
+def jaxserve_command() -> str:
+    """`jaxserve` of the interpreter that runs, as short as a shell here finds it."""
+    folder = Path(sys.executable).parent
+    script = folder / "jaxserve"
+    name, module = ("jaxserve", "") if script.is_file() else ("python", " -m jaxserve")
+    found = shutil.which(name)
+    if found is not None and Path(found).parent == folder:
+        return f"{name}{module}"
+    here = script if not module else Path(sys.executable)
+    inside = here.is_relative_to(Path.cwd())
+    return f"{here.relative_to(Path.cwd()) if inside else here}{module}"
+
+
+def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(type(entry) is int for entry in value)
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return type(value) is type(default)
+
+
+def _section(config: Any, path: str) -> Any:
+    """None where there is none."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, ConfigDict) else None
+    return config
+
+
+def _is_own(path: str) -> bool:
+    """Whether the field is the user's own."""
+    return path.rpartition(".")[0] in _OPEN
+
+
+def _own_usage(argument: str, section: str) -> UsageError:
+    return UsageError(f"{argument}: a {_OPEN[section]} is set as --config.{section}.NAME=VALUE")
+
+
+def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """The command line without the fields that are the user's own, and those: section, name and
+    text. config_flags takes only fields that the file has."""
+    left, own = [], []
+    for argument in argv:
+        path, equals, value = argument.lstrip("-").partition("=")
+        path = path.removeprefix("config.")
+        section = next((one for one in _OPEN if path.startswith(f"{one}.")), None)
+        if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":
+            left.append(argument)
+            continue
+        name = path.removeprefix(f"{section}.")
+        if not (_OWN_NAME.fullmatch(name) and equals):
+            raise _own_usage(argument, section)
+        own.append((section, name, value))
+    return left, own
+
+
+def _set_own(config: Any, own: Sequence[tuple[str, str, str]]) -> None:
+    """Adds them to the config; `check_config` refuses a config that has no place for them."""
+    for path, name, value in own:
+        section = _section(config, path)
+        if isinstance(section, ConfigDict):
+            # The file may have a number where this is text.
+            with config.unlocked(), config.ignore_type():
+                section[name] = value
+
+
+def _check_field_flag(argument: str) -> None:
+    """absl says only "'zz'" of a field that does not exist."""
+    name = argument.lstrip("-").partition("=")[0]
+    path = name.removeprefix("no").removeprefix("config.")
+    if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
+        return
+    known = dict(_leaves(base.get_config()))
+    if path in _OPEN:
+        raise _own_usage(argument, path)
+    if path not in known:
+        raise UsageError(f"unknown field {path}{_hint(path, known)}")
+
+
+def _config_file(given: str) -> str:
+    """A file, or the name of a preset."""
+    found = next((path for path in (given, preset_path(given)) if os.path.isfile(path)), None)
+    if found is None:
+        known = ", ".join(_presets())
+        raise UsageError(f"--config: there is no file {given!r}; presets: {known}")
+    return found
+
+
+def _presets() -> list[str]:
+    folder = Path(base.__file__).parent
+    return sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("base", "__init__"))
+
+
+def _config_file_error(error: Exception) -> str | None:
+    """ml_collections puts a traceback into the message; its last line is what matters."""
+    if "Error whilst parsing config file" not in str(error):
+        return None
+    return f"the config file failed: {str(error).strip().splitlines()[-1]}"
+
+
+def _wrong_value(error: Exception) -> str:
+    """absl says what Python does, of text that is no such value; here, what would be one."""
+    text = str(error)
+    for words, wanted in _WANTED.items():
+        flag, found, _ = text.rpartition(f": {words}")
+        if found:
+            return f"{flag}: {wanted}"
+    return text
+
+
+def _hint(path: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(known)}"

@@ -1,0 +1,91 @@
+"""A server as the process's one purpose: signals, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.hosts.process_exit import end_process
+from jaxserve.server.access.options import Access
+from jaxserve.server.batches.batch_operations import BatchSettings
+from jaxserve.server.http.frontend import HttpSettings
+from jaxserve.server.requests.call_outcome import Sink
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.requests.open_files import raise_limit
+from jaxserve.server.requests.options import JSON, server_options
+from jaxserve.server.requests.slo_classes import slo_classes
+from jaxserve.server.server import Server
+
+log = logging.getLogger(__name__)
+
+
+def run_server(
+    engine: ServedEngine,
+    config: Any,
+    on_ready: Callable[[Server], None] | None = None,
+    batches: BatchSettings | None = None,
+    http: HttpSettings | None = None,
+    access: Access | None = None,
+    traces: Sink | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, or until the engine has failed where the config says so, and
+    returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
+    would hold the process up, it ends here and now.
+
+    config: as in configs/base.py, checked. on_ready is called once calls are taken. A second signal
+    cuts the grace period short. Must run in the main thread.
+    """
+    raise_limit()
+    server = Server(
+        engine,
+        host=config.server.host,
+        port=config.server.port,
+        metrics_port=config.server.metrics_port,
+        grace_s=config.server.grace_s,
+        batches=batches,
+        slo_classes=slo_classes(config),
+        http=http,
+        options=server_options(config),
+        access=access,
+        traces=traces,
+    )
+    say = log.info if config.telemetry.log_format == JSON else _say
+    signals = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            server.request_stop(say)
+        else:
+            server.cancel_running()
+
+    server.start()
+    # What is there now stays. To go through all of it, some 0.2 s in which nothing else runs, is
+    # what the collector would do again and again, bodies of many fields having it look.
+    gc.collect()
+    gc.freeze()
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        if on_ready is not None:
+            on_ready(server)
+        server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.hung:
+        end_process(1)
+    return 1 if server.failed else 0
+
+
+def _say(text: str) -> None:
+    """For whoever has pressed Ctrl-C, if anybody still reads."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

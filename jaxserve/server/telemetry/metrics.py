@@ -1,0 +1,344 @@
+"""Prometheus metrics of one engine.
+
+Names and meanings follow vLLM's where there is one of theirs (`jaxserve:` for their `vllm:`), so
+that a dashboard carries over, but for their histogram `iteration_tokens_total`: here a name that
+ends in `_total` is a counter's, as OpenMetrics has it. `finished_reason` has their values too
+("abort" for a cancelled request). What the engine's thread observes costs it about a microsecond:
+plain counters, read by the scraper without a lock, which may see a histogram's sum one observation
+ahead of its count.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.output import FinishReason
+from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.sched.request import NO_CLASS, Tier
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.server.access.options import Access
+from jaxserve.server.requests.addresses import bracketed
+from jaxserve.server.requests.call_outcome import Endings
+from jaxserve.server.requests.engine_client import ServedEngine
+from jaxserve.server.telemetry.metrics_http import MetricsHttp
+
+PREFIX = "jaxserve:"
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = tuple(float(2**exponent) for exponent in range(18))
+_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class Histogram:
+    """Counts of values up to each bound, and their sum. One writer, any number of readers.
+
+    bounds: ascending, in the unit of the values; one more bucket takes what is over the last.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value in the first bucket whose bound is not below it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def count(self) -> int:
+        """Values observed so far."""
+        return sum(self._counts)
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper bound, how many at most that) for each bound and +Inf; the sum of the values."""
+        counts, total = list(self._counts), self._sum
+        pairs, running = [], 0.0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs, total
+
+
+class EngineMetrics(Collector, Observer):
+    """Observer of the engine (its thread writes) and collector for Prometheus (a scrape reads)."""
+
+    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
+        self._engine, self._endings = engine, endings
+        self._info = engine.info()
+        self._model = self._info.model
+        self._ttft = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._tbt = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._e2e = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._queue = {tier: Histogram(_LATENCY) for tier in Tier}
+        self._step_time = Histogram(_SHORT)
+        self._device_time = Histogram(_SHORT)
+        self._predicted_time = Histogram(_SHORT)
+        self._host_time = Histogram(_SHORT)
+        self._step_tokens = Histogram(_TOKENS)
+        self._prompt_lengths = Histogram(_TOKENS)
+        self._output_lengths = Histogram(_TOKENS)
+        self._prefill_tokens = 0
+        self._recomputed_tokens = 0
+        self._padding = 0
+        self._lengthened_steps = 0
+        self._lengthened_seconds = 0.0
+        self._finished: defaultdict[FinishReason, int] = defaultdict(int)
+        # (class, tier, target, met) -> continuations
+        self._judged: defaultdict[tuple[str, Tier, str, bool], int] = defaultdict(int)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Its times, its tokens and its padding."""
+        self._step_time.observe(stats.step_time)
+        self._device_time.observe(stats.device_time)
+        self._predicted_time.observe(stats.predicted_time)
+        self._host_time.observe(stats.host_time)
+        self._step_tokens.observe(stats.num_tokens)
+        self._prefill_tokens += stats.num_prefill_tokens
+        self._recomputed_tokens += stats.num_recomputed_tokens
+        self._padding += stats.padded_tokens - stats.num_tokens
+        self._lengthened_steps += stats.lengthening > 0
+        self._lengthened_seconds += stats.lengthening
+
+    def on_first_token(self, ttft: float, tier: Tier) -> None:
+        """ttft: seconds from arrival."""
+        self._ttft[tier].observe(ttft)
+
+    def on_inter_token(self, tbt: float, tier: Tier) -> None:
+        """tbt: seconds since the token before."""
+        self._tbt[tier].observe(tbt)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        """Why the continuation ended, its times and its lengths."""
+        self._finished[stats.finish_reason] += 1
+        self._e2e[stats.tier].observe(stats.e2e)
+        self._queue[stats.tier].observe(stats.queue_time)
+        self._prompt_lengths.observe(stats.prompt_tokens)
+        self._output_lengths.observe(stats.output_tokens)
+        verdict = stats.verdict
+        if verdict is not None:
+            about = verdict.slo_class, verdict.tier
+            self._judged[*about, "all", verdict.met] += 1
+            for target in TARGETS:
+                met = getattr(verdict, target)
+                if met is not None:
+                    self._judged[*about, target, met] += 1
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask the engine for a snapshot."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape gets: gauges of the moment, counters and histograms since the start."""
+        yield from self._snapshot()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _snapshot(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        used = (stats.blocks_total - stats.blocks_free) / max(stats.blocks_total, 1)
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._live()
+        yield self._gauge("kv_cache_usage_perc", "Share of pool blocks in use, 0 to 1.", used)
+        yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
+        yield self._gauge("num_blocks_free", "Blocks in no use.", stats.blocks_free)
+        yield self._cache_config()
+        name, text = "num_blocks_used", "Blocks in use, by what they cache and who fills them."
+        blocks = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "kind", "tier"))
+        for (kind, tier), count in sorted(stats.blocks.items()):
+            blocks.add_metric((self._model, kind, tier), count)
+        yield blocks
+        text = "Slots of host memory for checkpoints; a token takes one, K and V take two."
+        yield self._gauge("num_host_slots", text, stats.host_slots_total)
+        text = "Slots of host memory that hold checkpoints."
+        yield self._gauge("num_host_slots_used", text, stats.host_slots_used)
+        text = "Slots copied to host memory."
+        yield self._counter("checkpointed_slots", text, stats.slots_checkpointed)
+        text = "Slots copied back."
+        yield self._counter("restored_slots", text, stats.slots_restored)
+        text = "Preempted requests that are recomputed because host memory had no room for them."
+        yield self._counter("host_memory_full", text, stats.host_full)
+        text = "Mean relative error of the predicted batch times lately."
+        yield self._gauge("step_time_error", text, stats.step_time_error)
+        text = "Requests that lost their blocks to others."
+        yield self._counter("num_preemptions", text, stats.preemptions)
+        name, text = "expected_wait_seconds", "Until the first token of a prompt that came now."
+        waits = GaugeMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
+        for tier, seconds in stats.expected_wait.items():
+            waits.add_metric((self._model, tier), seconds)
+        yield waits
+        text = "Compilations after warm-up; each one stalled every request."
+        yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
+        yield self._counter("engine_steps", "Batches executed.", stats.steps)
+        text = "Continuations that ended alone for a failure of their own."
+        yield self._counter("request_failures", text, stats.request_failures)
+        text = "Plans and batches that failed, and whose requests ended with them."
+        yield self._counter("engine_step_failures", text, stats.step_failures)
+        text = "Calls of the engine's observers, metrics and recordings among them, that raised."
+        yield self._counter("observer_failures", text, stats.observer_failures)
+
+    def _cache_config(self) -> Metric:
+        """As the Gateway API Inference Extension's model-server protocol has it (BlockSize and
+        NumGPUBlocks): a block there holds K and V of its tokens, where two of `num_blocks` do."""
+        name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
+        labels = ("model_name", "block_size", "num_gpu_blocks")
+        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+        size = self._info.block_size
+        family.add_metric((self._model, str(size), str(self._info.pool_tokens // size)), 1)
+        return family
+
+    def _live(self) -> Metric:
+        """Requests without a class are there for each tier, even if there are none."""
+        name, text = "num_requests", "Continuations in the engine, by whether they hold cache."
+        labels = ("model_name", "slo_class", "tier", "state")
+        family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+        counts = {(NO_CLASS, tier.name.lower(), held): 0 for tier in Tier for held in (True, False)}
+        counts.update(self._engine.live_counts())
+        for (slo_class, tier, held), count in sorted(counts.items()):
+            state = "running" if held else "waiting"
+            family.add_metric((self._model, slo_class, tier, state), count)
+        return family
+
+    def _counters(self) -> Iterator[Metric]:
+        text = "Prompt tokens computed, each counted once."
+        yield self._counter("prompt_tokens", text, self._prefill_tokens)
+        text = "Tokens computed again because a preemption had taken them from the cache."
+        yield self._counter("recomputed_tokens", text, self._recomputed_tokens)
+        generated = {t: self._ttft[t].count() + self._tbt[t].count() for t in Tier}
+        yield self._counter("generation_tokens", "Tokens generated.", sum(generated.values()))
+        yield from self._best_effort(generated[Tier.BEST_EFFORT])
+        yield self._counter("padding_tokens", "Padding that batches carried.", self._padding)
+        name, text = "request_success", "Finished continuations, by why they ended."
+        finished = CounterMetricFamily(
+            PREFIX + name, text, labels=("model_name", "finished_reason")
+        )
+        for reason, label in _REASONS.items():
+            finished.add_metric((self._model, label), self._finished.get(reason, 0))
+        yield finished
+        yield from self._slo()
+        text = "Calls that have ended, by method and how."
+        calls = CounterMetricFamily(
+            PREFIX + "calls", text, labels=("model_name", "method", "ending")
+        )
+        for (method, ending), count in self._endings.counts.items():
+            calls.add_metric((self._model, method, ending), count)
+        yield calls
+        text = "Lines of batches that the engine has served, by how they ended."
+        lines = CounterMetricFamily(PREFIX + "batch_lines", text, labels=("model_name", "ending"))
+        for ending, count in self._endings.lines.items():
+            lines.add_metric((self._model, ending), count)
+        yield lines
+
+    def _slo(self) -> Iterator[Metric]:
+        """Of those that had targets, whatever ended them; for each of them both counters, so that
+        shares can be taken."""
+        text = "Continuations with that target that"
+        attained, missed = (
+            CounterMetricFamily(
+                PREFIX + name,
+                f"{text} {did} it.",
+                labels=("model_name", "slo_class", "tier", "target"),
+            )
+            for name, did in (("slo_attained", "met"), ("slo_missed", "missed"))
+        )
+        judged = dict(self._judged)
+        for slo_class, tier, target in sorted({key[:3] for key in judged}):
+            labels = (self._model, slo_class, tier.name.lower(), target)
+            for family, met in ((attained, True), (missed, False)):
+                family.add_metric(labels, judged.get((slo_class, tier, target, met), 0))
+        yield attained
+        yield missed
+
+    def _best_effort(self, generated: int) -> Iterator[Metric]:
+        """What best-effort requests brought, and what they cost the real-time ones."""
+        text = "Tokens generated for best-effort requests."
+        yield self._counter("best_effort_tokens", text, generated)
+        text = "Batches predicted to take longer than their real-time requests alone."
+        yield self._counter("lengthened_steps", text, self._lengthened_steps)
+        text = "By how much longer, all told."
+        yield self._counter("lengthened_seconds", text, self._lengthened_seconds)
+
+    def _histograms(self) -> Iterator[Metric]:
+        by_tier = (
+            ("time_to_first_token_seconds", "Arrival to first token.", self._ttft),
+            ("inter_token_latency_seconds", "Between two tokens of a continuation.", self._tbt),
+            ("e2e_request_latency_seconds", "Arrival to last token.", self._e2e),
+            ("request_queue_time_seconds", "Arrival to first scheduled.", self._queue),
+        )
+        for name, text, group in by_tier:
+            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name", "tier"))
+            for tier, histogram in group.items():
+                family.add_metric((self._model, tier.name.lower()), *histogram.cumulative())
+            yield family
+        plain = (
+            ("step_time_seconds", "A batch, launch to tokens on the host.", self._step_time),
+            ("device_time_seconds", "A batch, on the device.", self._device_time),
+            ("predicted_time_seconds", "The same, as predicted.", self._predicted_time),
+            ("host_time_seconds", "Host work of a batch, hidden or not.", self._host_time),
+            ("iteration_tokens", "Tokens of a batch, without padding.", self._step_tokens),
+            ("request_prompt_tokens", "Prompt length of a finished one.", self._prompt_lengths),
+            ("request_generation_tokens", "Its output length.", self._output_lengths),
+        )
+        for name, text, histogram in plain:
+            family = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+            family.add_metric((self._model,), *histogram.cumulative())
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+
+class MetricsRegistry:
+    """The metrics of one engine. Each has its own registry, so that several can live in one
+    process."""
+
+    def __init__(self, engine: ServedEngine, endings: Endings) -> None:
+        metrics = EngineMetrics(engine, endings)
+        self.registry = CollectorRegistry()
+        self.registry.register(metrics)
+        engine.add_observer(metrics)
+
+    def page(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class MetricsServer:
+    """Serves /metrics to those whom `access` lets in; port 0 takes a free one. address:
+    "host:port". Raises ConfigError if the port is taken."""
+
+    def __init__(self, metrics: MetricsRegistry, host: str, port: int, access: Access) -> None:
+        try:
+            self._http = MetricsHttp(metrics.registry, host, port, access)
+        except OSError as error:
+            problem = f"cannot listen on {host}:{port} ({error.strerror or error})"
+            raise ConfigError(f"server.metrics_port: {problem}; -1 is off, 0 any port") from None
+        self.address = f"{bracketed(host)}:{self._http.port}"
+
+    def stop(self) -> None:
+        """Closes the port and ends the thread."""
+        self._http.stop()

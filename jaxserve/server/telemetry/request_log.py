@@ -1,0 +1,130 @@
+"""One line a call, once the engine has said its last word on it: who asked, what for, how long it
+took, and whether its targets were met. docs/operations.md lists the fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxserve.engine.output import Timings
+from jaxserve.sched.slo.slo_columns import TARGETS
+from jaxserve.server.requests.call_outcome import CallRecord, Ending
+
+log = logging.getLogger("jaxserve.calls")
+
+_QUOTES = (Ending.INVALID, Ending.MALFORMED, Ending.DUPLICATE, Ending.REFUSED, Ending.FAILED)
+"""Their reasons may have in them what the client said."""
+_PLAIN = re.compile(r"[\w.:/@+%,\[\]-]+", re.ASCII)
+
+
+class Fields(dict[str, Any]):
+    """What a line says, by name; the formatter makes JSON of it, and `str` the same as text."""
+
+    def __str__(self) -> str:
+        words = (f"{name}={_text(value)}" for name, value in self.items() if name != "message")
+        return " ".join([self["message"], *words])
+
+
+class RequestLog:
+    """A sink of `Endings`, on the event loop: whoever handles the log must not block. decode: text
+    of token ids; "" where the model has no tokenizer. prompts: whether the lines have what was
+    said, too: prompts, texts, and reasons that quote."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, prompts: bool = False) -> None:
+        self._decode, self._prompts = decode, prompts
+        log.setLevel(logging.INFO)  # whatever the level of the others
+
+    def __call__(self, record: CallRecord) -> None:
+        """Writes the line."""
+        line = fields(record)
+        if self._prompts and record.reason:
+            line["reason"] = record.reason
+        if self._prompts and record.requests:
+            prompts = [self._decode(each.prompt) or each.prompt for each in record.requests]
+            line["prompt"] = _only(prompts)
+            line["text"] = _only(["".join(pieces) for pieces in record.texts.values()])
+        log.info(line)
+
+
+def fields(record: CallRecord) -> Fields:
+    """Those that there are of it. Of several continuations, times are of the one that took
+    longest."""
+    found = Fields(
+        message="call ended",
+        door=record.door,
+        method=record.method,
+        request_id=record.request_id,
+        x_request_id=record.x_request_id,
+        peer=record.peer,
+        key=record.caller.name,
+        batch=record.batch,
+        line=record.line,
+        ending=record.ending,
+        reason="" if record.ending in _QUOTES else record.reason,
+    )
+    found.update(_asked(record))
+    found.update(_got(record))
+    found.update(open_ms=_ms(record.ended - record.began), trace_id=record.trace_id)
+    return Fields((name, value) for name, value in found.items() if value not in (None, "", []))
+
+
+def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
+    if not record.requests:
+        return
+    first = record.requests[0]
+    continuations = sum(each.sampling.n for each in record.requests)
+    yield "tier", first.tier.name.lower()
+    yield "slo_class", first.slo_class
+    yield "continuations", continuations if continuations > 1 else None
+    yield "prompt_tokens", record.prompt_tokens
+    yield "output_tokens", record.output_tokens
+    for name in TARGETS:
+        yield f"slo_{name}_ms", _ms(getattr(first.slo, name))
+
+
+def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
+    usages = [last.usage for last in record.last if last.usage is not None]
+    if usages:
+        yield "preemptions", sum(usage.preemptions for usage in usages)
+    reasons = dict.fromkeys(str(last.finish_reason) for last in record.last)
+    yield "finish_reason", ",".join(sorted(reasons))
+    longest = record.longest
+    if longest is not None and longest.timings is not None:
+        written = longest.usage is not None and longest.usage.output_tokens > 0
+        yield from _times(longest.timings, written=written)
+    verdicts = [last.verdict for last in record.last if last.verdict is not None]
+    if verdicts:
+        missed = [name for name in TARGETS if any(getattr(v, name) is False for v in verdicts)]
+        yield "slo_met", not missed
+        yield "slo_missed", ",".join(missed)
+
+
+def _times(timings: Timings, *, written: bool) -> Iterator[tuple[str, Any]]:
+    """written: it got as far as its first token."""
+    yield "queue_ms", _ms(timings.queue)
+    yield "ttft_ms", _ms(timings.ttft) if written else None
+    yield "tbt_mean_ms", _ms(timings.tbt_mean)
+    yield "tbt_p99_ms", _ms(timings.tbt)
+    yield "tbt_max_ms", _ms(timings.tbt_max)
+    yield "jct_ms", _ms(timings.total)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
+
+
+def _only(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _text(value: Any) -> str:
+    """In one word, whatever a client has put into it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    plain = str(value)
+    if not isinstance(value, (str, int, float)) or not _PLAIN.fullmatch(plain):
+        return json.dumps(value)
+    return plain

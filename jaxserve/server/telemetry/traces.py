@@ -1,0 +1,118 @@
+"""Spans of calls for OpenTelemetry, made once a call is over: while it runs they cost nothing.
+
+A call is one span; what its longest continuation went through (queue, prefill, decode) is one more
+each beneath it, and preemptions are events. Attributes are those of OpenTelemetry's conventions for
+generative AI where there are any, and the fields of the request log, as `jaxserve.NAME`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from jaxserve import __version__
+from jaxserve.engine.output import Output
+from jaxserve.server.requests.call_outcome import CallRecord, Door, Ending
+from jaxserve.server.telemetry.request_log import fields
+
+_FLUSH_S = 5.0
+_OWN_FAULT = (Ending.ENGINE_FAILED, Ending.FAILED)
+_NOT_OURS = ("message", "method", "trace_id", "prompt_tokens", "output_tokens", "finish_reason")
+_MAX_EVENTS = 100
+_PROVIDER = "jaxserve"
+_OPERATIONS = {  # by method: what it is called in the conventions
+    "Generate": "text_completion",
+    "http /v1/completions": "text_completion",
+    "http /v1/chat/completions": "chat",
+    "batch line": "text_completion",
+}
+
+
+class Traces:
+    """A sink of `Endings`. processor: takes spans, on the event loop, and must not block. model:
+    what is served; asked once a call."""
+
+    def __init__(self, processor: SpanProcessor, model: Callable[[], str]) -> None:
+        name = os.environ.get("OTEL_SERVICE_NAME", "jaxserve")
+        resource = Resource.create({SERVICE_NAME: name, "service.version": __version__})
+        # The sampler is the environment's: OTEL_TRACES_SAMPLER.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("jaxserve", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._model = model
+
+    def __call__(self, record: CallRecord) -> None:
+        """Makes the spans, and gives the record their trace's id."""
+        epoch = time.time() - time.monotonic()
+
+        def at(when: float) -> int:
+            return round(1e9 * (epoch + when))
+
+        kind = trace.SpanKind.INTERNAL if record.door is Door.BATCH else trace.SpanKind.SERVER
+        span = self._tracer.start_span(
+            record.method,
+            self._propagator.extract(record.carrier),
+            kind,
+            self._attributes(record),
+            start_time=at(record.began),
+        )
+        record.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+        if record.ending in _OWN_FAULT:
+            span.set_status(trace.StatusCode.ERROR, record.ending)
+        longest = record.longest
+        if longest is not None and record.submitted is not None and span.is_recording():
+            submitted = record.submitted
+            self._phases(span, longest, lambda since: at(submitted + since))
+        span.end(at(record.ended))
+
+    def _attributes(self, record: CallRecord) -> dict[str, AttributeValue]:
+        found: dict[str, AttributeValue] = {
+            f"jaxserve.{name}": value
+            for name, value in fields(record).items()
+            if name not in _NOT_OURS
+        }
+        operation = _OPERATIONS.get(record.method)
+        if operation is not None:
+            found["gen_ai.operation.name"] = operation
+            found["gen_ai.provider.name"] = _PROVIDER
+        if record.ending is not Ending.OK:
+            found["error.type"] = str(record.ending)
+        if record.requests:
+            found["gen_ai.request.model"] = self._model()
+            found["gen_ai.usage.input_tokens"] = record.prompt_tokens
+            found["gen_ai.usage.output_tokens"] = record.output_tokens
+            reasons = [str(last.finish_reason) for last in record.last]
+            found["gen_ai.response.finish_reasons"] = reasons
+        return found
+
+    def _phases(self, span: trace.Span, last: Output, at: Callable[[float], int]) -> None:
+        """at: when so many seconds had passed since its arrival."""
+        timings = last.timings
+        assert timings is not None
+        written = last.usage is not None and last.usage.output_tokens > 0
+        first = timings.ttft if written else timings.total
+        phases = [("queue", 0.0, timings.queue), ("prefill", timings.queue, first)]
+        if written:
+            phases.append(("decode", first, timings.total))
+        under = trace.set_span_in_context(span)
+        for name, begin, end in phases:
+            child = self._tracer.start_span(name, under, start_time=at(begin))
+            child.end(at(end))
+        for when in timings.preempted[:_MAX_EVENTS]:
+            span.add_event("preempted", timestamp=at(when))
+
+    def close(self) -> None:
+        """Sends what is left, if that takes no longer than some seconds."""
+        closing = threading.Thread(target=self._provider.shutdown, name="jaxserve-otel")
+        closing.daemon = True
+        closing.start()
+        closing.join(_FLUSH_S)

@@ -1,0 +1,100 @@
+"""The largest number of each row on CPUs, by numba: one pass, rows shared out to all cores.
+XLA's CPU compiler makes three passes of it, the first on one thread."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+
+from jaxserve.pallas_kernels.cpu import numba_ffi
+from jaxserve.pallas_kernels.cpu.numba_ffi import (
+    OPTIONS,
+    address_of,
+    begin,
+    data,
+    dims,
+    done,
+    finish,
+    intrinsic,
+    operands,
+    take,
+)
+
+CHUNK = 512  # numbers whose maximum is one loop of vectors
+
+_WORD = ir.IntType(32)
+_lock = threading.Lock()  # steps are compiled by several threads
+
+
+@intrinsic
+def _key(_: Any, number: Any) -> Any:
+    """An int32 in the order of float32; -0 is 0, and NaN is somewhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.fadd(args[0], ir.Constant(ir.FloatType(), 0.0))
+        word = builder.bitcast(number, _WORD)
+        sign = builder.ashr(word, ir.Constant(_WORD, 31))
+        return builder.xor(word, builder.and_(sign, ir.Constant(_WORD, 0x7FFFFFFF)))
+
+    return types.int32(types.float32), generate
+
+
+def argmax(scores: jax.Array) -> jax.Array:
+    """float32 [R, V] -> int32 [R], see `argmax.argmax`; on one CPU device."""
+    result = jax.ShapeDtypeStruct(scores.shape[:1], jnp.int32)
+    return jax.ffi.ffi_call(target(), result, vmap_method="sequential")(scores)
+
+
+def target() -> str:
+    """The name of the kernel, compiled if it is the first time."""
+    with _lock:
+        return _registered()
+
+
+@functools.cache
+def _registered() -> str:
+    name = "jaxserve_argmax"
+    symbol = numba_ffi.task_symbol(name)
+    digest = numba_ffi.digest(__file__)
+
+    def handler(frame: int) -> int:
+        len(digest)
+        block = begin(frame)
+        if block == 0:
+            return 0
+        return finish(frame, block, dims(operands(block)[0], 2)[0], 0, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(digest)
+        i = take(block)
+        while i >= 0:
+            _row(operands(block), i)
+            done(block)
+            i = take(block)
+        return 0
+
+    numba_ffi.register(name, handler, task)
+    return name
+
+
+@njit(**OPTIONS)
+def _row(given: Any, row: int) -> None:
+    rows, columns = dims(given[0], 2)
+    scores = carray(data(given[0]), (rows, columns), np.float32)[row]
+    best, first = _key(scores[0]), 0
+    for begin_at in range(0, columns, CHUNK):
+        top, part = best, scores[begin_at : begin_at + CHUNK]
+        for j in range(part.shape[0]):  # from 0 on, so that it is one of vectors
+            top = max(top, _key(part[j]))
+        if top > best:
+            best, first = top, begin_at
+    while _key(scores[first]) != best:
+        first += 1
+    carray(data(given[1]), (rows,), np.int32)[row] = first

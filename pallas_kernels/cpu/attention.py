@@ -1,0 +1,189 @@
+"""Paged attention of KV rows on CPUs, compiled by numba: decodes and prompt chunks, on all cores.
+
+A share is a row's tile of queries, for some of its heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from jaxserve.pallas_kernels.batch import KV
+from jaxserve.pallas_kernels.cpu import numba_ffi, queries
+from jaxserve.pallas_kernels.cpu import tiles as numba_tiles
+from jaxserve.pallas_kernels.cpu.numba_ffi import (
+    FAST,
+    OPTIONS,
+    address_of,
+    allocate,
+    begin,
+    data,
+    dims,
+    done,
+    finish,
+    operands,
+    plan,
+    take,
+    words,
+)
+from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
+
+TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
+FEW = 8  # queries that are not worth putting the context in order for
+ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
+ENOUGH = 8  # shares that a call should have, else heads are cut too
+SHARES = 64  # at most, about
+_HEAD, _UNIT = 2, 5  # words, see `_plan`
+
+# Operands and the result, see `target`.
+_Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS, _OUT = range(12)
+
+_lock = threading.Lock()  # steps are compiled by several threads
+
+
+def target(head_dim: int, *, bfloat16: bool) -> str:
+    """The name of the kernel for heads of this width, compiled if it is the first time.
+
+    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of bfloat16 or else float32; of
+    `AttentionBatch`: tables, context_lens,
+    query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
+    float32 [2]: scale, soft_cap (0: none). Result: [T, H, D].
+    """
+    with _lock:
+        return _registered(head_dim, bfloat16)
+
+
+@functools.cache
+def _registered(head_dim: int, bfloat16: bool) -> str:
+    name = f"jaxserve_paged_attention_{'bfloat16' if bfloat16 else 'float32'}_{head_dim}"
+    symbol = numba_ffi.task_symbol(name)
+    digest = numba_ffi.digest(__file__, queries.__file__, numba_tiles.__file__)
+
+    def handler(frame: int) -> int:
+        len(digest)
+        block = begin(frame)
+        if block == 0:
+            return 0
+        shares, address = _plan(operands(block))
+        return finish(frame, block, shares, address, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(digest)
+        i = take(block)
+        while i >= 0:
+            given = operands(block)
+            shape = dims(given[_POOL], 5)
+            if bfloat16:
+                half = carray(data(given[_POOL]), _blocks(shape, head_dim), np.uint16)
+                _share(given, half, plan(block), i, head_dim)
+            else:
+                full = carray(data(given[_POOL]), _blocks(shape, head_dim), np.float32)
+                _share(given, full, plan(block), i, head_dim)
+            done(block)
+            i = take(block)
+        return 0
+
+    numba_ffi.register(name, handler, task)
+    return name
+
+
+@njit(**OPTIONS)
+def _plan(given: Any) -> Any:
+    """Zeros for tokens of nobody; and the shares: (row, first query token, tokens, first kv head,
+    heads), those of most work first."""
+    tokens, heads, head_dim = dims(given[_Q], 3)
+    kv_heads = dims(given[_POOL], 5)[2]
+    rows = dims(given[_LENS], 1)[0]
+    lens = carray(data(given[_LENS]), (rows,), np.int32)
+    many = carray(data(given[_MANY]), (rows,), np.int32)
+    kind = carray(data(given[_KIND]), (rows,), np.int32)
+    token_row = carray(data(given[_TOKEN_ROW]), (tokens,), np.int32)
+    out = carray(data(given[_OUT]), (tokens, heads * head_dim), np.float32)
+    for token in range(tokens):
+        row = token_row[token]
+        if row < 0 or row >= rows or kind[row] != KV:
+            out[token] = np.float32(0)
+    tile = max(1, TILE // (heads // kv_heads))
+    tiles, work = 0, 0
+    for row in range(rows):
+        if kind[row] == KV and many[row] > 0:
+            tiles += (many[row] + tile - 1) // tile
+            work += lens[row] * kv_heads * head_dim * ((many[row] + FEW) // FEW)
+    cuts = 1  # of the heads
+    if work >= ALONE:
+        while cuts < kv_heads and tiles * cuts < ENOUGH:
+            cuts += 1
+    per = (kv_heads + cuts - 1) // cuts
+    cuts = (kv_heads + per - 1) // per
+    address = allocate(_HEAD + tiles * cuts * _UNIT)
+    head = words(address, _HEAD)
+    units = words(address + 8 * _HEAD, tiles * cuts * _UNIT).reshape((tiles * cuts, _UNIT))
+    at = 0
+    for row in range(rows):
+        if kind[row] != KV or many[row] <= 0:
+            continue
+        for i in range((many[row] + tile - 1) // tile - 1, -1, -1):
+            for cut in range(cuts):
+                units[at, 0], units[at, 1] = row, i * tile
+                units[at, 2] = min(tile, many[row] - i * tile)
+                units[at, 3] = cut * per
+                units[at, 4] = min(per, kv_heads - cut * per)
+                at += 1
+    # A few at a time where there are many, all of them where others would come too late.
+    head[0], head[1] = at, max(1, at // SHARES) if work >= ALONE else max(1, at)
+    return (at + head[1] - 1) // head[1], address
+
+
+@njit(**FAST)
+def _blocks(shape: Any, head_dim: int) -> Any:
+    return shape[0], shape[1], shape[2], shape[3], head_dim
+
+
+@njit(**FAST)
+def _share(given: Any, pool: Any, address: int, i: int, head_dim: int) -> None:
+    tokens, heads, _ = dims(given[_Q], 3)
+    kv_heads, size = pool.shape[2], pool.shape[3]
+    rows, _, table_width = dims(given[_TABLES], 3)
+    q = carray(data(given[_Q]), (tokens, heads, head_dim), np.float32)
+    tables = carray(data(given[_TABLES]), (rows, 2, table_width), np.int32)
+    lens = carray(data(given[_LENS]), (rows,), np.int32)
+    start = carray(data(given[_START]), (rows,), np.int32)
+    many = carray(data(given[_MANY]), (rows,), np.int32)
+    sides = carray(data(given[_SIDE]), (rows,), np.int32)
+    ints = carray(data(given[_INTS]), (2,), np.int32)
+    floats = carray(data(given[_FLOATS]), (2,), np.float32)
+    out = carray(data(given[_OUT]), (tokens, heads, head_dim), np.float32)
+    layer, window = pool[ints[0]], ints[1]
+    scale, cap = floats[0], floats[1]
+    group = heads // kv_heads
+    head_words = words(address, _HEAD)
+    number, per = head_words[0], head_words[1]
+    units = words(address + 8 * _HEAD, number * _UNIT).reshape((number, _UNIT))
+    scores = np.empty(table_width * size, np.float32)
+    exponents = np.empty(table_width * size, np.int32)
+    query = np.empty(head_dim, np.float32)
+    for unit in range(i * per, min((i + 1) * per, number)):
+        row, first, count, head, count_heads = units[unit]
+        position = lens[row] - many[row] + first
+        token = start[row] + first
+        for h in range(head, head + count_heads):
+            if count * group > FEW:
+                many_queries(
+                    out, q, layer, tables[row], h, sides[row], token, count, position, scale,
+                    window, cap, head_dim,
+                )  # fmt: skip
+                continue
+            for j in range(count):
+                last = position + j + 1
+                low = max(0, last - window) if window > 0 else 0
+                for g in range(h * group, (h + 1) * group):
+                    for d in range(head_dim):
+                        query[d] = q[token + j, g, d] * scale
+                    one_query(
+                        out[token + j, g], query, layer, tables[row], h, sides[row], low, last,
+                        cap, scores, exponents, head_dim,
+                    )  # fmt: skip

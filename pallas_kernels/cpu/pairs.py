@@ -1,0 +1,203 @@
+"""CPUs with products of pairs of bfloat16 (AVX512-BF16), or of float32 (AVX512): tiles of them in
+vector registers, for kernels that numba compiles.
+
+Of bfloat16 an instruction adds to each of 16 sums of float32 the products of two pairs; so the
+right factor wants two rows of it interleaved, column by column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
+
+TILE_ROWS = 8
+LANES = 16  # of 32 bits
+TILE_COLUMNS = 2 * LANES
+LINE = 64  # bytes of a vector
+_FEATURE = "avx512bf16"
+_WORD = ir.IntType(64)
+_INDEX = ir.IntType(32)
+_HALF = ir.IntType(16)
+_SUMS = ir.VectorType(ir.FloatType(), LANES)
+_WORDS = ir.VectorType(_INDEX, LANES)
+_PART = ir.VectorType(_INDEX, 4)
+_HALVES = ir.VectorType(_HALF, 2 * LANES)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+
+
+def has_pairs() -> bool:
+    """Whether this processor has the instruction."""
+    return bool(llvm.get_host_cpu_features().get(_FEATURE, False))
+
+
+def has_vectors() -> bool:
+    """Whether it has vectors of LANES floats."""
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=LINE)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    hints = [ir.Constant(_INDEX, value) for value in (0, 2, 1)]  # reads, of data used again
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), *hints])
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_WORD, value)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INDEX, len(lanes)), lanes))
+
+
+def _spread(builder: Any, word: Any) -> Any:
+    """The word in all lanes."""
+    empty = ir.Constant(_WORDS, ir.Undefined)
+    first = builder.insert_element(empty, word, ir.Constant(_INDEX, 0))
+    return _shuffle(builder, first, empty, [0] * LANES)
+
+
+@intrinsic
+def interleave(_: Any, above: Any, below: Any, to: Any) -> Any:
+    """Two rows of TILE_COLUMNS numbers of 16 bits, one to the other's right column by column, as
+    two vectors at `to`, a multiple of LINE. All are addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = [_load(builder, address, _HALVES, 2) for address in args[:2]]
+        for part in range(2):
+            columns = range(part * LANES, (part + 1) * LANES)
+            lanes = [lane for column in columns for lane in (column, TILE_COLUMNS + column)]
+            at = builder.add(args[2], _constant(part * LINE))
+            _store(builder, _shuffle(builder, rows[0], rows[1], lanes), at)
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 3), generate
+
+
+# Of two vectors whose lanes have four words each: the first two words of either in turns, the last
+# two, the first two as they are, the last two.
+_LOW, _HIGH = (
+    [q + w for q in range(0, LANES, 4) for w in ws] for ws in ((0, 16, 1, 17), (2, 18, 3, 19))
+)
+_PAIRED = [
+    [q + w for q in range(0, LANES, 4) for w in ws] for ws in ((0, 1, 16, 17), (2, 3, 18, 19))
+]
+
+
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    """Four vectors of four words as one."""
+    halves = [_shuffle(builder, parts[i], parts[i + 1], list(range(8))) for i in (0, 2)]
+    return _shuffle(builder, halves[0], halves[1], list(range(LANES)))
+
+
+@intrinsic
+def transpose(_: Any, rows: Any, row: Any, to: Any, to_row: Any) -> Any:
+    """LANES rows of as many words of 32 bits, turned around: column i becomes the vector at `to`,
+    a multiple of LINE. All are addresses; the next row is so many bytes further."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        start, row, to, to_row = args
+
+        def part(i: int, words: int) -> Any:
+            at = builder.add(start, builder.mul(row, _constant(i)))
+            return _load(builder, builder.add(at, _constant(4 * words)), _PART, 2)
+
+        for words in range(0, LANES, 4):
+            # Lane q of vector i: four words of row 4 q + i.
+            a, b, c, d = (
+                _joined(builder, [part(4 * q + i, words) for q in range(4)]) for i in range(4)
+            )
+            halves = [_shuffle(builder, *two, w) for two in ((a, b), (c, d)) for w in (_LOW, _HIGH)]
+            for i in range(4):
+                line = _shuffle(builder, halves[i // 2], halves[2 + i // 2], _PAIRED[i % 2])
+                at = builder.add(to, builder.mul(to_row, _constant(words + i)))
+                _store(builder, line, at)
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 4), generate
+
+
+def _adding(lines: int, wide: bool) -> Any:
+    @intrinsic
+    def add(
+        _: Any, sums: Any, sums_row: Any, x: Any, x_row: Any, packed: Any, packed_row: Any,
+        words: Any, ahead: Any, ahead_row: Any, other: Any,
+    ) -> Any:  # fmt: skip
+        """sums [TILE_ROWS, TILE_COLUMNS] += x [TILE_ROWS, words] @ packed. A word is a float32, or
+        a pair of bfloat16, of which `interleave` packs two rows. All are addresses, sums and packed
+        multiples of LINE; the next row is so many bytes further. With each word a line is fetched
+        from `ahead` on, or two, the second so many bytes behind the first."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums, sums_row, x, x_row, packed, packed_row, words, ahead, ahead_row, other = args
+            factor = _SUMS if wide else _PAIRS
+            kind = ir.FunctionType(_SUMS, [_SUMS, factor, factor])
+            name = "llvm.fma.v16f32" if wide else "llvm.x86.avx512bf16.dpbf16ps.512"
+            dot = cgutils.get_or_insert_function(builder.module, kind, name)
+            tile = []
+            for m in range(TILE_ROWS):
+                for part in range(2):
+                    at = builder.add(sums, builder.mul(sums_row, _constant(m)))
+                    at = builder.add(at, _constant(part * LINE))
+                    found = _load(builder, at, _SUMS, LINE)
+                    tile.append((at, cgutils.alloca_once_value(builder, found)))
+            x_rows = [builder.add(x, builder.mul(x_row, _constant(m))) for m in range(TILE_ROWS)]
+            with cgutils.for_range(builder, words) as loop:
+                line = builder.add(packed, builder.mul(packed_row, loop.index))
+                right = [
+                    _load(builder, builder.add(line, _constant(part * LINE)), factor, LINE)
+                    for part in range(2)
+                ]
+                column = builder.mul(loop.index, _constant(4))
+                fetched = builder.add(ahead, builder.mul(ahead_row, loop.index))
+                for i in range(lines):
+                    _prefetch(builder, builder.add(fetched, other) if i else fetched)
+                for m in range(TILE_ROWS):
+                    word = _load(builder, builder.add(x_rows[m], column), _INDEX, 4)
+                    left = builder.bitcast(_spread(builder, word), factor)
+                    for part in range(2):
+                        where = tile[2 * m + part][1]
+                        old = builder.load(where)
+                        factors = [left, right[part]]
+                        given = [*factors, old] if wide else [old, *factors]
+                        builder.store(builder.call(dot, given), where)
+            for at, where in tile:
+                _store(builder, builder.load(where), at)
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 10), generate
+
+    return add
+
+
+add_pairs_1, add_pairs_2 = _adding(1, wide=False), _adding(2, wide=False)
+add_numbers_1, add_numbers_2 = _adding(1, wide=True), _adding(2, wide=True)

@@ -1,0 +1,211 @@
+"""Products of some tens of rows with weights of bfloat16 or float32 on CPUs, compiled by numba.
+
+XLA's library lays the weights out anew for each product, by itself and before it multiplies, which
+takes as long as multiplying so few rows. Here each panel of columns is laid out by whoever
+multiplies it, block by block, in its core's cache. Of float32 those [out, in] are left to the
+library, which reads them as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import carray, njit
+
+from jaxserve.pallas_kernels.cpu import numba_ffi, pairs
+from jaxserve.pallas_kernels.cpu.numba_ffi import (
+    FAST,
+    address_of,
+    allocate,
+    begin,
+    copy,
+    data_address,
+    dims,
+    done,
+    finish,
+    free,
+    operands,
+    pointer,
+    take,
+)
+from jaxserve.pallas_kernels.cpu.pairs import (
+    LANES,
+    LINE,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_numbers_1,
+    add_numbers_2,
+    add_pairs_1,
+    add_pairs_2,
+    has_pairs,
+    has_vectors,
+    interleave,
+    transpose,
+)
+
+MOST_ROWS = 128
+ROWS_OF_FLOAT32 = range(3, 65)  # the library is as fast with fewer, or more
+DEPTH = 32  # words
+PANEL = 128  # columns of a share
+
+_lock = threading.Lock()  # steps are compiled by several threads
+
+
+def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
+    """Whether `panels` has the product of so many rows with these weights."""
+    depth, columns = weights.shape[::-1] if transposed else weights.shape
+    if columns % TILE_COLUMNS:
+        return False
+    if weights.dtype == jnp.float32:
+        return rows in ROWS_OF_FLOAT32 and not transposed and has_vectors()
+    whole = depth % (2 * LANES if transposed else 2) == 0
+    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole and has_pairs()
+
+
+def panels(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16 or float32,
+    on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
+    columns = weights.shape[0 if transposed else 1]
+    call = jax.ffi.ffi_call(
+        target(transposed=transposed, wide=weights.dtype == jnp.float32),
+        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
+        vmap_method="sequential",
+    )
+    return call(x, weights)
+
+
+def target(*, transposed: bool, wide: bool) -> str:
+    """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
+    [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
+    with _lock:
+        return _registered(transposed, wide)
+
+
+@functools.cache
+def _registered(transposed: bool, wide: bool) -> str:
+    name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
+    symbol = numba_ffi.task_symbol(name)
+    digest = numba_ffi.digest(__file__, pairs.__file__)
+
+    def handler(frame: int) -> int:
+        len(digest)
+        block = begin(frame)
+        if block == 0:
+            return 0
+        columns = dims(operands(block)[2], 2)[1]
+        return finish(frame, block, (columns + PANEL - 1) // PANEL, 0, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(digest)
+        i = take(block)
+        while i >= 0:
+            _panel(operands(block), i, transposed, wide)
+            done(block)
+            i = take(block)
+        return 0
+
+    numba_ffi.register(name, handler, task)
+    return name
+
+
+@njit(**FAST)
+def _panel(given: Any, i: int, transposed: bool, wide: bool) -> None:
+    """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
+    number, or two of one column that follow each other."""
+    a_word = 1 if wide else 2
+    count, depth = dims(given[0], 2)
+    words, columns = depth // a_word, dims(given[2], 2)[1]
+    x_at, weights_at = data_address(given[0]), data_address(given[1])
+    out_at = data_address(given[2]) + 4 * i * PANEL
+    weights_at += i * PANEL * (4 * words if transposed else 4 // a_word)
+    mine = min(PANEL, columns - i * PANEL)
+    padded = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    row_bytes = 4 * mine  # of sums, and of words
+    memory = allocate((padded * (row_bytes + 4 * DEPTH) + DEPTH * row_bytes + LINE) // 8)
+    sums_at = (memory + LINE - 1) // LINE * LINE
+    packed_at = sums_at + padded * row_bytes
+    some_at = packed_at + DEPTH * row_bytes
+    carray(pointer(sums_at), (padded * mine,), np.float32)[:] = np.float32(0)
+    carray(pointer(some_at), (padded * DEPTH,), np.uint32)[:] = np.uint32(0)
+    # From a word's row, or a column's numbers, to the next.
+    next_row = 4 * words if transposed else 4 * columns
+    for k in range(0, words, DEPTH):
+        deep = min(DEPTH, words - k)
+        for row in range(count):
+            copy(some_at + 4 * row * DEPTH, x_at + 4 * (row * words + k), 4 * deep)
+        row_at = weights_at + (4 * k if transposed else k * next_row)
+        _pack(row_at, next_row, packed_at, row_bytes, mine, deep, transposed, wide)
+        ahead = row_at + (4 * DEPTH if transposed else DEPTH * next_row)
+        if k + DEPTH >= words:
+            ahead = 0
+        _add(
+            sums_at, some_at, packed_at, row_bytes, padded, mine, deep, ahead, next_row,
+            transposed, wide,
+        )  # fmt: skip
+    for row in range(count):
+        copy(out_at + 4 * row * columns, sums_at + row * row_bytes, row_bytes)
+    free(memory)
+
+
+@njit(**FAST)
+def _pack(
+    at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int,
+    transposed: bool, wide: bool,
+) -> None:  # fmt: skip
+    """Weights from an address on, words [deep, mine], transposed [mine, deep], as [deep, mine]."""
+    if transposed:
+        for j in range(0, mine, LANES):
+            for k in range(0, deep, LANES):
+                to = packed_at + k * packed_row + 4 * j
+                transpose(at + j * next_row + 4 * k, next_row, to, packed_row)
+    elif wide:
+        for k in range(deep):
+            copy(packed_at + k * packed_row, at + k * next_row, packed_row)
+    else:
+        for k in range(deep):
+            row_at, to = at + k * next_row, packed_at + k * packed_row
+            for j in range(0, mine, TILE_COLUMNS):
+                interleave(row_at + 2 * j, row_at + next_row // 2 + 2 * j, to + 4 * j)
+
+
+@njit(**FAST)
+def _add(
+    sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
+    ahead: int, next_row: int, transposed: bool, wide: bool,
+) -> None:  # fmt: skip
+    """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are fetched
+    from `ahead` on, a line or two with every word; 0: there are none, it is packed itself."""
+    step, other = (next_row, LINE) if transposed else (next_row, LINE if wide else next_row // 2)
+    if ahead == 0:
+        ahead, step, other = packed_at, 0, 0
+    for row in range(0, rows, TILE_ROWS):
+        for j in range(0, mine, TILE_COLUMNS):
+            sums_here, x_here = sums_at + row * row_bytes + 4 * j, x_at + 4 * row * DEPTH
+            packed_here = packed_at + 4 * j
+            ahead_here = ahead + (j * step if transposed else (4 if wide else 2) * j)
+            turn = ahead_here + row // TILE_ROWS % 2 * other
+            if wide and rows == TILE_ROWS:
+                add_numbers_2(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
+                    ahead_here, step, other,
+                )  # fmt: skip
+            elif wide:
+                add_numbers_1(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
+                    step, 0,
+                )  # fmt: skip
+            elif rows == TILE_ROWS:
+                add_pairs_2(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep,
+                    ahead_here, step, other,
+                )  # fmt: skip
+            else:
+                add_pairs_1(
+                    sums_here, row_bytes, x_here, 4 * DEPTH, packed_here, row_bytes, deep, turn,
+                    step, 0,
+                )  # fmt: skip

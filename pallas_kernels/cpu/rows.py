@@ -1,0 +1,176 @@
+"""Products of a few rows with weights of bfloat16 on CPUs, compiled by numba: the weights are read
+once, as they are, by all cores, while XLA's CPU compiler converts all of them first."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import carray, njit
+
+from jaxserve.pallas_kernels.cpu import numba_ffi, tiles
+from jaxserve.pallas_kernels.cpu.numba_ffi import (
+    FAST,
+    OPTIONS,
+    address_of,
+    begin,
+    data,
+    dims,
+    done,
+    finish,
+    operands,
+    take,
+)
+from jaxserve.pallas_kernels.cpu.tiles import (
+    BYTES,
+    LANES,
+    PAIRS,
+    TOGETHER,
+    add_rows_1,
+    add_rows_2,
+    add_rows_3,
+    add_rows_4,
+    dot_pairs,
+    widened,
+)
+
+MOST_ROWS = 4
+SHARE = 1 << 18  # bytes of weights that a share reads, about
+GRAIN = 64  # of its columns
+
+
+def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
+    """Whether `few_rows` has the product of so many rows with these weights."""
+    depth, columns = weights.shape[::-1] if transposed else weights.shape
+    whole = depth % PAIRS == 0 if transposed else depth % TOGETHER == columns % PAIRS == 0
+    return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole
+
+
+def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+    """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16,
+    on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
+    columns = weights.shape[0 if transposed else 1]
+    call = jax.ffi.ffi_call(
+        target(transposed=transposed),
+        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
+        vmap_method="sequential",
+    )
+    return call(x, weights)
+
+
+_lock = threading.Lock()  # steps are compiled by several threads
+
+
+def target(*, transposed: bool) -> str:
+    """The name of the kernel, compiled if it is the first time."""
+    with _lock:
+        return _registered(transposed)
+
+
+@functools.cache
+def _registered(transposed: bool) -> str:
+    name = f"jaxserve_few_rows_{'transposed' if transposed else 'straight'}"
+    symbol = numba_ffi.task_symbol(name)
+    digest = numba_ffi.digest(__file__, tiles.__file__)
+
+    def handler(frame: int) -> int:
+        len(digest)
+        block = begin(frame)
+        if block == 0:
+            return 0
+        shares = _shares(operands(block), transposed)[0]
+        return finish(frame, block, shares, 0, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(digest)
+        i = take(block)
+        while i >= 0:
+            if transposed:
+                _dot(operands(block), i)
+            else:
+                _add_up(operands(block), i)
+            done(block)
+            i = take(block)
+        return 0
+
+    numba_ffi.register(name, handler, task)
+    return name
+
+
+@njit(**OPTIONS)
+def _shares(given: Any, transposed: bool) -> Any:
+    """(How many shares, of so many columns each, the last of fewer)."""
+    rows, columns = dims(given[1], 2)
+    if transposed:
+        rows, columns = columns, rows
+    wanted = max(1, 2 * rows * columns // SHARE)
+    width = max(1, (columns // wanted + GRAIN - 1) // GRAIN) * GRAIN
+    return (columns + width - 1) // width, width
+
+
+@njit(**FAST)
+def _wide_pairs(x: Any, wide: Any) -> None:
+    """wide, float32: x of bfloat16, of each PAIRS numbers those at even places first."""
+    for row in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            place = k % PAIRS
+            at = k - place + place // 2 + (LANES if place % 2 else 0)
+            wide[row, at] = widened(x[row, k])
+
+
+@njit(**FAST)
+def _add_up(given: Any, i: int) -> None:
+    """Share i of weights [in, out]: rows of the weights, times a number each, added up."""
+    count, depth = dims(given[0], 2)
+    columns = dims(given[1], 2)[1]
+    x = carray(data(given[0]), (count, depth), np.uint16)
+    weights = carray(data(given[1]), (depth, columns), np.uint16)
+    out = carray(data(given[2]), (count, columns), np.float32)
+    width = _shares(given, False)[1]
+    first = i * width
+    mine = min(width, columns - first)
+    wide = np.empty((count, depth), np.float32)
+    for row in range(count):
+        for k in range(depth):
+            wide[row, k] = widened(x[row, k])
+    sums = np.zeros((count, mine), np.float32)
+    at, row_at, x_row = sums.ctypes.data, BYTES * mine, BYTES * depth
+    begin_at, next_row = weights.ctypes.data + 2 * first, 2 * columns
+    for k in range(0, depth, TOGETHER):
+        x_at, where = wide.ctypes.data + BYTES * k, begin_at + k * next_row
+        if count == 1:
+            add_rows_1(at, row_at, x_at, x_row, where, next_row, mine)
+        elif count == 2:
+            add_rows_2(at, row_at, x_at, x_row, where, next_row, mine)
+        elif count == 3:
+            add_rows_3(at, row_at, x_at, x_row, where, next_row, mine)
+        else:
+            add_rows_4(at, row_at, x_at, x_row, where, next_row, mine)
+    for row in range(count):
+        for j in range(0, mine, PAIRS):
+            for lane in range(LANES):
+                out[row, first + j + 2 * lane] = sums[row, j + lane]
+                out[row, first + j + 2 * lane + 1] = sums[row, j + LANES + lane]
+
+
+@njit(**FAST)
+def _dot(given: Any, i: int) -> None:
+    """Share i of weights [out, in]: each of their rows with each of x."""
+    count, depth = dims(given[0], 2)
+    columns = dims(given[1], 2)[0]
+    x = carray(data(given[0]), (count, depth), np.uint16)
+    weights = carray(data(given[1]), (columns, depth), np.uint16)
+    out = carray(data(given[2]), (count, columns), np.float32)
+    width = _shares(given, True)[1]
+    wide = np.empty((count, depth), np.float32)
+    _wide_pairs(x, wide)
+    begin_at = weights.ctypes.data
+    for n in range(i * width, min((i + 1) * width, columns)):
+        for row in range(count):
+            # Asked for here: numba frees an array after the last use of its name.
+            x_at = wide.ctypes.data + BYTES * depth * row
+            out[row, n] = dot_pairs(x_at, begin_at + 2 * depth * n, depth)

@@ -1,0 +1,230 @@
+"""Small products in vector registers, for kernels that numba compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
+
+LANES = 16  # numbers of a vector: one register with AVX-512, two with AVX2, four with NEON
+ROWS = 4  # of a tile
+BYTES = 4  # of a number
+_NUMBER = ir.FloatType()
+_VECTOR = ir.VectorType(_NUMBER, LANES)
+_WORD = ir.IntType(64)
+_INDEX = ir.IntType(32)
+_FUSED = ("contract",)  # a product and a sum are one instruction
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=BYTES)
+
+
+def _plus(builder: Any, address: Any, row: Any, numbers: int) -> Any:
+    """The address, `row` bytes and some numbers further; row None: none."""
+    moved = address if row is None else builder.add(address, row)
+    return builder.add(moved, ir.Constant(_WORD, numbers * BYTES))
+
+
+def _product(vectors: int) -> Any:
+    @intrinsic
+    def product(
+        _: Any, c: Any, c_row: Any, a: Any, a_row: Any, b: Any, b_row: Any, depth: Any
+    ) -> Any:
+        """c [ROWS, vectors * LANES] += a [ROWS, depth] @ b [depth, vectors * LANES], float32. c, a
+        and b are addresses; the next row of each is so many bytes further."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            c, c_row, a, a_row, b, b_row, depth = args
+            tile = [
+                [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(ROWS)
+            ]
+            c_rows = [builder.mul(c_row, ir.Constant(_WORD, m)) for m in range(ROWS)]
+            a_rows = [
+                builder.add(a, builder.mul(a_row, ir.Constant(_WORD, m))) for m in range(ROWS)
+            ]
+            for m in range(ROWS):
+                for n in range(vectors):
+                    at = _plus(builder, c, c_rows[m], n * LANES)
+                    builder.store(_load(builder, at, _VECTOR), tile[m][n])
+            with cgutils.for_range(builder, depth) as loop:
+                line = builder.add(b, builder.mul(b_row, loop.index))
+                column = builder.mul(loop.index, ir.Constant(_WORD, BYTES))
+                many = [
+                    _load(builder, _plus(builder, line, None, n * LANES), _VECTOR)
+                    for n in range(vectors)
+                ]
+                for m in range(ROWS):
+                    one = _load(builder, builder.add(a_rows[m], column), _NUMBER)
+                    spread = _spread(builder, one)
+                    for n in range(vectors):
+                        old = builder.load(tile[m][n])
+                        new = builder.fmul(spread, many[n], flags=_FUSED)
+                        builder.store(builder.fadd(new, old, flags=_FUSED), tile[m][n])
+            for m in range(ROWS):
+                for n in range(vectors):
+                    at = _plus(builder, c, c_rows[m], n * LANES)
+                    where = builder.inttoptr(at, _VECTOR.as_pointer())
+                    builder.store(builder.load(tile[m][n]), where, align=BYTES)
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 7), generate
+
+    return product
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """The number in all lanes."""
+    empty = ir.Constant(_VECTOR, ir.Undefined)
+    first = builder.insert_element(empty, number, ir.Constant(_INDEX, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_INDEX, LANES), None))
+
+
+product_1 = _product(1)
+product_2 = _product(2)
+
+
+# Two numbers of bfloat16 are the halves of a word of 32 bits, the first the lower one; a float32 is
+# one of them above 16 zeros. So a vector of words is two of numbers, those at even and odd places.
+PAIRS = 2 * LANES
+_WORDS = ir.VectorType(_INDEX, LANES)
+
+
+def _halves(builder: Any, address: Any) -> tuple[Any, Any]:
+    """The PAIRS numbers of bfloat16 at an address: those at even places, those at odd ones."""
+    found = _load(builder, address, _WORDS)
+    low = builder.shl(found, ir.Constant(_WORDS, [16] * LANES))
+    high = builder.and_(found, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+    return builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c."""
+    return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
+
+
+@intrinsic
+def widened(_: Any, number: Any) -> Any:
+    """The float32 of a bfloat16's 16 bits, or of itself."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        word = builder.shl(builder.zext(args[0], _INDEX), ir.Constant(_INDEX, 16))
+        return builder.bitcast(word, _NUMBER)
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def prefetch(_: Any, address: Any, size: Any) -> Any:
+    """Has the processor fetch so many bytes at an address before they are read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _INDEX, _INDEX, _INDEX])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = BYTES * LANES
+        lines = builder.udiv(
+            builder.add(args[1], ir.Constant(_WORD, line - 1)), ir.Constant(_WORD, line)
+        )
+        hints = [ir.Constant(_INDEX, value) for value in (0, 3, 1)]  # reads, of data used again
+        with cgutils.for_range(builder, lines) as loop:
+            at = builder.add(args[0], builder.mul(loop.index, ir.Constant(_WORD, line)))
+            builder.call(function, [builder.inttoptr(at, cgutils.voidptr_t), *hints])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+TOGETHER = 8  # rows of weights that `add_rows` takes at once
+
+
+def _add_rows(count: int) -> Any:
+    @intrinsic
+    def add_rows(
+        _: Any, sums: Any, sums_row: Any, x: Any, x_row: Any, weights: Any, row: Any, columns: Any
+    ) -> Any:
+        """sums [count, columns] += x [count, TOGETHER] @ weights [TOGETHER, columns]: sums and x of
+        float32, the weights of bfloat16. Of each PAIRS sums those at even places come first. All
+        are addresses, the next row is so many bytes further; columns: a multiple of PAIRS."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums, sums_row, x, x_row, weights, row, columns = args
+
+            def constant(value: int) -> Any:
+                return ir.Constant(_WORD, value)
+
+            factors = [
+                [
+                    _spread(builder, _load(builder, _plus(builder, line, None, k), _NUMBER))
+                    for k in range(TOGETHER)
+                ]
+                for line in (builder.add(x, builder.mul(x_row, constant(m))) for m in range(count))
+            ]
+            rows = [builder.add(weights, builder.mul(row, constant(k))) for k in range(TOGETHER)]
+            lines = [builder.add(sums, builder.mul(sums_row, constant(m))) for m in range(count)]
+            with cgutils.for_range(builder, builder.udiv(columns, constant(PAIRS))) as loop:
+                here = builder.mul(loop.index, constant(PAIRS * BYTES))
+                at = [builder.add(line, here) for line in lines]
+                odd_at = [_plus(builder, line, None, LANES) for line in at]
+                even = [_load(builder, where, _VECTOR) for where in at]
+                odd = [_load(builder, where, _VECTOR) for where in odd_at]
+                there = builder.mul(loop.index, constant(PAIRS * 2))
+                for k in range(TOGETHER):
+                    low, high = _halves(builder, builder.add(rows[k], there))
+                    for m in range(count):
+                        even[m] = _fused(builder, factors[m][k], low, even[m])
+                        odd[m] = _fused(builder, factors[m][k], high, odd[m])
+                for m in range(count):
+                    for where, found in ((at[m], even[m]), (odd_at[m], odd[m])):
+                        builder.store(
+                            found, builder.inttoptr(where, _VECTOR.as_pointer()), align=BYTES
+                        )
+            return context.get_dummy_value()
+
+        return types.none(*[types.int64] * 7), generate
+
+    return add_rows
+
+
+add_rows_1, add_rows_2, add_rows_3, add_rows_4 = (_add_rows(count) for count in (1, 2, 3, 4))
+
+
+@intrinsic
+def dot_pairs(_: Any, x: Any, weights: Any, count: Any) -> Any:
+    """The sum of x [count] of float32 times weights [count] of bfloat16, at addresses. Of each
+    PAIRS numbers of x those at even places come first; count: a multiple of PAIRS."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, weights, count = args
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
+        steps = builder.udiv(count, ir.Constant(_WORD, PAIRS))
+        with cgutils.for_range(builder, steps) as loop:
+            there = builder.mul(loop.index, ir.Constant(_WORD, PAIRS * 2))
+            at = builder.add(x, builder.mul(loop.index, ir.Constant(_WORD, PAIRS * BYTES)))
+            halves = _halves(builder, builder.add(weights, there))
+            for part, half in enumerate(halves):
+                mine = _load(builder, _plus(builder, at, None, part * LANES), _VECTOR)
+                builder.store(_fused(builder, mine, half, builder.load(sums[part])), sums[part])
+        found = builder.fadd(builder.load(sums[0]), builder.load(sums[1]))
+        width = LANES
+        while width > 1:
+            width //= 2
+            empty = ir.Constant(found.type, ir.Undefined)
+            parts = [
+                builder.shuffle_vector(
+                    found,
+                    empty,
+                    ir.Constant(ir.VectorType(_INDEX, width), list(range(first, first + width))),
+                )
+                for first in (0, width)
+            ]
+            found = builder.fadd(*parts)
+        return builder.extract_element(found, ir.Constant(_INDEX, 0))
+
+    return types.float32(*[types.int64] * 3), generate

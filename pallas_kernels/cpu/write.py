@@ -1,0 +1,126 @@
+"""Vectors into slots of the pool on CPUs, in place, by numba: for pools of any dtype. XLA's CPU
+compiler has no scatter of 16-bit numbers, and converts the whole pool for one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import carray, njit
+
+from jaxserve.pallas_kernels.cpu import numba_ffi
+from jaxserve.pallas_kernels.cpu.numba_ffi import (
+    OPTIONS,
+    address_of,
+    begin,
+    copy,
+    data,
+    data_address,
+    dims,
+    done,
+    finish,
+    operands,
+    take,
+)
+
+SHARE = 1 << 18  # bytes that a share copies, about
+
+_POOL, _VALUES, _BLOCKS, _SLOTS, _INTS = range(5)
+
+_lock = threading.Lock()  # steps are compiled by several threads
+
+
+def put(
+    pool: jax.Array,
+    layer: jax.Array | int | None,
+    blocks: jax.Array,
+    slots: jax.Array,
+    values: jax.Array,
+) -> jax.Array:
+    """See `xla_write.put`, on one CPU device."""
+    blocks, slots = jnp.broadcast_arrays(blocks, slots)
+    layers, _, kv_heads, _, head_dim = pool.shape
+    first, many = (0, layers) if layer is None else (layer, 1)
+    ints = jnp.stack([jnp.asarray(first, jnp.int32), jnp.int32(pool.dtype.itemsize)])
+    return jax.ffi.ffi_call(
+        target(),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        input_output_aliases={_POOL: 0},
+    )(
+        pool,
+        values.reshape(blocks.size, many, kv_heads, head_dim),
+        blocks.reshape(-1).astype(jnp.int32),
+        slots.reshape(-1).astype(jnp.int32),
+        ints,
+    )
+
+
+def target() -> str:
+    """The name of the kernel, compiled if it is the first time.
+
+    Operands: pool [L, B, K, S, D], which is the result; values [N, M, K, D]; blocks, slots, int32
+    [N], those outside of the pool being skipped; int32 [2]: the first of M layers, and the bytes of
+    a number."""
+    with _lock:
+        return _registered()
+
+
+@functools.cache
+def _registered() -> str:
+    name = "jaxserve_put"
+    symbol = numba_ffi.task_symbol(name)
+    digest = numba_ffi.digest(__file__)
+
+    def handler(frame: int) -> int:
+        len(digest)
+        block = begin(frame)
+        if block == 0:
+            return 0
+        given = operands(block)
+        count, many = dims(given[_BLOCKS], 1)[0], _a_share(given)
+        return finish(frame, block, (count + many - 1) // many, 0, address_of(symbol))
+
+    def task(block: int) -> int:
+        len(digest)
+        i = take(block)
+        while i >= 0:
+            _share(operands(block), i)
+            done(block)
+            i = take(block)
+        return 0
+
+    numba_ffi.register(name, handler, task)
+    return name
+
+
+@njit(**OPTIONS)
+def _a_share(given: Any) -> int:
+    """How many of the N a share has."""
+    shape = dims(given[_VALUES], 4)
+    item = carray(data(given[_INTS]), (2,), np.int32)[1]
+    return max(1, SHARE // (shape[1] * shape[2] * shape[3] * item))
+
+
+@njit(**OPTIONS)
+def _share(given: Any, i: int) -> None:
+    ints = carray(data(given[_INTS]), (2,), np.int32)
+    pool, values = dims(given[_POOL], 5), dims(given[_VALUES], 4)
+    count, layers, heads, per = values[0], values[1], values[2], _a_share(given)
+    blocks = carray(data(given[_BLOCKS]), (count,), np.int32)
+    slots = carray(data(given[_SLOTS]), (count,), np.int32)
+    vector = values[3] * ints[1]
+    to, at = data_address(given[_POOL]), data_address(given[_VALUES])
+    for n in range(i * per, min((i + 1) * per, count)):
+        block, slot = blocks[n], slots[n]
+        if block < 0 or block >= pool[1] or slot < 0 or slot >= pool[3]:
+            continue
+        for layer in range(layers):
+            for head in range(heads):
+                place = (((ints[0] + layer) * pool[1] + block) * heads + head) * pool[3] + slot
+                copy(
+                    to + place * vector, at + ((n * layers + layer) * heads + head) * vector, vector
+                )

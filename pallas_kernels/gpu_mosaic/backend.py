@@ -1,0 +1,104 @@
+"""The Mosaic GPU backend: decodes on Hopper's own units, all else by the Triton kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.gpu_mosaic.common import QUERIES, TILE, missing
+from jaxserve.pallas_kernels.gpu_mosaic.common import plan as plan_decode
+from jaxserve.pallas_kernels.gpu_mosaic.decode import paged_decode
+from jaxserve.pallas_kernels.gpu_triton import backend
+from jaxserve.pallas_kernels.gpu_triton.common import Geometry
+
+DTYPES = ("bfloat16", "float16")  # of the multiplier's operands
+HEAD_DIMS = (64, 128)
+SMALL_BLOCKS = (8, 16, 32)  # larger ones are of whole tiles
+
+
+def plan(
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> Any:
+    """See `backends.Backend.plan`."""
+    if kind == KV and decode_only:
+        return plan_decode(batch, Geometry(*shape), sliding_window=sliding_window)
+    return backend.plan(
+        kind,
+        batch,
+        shape,
+        dtype,
+        num_heads,
+        sliding_window=sliding_window,
+        decode_only=decode_only,
+    )
+
+
+def attend(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    plan: Any,
+    *,
+    decode_only: bool,
+    **options: Any,
+) -> jax.Array:
+    """See `backends.Backend.attend`."""
+    if decode_only:
+        return paged_decode(q, pool, layer, batch, plan, **options)
+    return backend.attend(q, pool, layer, batch, plan, decode_only=False, **options)
+
+
+def supports(
+    kind: int,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: DTypeLike,
+) -> str | None:
+    """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
+    shape = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    reason = backend.supports(kind, **shape, block_size=block_size, dtype=dtype)
+    if reason is not None or kind != KV:
+        return reason
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        return f"dtype: must be one of {DTYPES}, got {name}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}"
+    if block_size not in SMALL_BLOCKS and block_size % TILE:
+        return (
+            f"block_size: must be one of {SMALL_BLOCKS} or a multiple of {TILE}, got {block_size}"
+        )
+    if num_heads // kv_heads > QUERIES:
+        return f"num_heads: must be at most {QUERIES} a kv head, got {num_heads // kv_heads}"
+    return missing()
+
+
+def _backend(of_the_rest: Backend, *, interpret: bool) -> Backend:
+    return dataclasses.replace(
+        of_the_rest,
+        attend=functools.partial(attend, interpret=interpret),
+        supports=supports,
+        plan=plan,
+    )
+
+
+BACKEND = _backend(backend.BACKEND, interpret=False)
+INTERPRET_BACKEND = _backend(backend.INTERPRET_BACKEND, interpret=True)

@@ -1,0 +1,128 @@
+"""What the Mosaic GPU kernels share: their shape, and contexts in equal shares, one a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Geometry, cdiv, decode_row
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, bounds, cut
+
+plgpu: Any = mosaic_gpu  # jax 0.10 has less in it, which type checkers would mind
+OLDEST_JAX = (0, 12)
+
+QUERIES = 64  # rows of a warpgroup's product: the heads of a group, and what lies behind them
+TILE = 64  # tokens of context an iteration
+GRID, WARPGROUP = "program", "warpgroup"  # axes
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be built with the jax that is installed, or None."""
+    if jax.__version_info__[:2] >= OLDEST_JAX:
+        return None
+    wanted = ".".join(map(str, OLDEST_JAX))
+    return f"jax: must be {wanted} or newer (Python 3.12) for Mosaic GPU, got {jax.__version__}"
+
+
+class Options(NamedTuple):
+    """What a kernel is compiled for, besides shapes."""
+
+    geometry: Geometry
+    num_heads: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.geometry.kv_heads
+
+    @property
+    def page(self) -> int:
+        """Tokens that one copy brings, all of one block: a power of two."""
+        return min(self.geometry.block_size, TILE)
+
+
+class Piece(NamedTuple):
+    """What one program has of one row for one head; scalars.
+
+    first: of its tiles in the row's context. tiles: how many; 0: nothing. lower, length: the
+    positions that count, [lower, length). whole: that is all of them. place: where its part goes,
+    if not, of two places a program.
+    """
+
+    head: Any
+    row: Any
+    first: Any
+    tiles: Any
+    lower: Any
+    length: Any
+    whole: Any
+    place: Any
+
+
+def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | None) -> Shares:
+    """The work of decodes over a pool of this geometry: an item is a row of the batch. Rows of
+    nothing have a tile, which writes zeros."""
+    mine = (batch.kind == KV) & (batch.query_lens > 0)
+    length = jnp.where(mine, batch.context_lens, 0)
+    tiles = cdiv(length, TILE)
+    if sliding_window is not None:
+        tiles -= jnp.maximum(length - sliding_window, 0) // TILE
+    # No slot has two tokens, and a token takes two.
+    tokens = min(
+        batch.max_rows * batch.table_width * geometry.block_size,
+        geometry.blocks * geometry.block_size // 2,
+    )
+    most = (cdiv(tokens, TILE) + batch.max_rows) * geometry.kv_heads
+    # One program a multiprocessor, which keeps its copies coming from one row to the next.
+    cutting = tuning.cutting(tuning.Launch(TILE), most)
+    return cut(jnp.maximum(tiles, 1), geometry.kv_heads, cutting)
+
+
+def each_piece(
+    batch: BatchRefs, shares: Shares, window: int | None, body: Callable[[Piece, Any], None]
+) -> None:
+    """Run body(piece, tiles of this program before it) for all that the program has to do."""
+    program = lax.axis_index(GRID)
+
+    def one(number: Any, before: Any) -> Any:
+        piece = _piece(batch, shares, program, number, window)
+
+        @pl.when(piece.tiles > 0)  # a row may have none
+        def _run() -> None:
+            body(piece, before)
+
+        return before + piece.tiles
+
+    lax.fori_loop(shares.first[program], shares.end[program], one, jnp.int32(0))
+
+
+def _piece(
+    batch: BatchRefs, shares: Shares, program: Any, number: Any, window: int | None
+) -> Piece:
+    head, row, begin, end = bounds(shares, number)
+    share = program * shares.size[0]
+    low, high = jnp.maximum(begin, share), jnp.minimum(end, share + shares.size[0])
+    length, _ = decode_row(batch, row, KV, decode_only=True)
+    lower = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+    return Piece(
+        head=head,
+        row=row,
+        first=lax.div(lower, jnp.int32(TILE)) + low - begin,
+        tiles=jnp.maximum(high - low, 0),
+        lower=lower,
+        length=length,
+        whole=(low == begin) & (high == end),
+        # Only a share's first piece can begin inside a row.
+        place=2 * program + (low == begin).astype(jnp.int32),
+    )

@@ -1,0 +1,232 @@
+"""Paged decode attention on Mosaic GPU: one query token a row, in equal shares of all contexts.
+
+FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) on what sm_90 has: one warpgroup
+copies tiles into shared memory (`mosaic_ring`), the other multiplies them (wgmma), all heads of a
+group in one product, padded to its 64 rows. A program takes so many tiles, wherever rows begin and
+end, and the parts of a row are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.batch import KV, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.gpu_mosaic.common import (
+    GRID,
+    QUERIES,
+    TILE,
+    WARPGROUP,
+    Options,
+    Piece,
+    each_piece,
+    plgpu,
+)
+from jaxserve.pallas_kernels.gpu_mosaic.ring import Scratch, fill, scratch, stage_of
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Ref,
+    batch_arguments,
+    decode_row,
+    geometry_of,
+)
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
+from jaxserve.pallas_kernels.online_softmax import Softmax
+
+WARPGROUPS = 2
+MULTIPLIES, COPIES = 0, 1  # what each of them does
+
+
+def _multiply(a: Ref, b: Ref) -> jax.Array:
+    """a @ b of shared memory -> float32, in registers as the multiplier leaves it."""
+
+    def run(acc: Ref) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        product: jax.Array = acc[...]
+        return product
+
+    shape = (a.shape[0], b.shape[1])
+    product: jax.Array = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return product
+
+
+def _across(values: jax.Array, width: int) -> jax.Array:
+    """[M] -> [M, width]."""
+    return lax.broadcast_in_dim(values, (values.shape[0], width), (0,))
+
+
+def _inside(piece: Piece, tile: Any, flip: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+    """Whether the tokens of a tile, which lie along `axis`, count. flip: the bits of their places
+    that are the other way round in a block that is filled from the right."""
+    place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+    position = tile * TILE + (place ^ flip)
+    return (position >= piece.lower) & (position < piece.length)
+
+
+def _one_tile(
+    state: Softmax,
+    piece: Piece,
+    tile: Any,
+    memory: Scratch,
+    stage: Any,
+    flip: Any,
+    options: Options,
+) -> Softmax:
+    """`online_softmax.step` of a tile of the context that is in the ring at this stage."""
+    k, v = memory.k.at[stage], memory.v.at[stage]
+    width = v.shape[1]
+
+    @pl.when((tile * TILE < piece.lower) | (tile * TILE + TILE > piece.length))
+    def _clear() -> None:  # what is there of others may be NaN, which no weight of 0 takes away
+        inside = _inside(piece, tile, flip, (TILE, width), 0)
+        v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
+
+    products = _multiply(memory.q, k.transpose((1, 0)))
+    scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+    scores = jnp.where(_inside(piece, tile, flip, (QUERIES, TILE), 1), scores, -jnp.inf)
+    peak = jnp.maximum(state.peak, scores.max(axis=1))
+    fade = jnp.exp2(state.peak - peak)
+    weights = jnp.exp2(scores - _across(peak, TILE))
+    total = state.total * fade + weights.sum(axis=1)
+    memory.weights[...] = weights.astype(memory.weights.dtype)
+    plgpu.commit_smem()
+    acc = state.acc * _across(fade, width) + _multiply(memory.weights, v)
+    return Softmax(peak, total, acc)
+
+
+def _start(width: int) -> Softmax:
+    """`online_softmax.start`, laid out as the multiplier leaves its results."""
+    products = plgpu.Layout.WGMMA
+    peak, total, acc = online_softmax.start(QUERIES, width)
+    return Softmax(
+        plgpu.layout_cast(peak, products.reduce(1)),
+        plgpu.layout_cast(total, products.reduce(1)),
+        plgpu.layout_cast(acc, products),
+    )
+
+
+def _store(source: Ref, values: jax.Array, target: Ref, row: Any, group: int) -> None:
+    """The first `group` rows of values [QUERIES, D] to target [X, D] from `row` on, by way of
+    `source` in shared memory: registers hold all of them or none."""
+    source[...] = values.astype(source.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(source.at[pl.ds(0, group)], target.at[pl.ds(row, group)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(
+    batch: BatchRefs,
+    shares: Shares,
+    q: Ref,  # [T * H + QUERIES, D]
+    out: Ref,  # [T * H, D]
+    parts: Parts,
+    memory: Scratch,
+    options: Options,
+) -> None:
+    """One warpgroup's work: what `mosaic_ring.fill` brings, multiplied."""
+    group, width = options.group, options.geometry.head_dim
+
+    def attend(piece: Piece, before: Any) -> None:
+        row = piece.row * options.num_heads + piece.head * group
+        memory.q[...] = plgpu.load(q.at[pl.ds(row, QUERIES)], optimized=False)
+        plgpu.commit_smem()
+        flip = jnp.where(batch.direction[piece.row] == RIGHT, options.page - 1, 0)
+
+        def one(i: Any, state: Softmax) -> Softmax:
+            stage = stage_of(memory, before + i)
+            plgpu.barrier_wait(memory.ready.at[stage])
+            state = _one_tile(state, piece, piece.first + i, memory, stage, flip, options)
+            plgpu.barrier_arrive(memory.free.at[stage])
+            return state
+
+        state = lax.fori_loop(0, piece.tiles, one, _start(width))
+
+        @pl.when(piece.whole)
+        def _finish() -> None:
+            total = jnp.where(state.total == 0, 1.0, state.total)
+            _store(memory.out, state.acc / _across(total, width), out, row, group)
+
+        @pl.when(~piece.whole)
+        def _leave_a_part() -> None:
+            here = pl.ds(piece.place * QUERIES, QUERIES)
+            plgpu.store(parts.peak.at[here], state.peak, optimized=False)
+            plgpu.store(parts.total.at[here], state.total, optimized=False)
+            _store(memory.acc, state.acc, parts.acc, piece.place * group, group)
+
+    each_piece(batch, shares, options.sliding_window, attend)
+
+
+def _kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the shares, the queries, the pool, the output, the parts, the scratch."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    q, pool, out, *rest = refs[fields + held :]
+    parts, memory = Parts(*rest[:3]), Scratch(*rest[3:])
+    mine = lax.axis_index(WARPGROUP)
+
+    @pl.when(mine == COPIES)
+    def _copy() -> None:
+        fill(batch, shares, pool, memory, options)
+
+    @pl.when(mine == MULTIPLIES)
+    def _multiply_all() -> None:
+        _attend(batch, shares, q, out, parts, memory, options)
+
+
+def _place(
+    batch: BatchRefs, _: tuple[Ref, ...], row: Any, head: Any, member: Any, *, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a head of the group."""
+    length, token = decode_row(batch, row, KV, decode_only=True)
+    return token * options.num_heads + head * options.group + member, length > 0
+
+
+def paged_decode(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    shares: Shares,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of a batch of nothing but decodes, q [T, H, D] -> the same shape; zeros for padding
+    and the tokens of hidden rows. shares: what `mosaic_common.plan` gives for this batch and
+    window."""
+    tokens, num_heads, width = q.shape
+    options = Options(geometry_of(pool), num_heads, scale, sliding_window, soft_cap)
+    # A program reads QUERIES rows from a group's first one on.
+    queries = jnp.pad(q.reshape(-1, width).astype(pool.dtype), ((0, QUERIES), (0, 0)))
+    fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
+    # Two places a program. Of the statistics the multiplier's padding is stored too.
+    stats = jax.ShapeDtypeStruct((2 * programs * QUERIES,), jnp.float32)
+    acc = jax.ShapeDtypeStruct((2 * programs * options.group, width), jnp.float32)
+    done, peak, total, acc = plgpu.kernel(
+        functools.partial(_kernel, options=options),
+        out_type=(jax.ShapeDtypeStruct((tokens * num_heads, width), q.dtype), stats, stats, acc),
+        scratch_types=scratch(options, pool.dtype, q.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(programs,),
+        grid_names=(GRID,),
+        num_threads=WARPGROUPS,
+        thread_name=WARPGROUP,
+        kernel_name="paged_decode",
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
+    )(*fields, *shares, queries, pool)
+    peak, total = (
+        one.reshape(-1, QUERIES)[:, : options.group].reshape(-1) for one in (peak, total)
+    )
+    place = functools.partial(_place, options=options)
+    parts = Parts(peak, total, acc)
+    done = merge_parts(done, parts, fields, shares, (), place, interpret=interpret)
+    return done.reshape(q.shape)

@@ -1,0 +1,125 @@
+"""Mosaic GPU: shared memory, and the warpgroup that has the copy engine (TMA) fill it.
+
+K and V go through a ring of tiles, so that several are under way while one is multiplied (as in
+FlashAttention-3, Shah et al. 2024, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxserve.pallas_kernels.batch import RIGHT
+from jaxserve.pallas_kernels.gpu_mosaic.common import (
+    QUERIES,
+    TILE,
+    Options,
+    Piece,
+    each_piece,
+    plgpu,
+)
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
+
+# Of a multiprocessor of sm_90, without what barriers and reductions take.
+SHARED_BYTES = (227 - 8) * 1024
+MOST_STAGES = 6
+
+
+class Scratch(NamedTuple):
+    """Refs in shared memory, and the barriers at which the warpgroups meet, one a stage of the
+    ring: `ready` when a tile has come, `free` when it has been read."""
+
+    q: Ref  # [QUERIES, D]
+    k: Ref  # [stages, TILE, D]
+    v: Ref  # [stages, TILE, D]
+    weights: Ref  # [QUERIES, TILE]
+    acc: Ref  # [QUERIES, D], float32
+    out: Ref  # [QUERIES, D]
+    ready: Ref
+    free: Ref
+
+
+def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
+    """What a kernel over a pool of this dtype allocates, to be given to `plgpu.kernel`."""
+    width, itemsize = options.geometry.head_dim, jnp.dtype(dtype).itemsize
+    stages = _stages(width, itemsize, jnp.dtype(out_dtype).itemsize)
+
+    def operand(*shape: int) -> Any:  # as the multiplier wants it to lie
+        swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+        tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    copies = 2 * (TILE // options.page)
+    return Scratch(
+        q=operand(QUERIES, width),
+        k=operand(stages, TILE, width),
+        v=operand(stages, TILE, width),
+        weights=operand(QUERIES, TILE),
+        acc=plgpu.SMEM((QUERIES, width), jnp.float32),
+        out=plgpu.SMEM((QUERIES, width), out_dtype),
+        ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )
+
+
+def _stages(width: int, itemsize: int, out_itemsize: int) -> int:
+    """Tiles of K and V for which there is room beside the rest."""
+    rest = QUERIES * (width * (itemsize + 4 + out_itemsize) + TILE * itemsize)
+    return min(MOST_STAGES, (SHARED_BYTES - rest) // (2 * TILE * width * itemsize))
+
+
+def stage_of(memory: Scratch, number: Any) -> Any:
+    """Where the ring has a program's tile of this number."""
+    return lax.rem(number, jnp.int32(memory.k.shape[0]))
+
+
+def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: Options) -> None:
+    """One warpgroup's work: all tiles of a program into the ring, in the order of its pieces."""
+    stages = memory.k.shape[0]
+
+    def bring(piece: Piece, before: Any) -> None:
+        def one(i: Any, _: None) -> None:
+            number, stage = before + i, stage_of(memory, before + i)
+            # Read before the wait, so that they are there when it ends.
+            pages = _pages(batch, piece, piece.first + i, options)
+
+            @pl.when(number >= stages)
+            def _tile_is_read() -> None:
+                plgpu.barrier_wait(memory.free.at[stage])
+
+            for plane, page, block, slot in pages:
+                ring = memory.v if plane else memory.k
+                here = pl.ds(pl.multiple_of(slot, options.page), options.page)
+                source = pool.at[batch.layer[0], block, piece.head, here]
+                target = ring.at[stage, pl.ds(page * options.page, options.page)]
+                plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage])
+
+        lax.fori_loop(0, piece.tiles, one, None)
+
+    each_piece(batch, shares, options.sliding_window, bring)
+
+
+def _pages(
+    batch: BatchRefs, piece: Piece, tile: Any, options: Options
+) -> list[tuple[int, int, Any, Any]]:
+    """(0 for K or 1 for V, number of the page in the tile, its block, its first slot there) of all
+    pages of a tile of the row's context."""
+    size, page = options.geometry.block_size, options.page
+    last = jnp.maximum(lax.div(piece.length - 1, jnp.int32(size)), 0)
+    found = []
+    for i in range(TILE // page):
+        position = tile * TILE + i * page
+        # Behind the context the last block comes once more: a barrier counts a tile's copies.
+        entry = jnp.minimum(lax.div(position, jnp.int32(size)), last)
+        slot = lax.rem(position, jnp.int32(size))
+        slot = jnp.where(batch.direction[piece.row] == RIGHT, size - page - slot, slot)
+        for plane in (0, 1):
+            block = batch.tables[piece.row, plane, entry]
+            # A row of nothing may have any number in its table.
+            block = jnp.minimum(jnp.maximum(block, 0), options.geometry.blocks - 1)
+            found.append((plane, i, block, slot))
+    return found

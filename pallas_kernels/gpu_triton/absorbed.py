@@ -1,0 +1,327 @@
+"""Absorbed attention over cached hidden vectors on Pallas-Triton.
+
+One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (the hidden cache of
+Apt-Serve section 4.2, with the projections folded into the query and the output as in DeepSeek-V2,
+section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores,
+then for each slice of E a running softmax over them and its weighted sums. Both are cut into equal
+shares of all contexts (`triton_shares`); what is cut of a slice's sums is merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Geometry,
+    Ref,
+    as_rows,
+    batch_arguments,
+    cdiv,
+    context_of,
+    decode_row,
+    geometry_of,
+    load_rows,
+    power_of_two,
+    store_zeros,
+    zero_programs,
+)
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, cut, for_each_segment
+from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.sharding import sum_as_far
+
+MAX_HEADS = 128  # all of them are one tile of a matrix unit
+PIECES = 4  # of scores, of which shards sum those that the longest context reaches into
+MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
+
+
+class Options(NamedTuple):
+    """What the kernels are compiled for, besides shapes."""
+
+    geometry: Geometry
+    num_heads: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    tile: int  # tokens of context an iteration
+
+    @property
+    def padded_heads(self) -> int:
+        """Heads as a matrix unit's tile has them."""
+        return _padded_heads(self.num_heads)
+
+    @property
+    def slices(self) -> int:
+        """Slices of the whole of x."""
+        return _slices(self.geometry)
+
+
+class Plan(NamedTuple):
+    """Who takes what of the scores, all heads of a tile of context being one, and of the weighted
+    sums, a slice of x in the place of a head."""
+
+    scores: Shares
+    sums: Shares
+
+
+def _padded_heads(num_heads: int) -> int:
+    return max(16, power_of_two(num_heads))
+
+
+def _slice(geometry: Geometry) -> int:
+    """Elements of x of one accumulator, all of which lie together in a block."""
+    return MAX_SLICE if geometry.head_dim % MAX_SLICE == 0 else geometry.head_dim
+
+
+def _slices(geometry: Geometry) -> int:
+    return geometry.kv_heads * (geometry.head_dim // _slice(geometry))
+
+
+def _launch(kernel: str, itemsize: int, geometry: Geometry, num_heads: int) -> tuning.Launch:
+    """The sizes of a kernel. Tiles of more than 64 heads take twice the warps, and leave shared
+    memory for one stage less."""
+    launch = tuning.launch(kernel, itemsize, geometry.padded_dim)
+    if _padded_heads(num_heads) <= 64:
+        return launch
+    return dataclasses.replace(
+        launch, warps=2 * launch.warps, stages=max(1, launch.stages - 1), resident=1
+    )
+
+
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+) -> Plan:
+    """The work of `absorbed` over a pool of this geometry, of elements of itemsize bytes: an item
+    is a row of the batch."""
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    mine = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (row < batch.num_decodes)
+    length = jnp.where(mine, batch.context_lens, 0)
+    # No slot has two tokens.
+    tokens = min(batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
+
+    def shares(kernel: str, heads: int, least: int) -> Shares:
+        launch = _launch(kernel, itemsize, geometry, num_heads)
+        tiles = cdiv(length, launch.tile)
+        if sliding_window is not None:
+            tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+        most = (cdiv(tokens, launch.tile) + batch.max_rows) * heads
+        return cut(tiles, heads, tuning.cutting(launch, most, least=least))
+
+    # A tile of scores takes all of x: enough for a program.
+    return Plan(
+        shares("absorbed_scores", 1, least=1),
+        shares("absorbed_sums", _slices(geometry), least=2),
+    )
+
+
+def _lower(length: jax.Array, options: Options) -> jax.Array:
+    """The first position that the newest of `length` tokens sees."""
+    if options.sliding_window is None:
+        return jnp.int32(0)
+    return jnp.maximum(length - options.sliding_window, 0)
+
+
+def _scores_kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the shares, qx [T * H, E], the pool's rows; raw scores out, float32
+    [R * H, C]."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    qx_ref, pool_ref, scores_ref = refs[fields + held :]
+
+    def score(segment: Segment) -> None:
+        row = segment.item
+        length, token = decode_row(batch, row, HIDDEN)
+
+        def one_tile(j: jax.Array, _: None) -> None:
+            begin = j * options.tile
+            _scores_of_tile(batch, row, begin, length, token, qx_ref, pool_ref, scores_ref, options)
+
+        first = lax.div(_lower(length, options), jnp.int32(options.tile))
+        lax.fori_loop(first + segment.begin, first + segment.end, one_tile, None)
+
+    for_each_segment(shares, score)
+
+
+def _scores_of_tile(
+    batch: BatchRefs,
+    row: jax.Array,
+    begin: jax.Array,
+    length: jax.Array,
+    token: jax.Array,
+    qx_ref: Ref,  # [T * H, E]
+    pool_ref: Ref,  # [rows, D]
+    scores_ref: Ref,  # [R * H, C]
+    options: Options,
+) -> None:
+    geometry = options.geometry
+    width, padded = geometry.head_dim, geometry.padded_dim
+    member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
+    column = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    wanted = (member < options.num_heads) & (column < width)
+    position = begin + jnp.arange(options.tile, dtype=jnp.int32)
+    inside = position < length
+    first_rows = context_of(batch, geometry, row).pool_rows(0, 0, position, inside)
+
+    def one_head(head: jax.Array, acc: jax.Array) -> jax.Array:
+        at = qx_ref.at[token * options.num_heads + member, head * width + column]
+        q = plgpu.load(at, mask=wanted, other=0).astype(pool_ref.dtype)
+        x = load_rows(pool_ref, first_rows + head * geometry.block_size, inside, width, padded)
+        return acc + online_softmax.dot(q, x, transposed=True)
+
+    acc = jnp.zeros((options.padded_heads, options.tile), jnp.float32)
+    acc = lax.fori_loop(0, geometry.kv_heads, one_head, acc)
+    at = scores_ref.at[row * options.num_heads + member, position[None, :]]
+    plgpu.store(at, acc, mask=jnp.broadcast_to(member < options.num_heads, acc.shape))
+
+
+def _sum(
+    batch: BatchRefs,
+    segment: Segment,
+    scores_ref: Ref,  # [R * H, C]
+    pool_ref: Ref,  # [rows, D]
+    options: Options,
+) -> Softmax:
+    """The softmax of all heads [H'] over a segment, with a slice of x as values."""
+    geometry, tile, width = options.geometry, options.tile, _slice(options.geometry)
+    row, in_head = segment.item, jnp.int32(geometry.head_dim // width)
+    head, first_column = lax.div(segment.head, in_head), lax.rem(segment.head, in_head) * width
+    length, _ = decode_row(batch, row, HIDDEN)
+    lower = _lower(length, options)
+    padded = max(16, power_of_two(width))
+    column = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    member = jnp.arange(options.padded_heads, dtype=jnp.int32)[:, None]
+    context = context_of(batch, geometry, row)
+
+    def one_tile(j: jax.Array, state: Softmax) -> Softmax:
+        position = j * tile + jnp.arange(tile, dtype=jnp.int32)
+        seen = (position >= lower) & (position < length)
+        at = scores_ref.at[row * options.num_heads + member, position[None, :]]
+        products = plgpu.load(at, mask=(member < options.num_heads) & seen[None, :], other=0)
+        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        rows = context.pool_rows(0, head, position, seen)
+        at = pool_ref.at[rows[:, None], first_column + column]
+        x = plgpu.load(at, mask=seen[:, None] & (column < width), other=0)
+        return online_softmax.step(state, jnp.where(seen[None, :], scores, -jnp.inf), x)
+
+    first = lax.div(lower, jnp.int32(tile))
+    state = online_softmax.start(options.padded_heads, padded)
+    return lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
+
+
+def _sums_kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the shares, scores [R * H, C], the pool's rows, the output [T * H * slices,
+    slice] and the parts. Programs behind those with shares write zeros."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    scores_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    behind = pl.program_id(0) - shares.first.shape[0]
+
+    def attend(segment: Segment) -> None:
+        state = _sum(batch, segment, scores_ref, pool_ref, options)
+        member = jnp.arange(options.padded_heads, dtype=jnp.int32)
+        rows, _ = _place(batch, (), segment.item, segment.head, member, options=options)
+        used = member < options.num_heads
+        store_segment(out_ref, Parts(*parts), segment, state, rows, used, options.num_heads)
+
+    for_each_segment(shares, attend)
+
+    @pl.when(behind >= 0)
+    def _zeros() -> None:
+        count = options.num_heads * options.slices
+        store_zeros(batch, out_ref, behind, HIDDEN, count, decodes=True)
+
+
+def _place(
+    batch: BatchRefs,
+    _: tuple[Ref, ...],
+    row: jax.Array,
+    part: jax.Array,
+    member: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a head, and a slice of x takes the place of a head."""
+    length, token = decode_row(batch, row, HIDDEN)
+    return (token * options.num_heads + member) * options.slices + part, length > 0
+
+
+def absorbed(
+    qx: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    plan: Plan,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    axis_name: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `backends.Backend.absorbed`: qx [T, H, E] -> the same shape, zeros for tokens that are
+    not hidden decodes. plan: what `plan` gives for this batch and these options. axis_name: qx and
+    the pool have a slice of E, scores are summed over it."""
+    tokens, num_heads, width = qx.shape
+    geometry, itemsize = geometry_of(pool), pool.dtype.itemsize
+    launch = _launch("absorbed_scores", itemsize, geometry, num_heads)
+    options = Options(geometry, num_heads, scale, sliding_window, soft_cap, launch.tile)
+    fields = batch_arguments(layer, batch)
+    longest = batch.table_width * geometry.block_size
+    piece = cdiv(cdiv(longest, PIECES), launch.tile) * launch.tile
+    columns = cdiv(longest, piece) * piece
+    scores = pl.pallas_call(
+        functools.partial(_scores_kernel, options=options),
+        out_shape=jax.ShapeDtypeStruct((batch.max_rows * num_heads, columns), jnp.float32),
+        grid=plan.scores.first.shape,
+        compiler_params=_params(launch),
+        interpret=interpret,
+        name="absorbed_scores",
+    )(*fields, *plan.scores, qx.reshape(-1, width), as_rows(pool))
+    if axis_name is not None:
+        scores = sum_as_far(scores, 1, piece, _longest(batch), axis_name)
+
+    launch = _launch("absorbed_sums", itemsize, geometry, num_heads)
+    options = options._replace(tile=launch.tile)
+    shape = (tokens * num_heads * options.slices, _slice(geometry))
+    programs = plan.sums.first.shape[0]
+    done, *parts = pl.pallas_call(
+        functools.partial(_sums_kernel, options=options),
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, qx.dtype),
+            *part_shapes(programs, num_heads, max(16, power_of_two(shape[1]))),
+        ),
+        grid=(programs + zero_programs(tokens, num_heads * options.slices),),
+        compiler_params=_params(launch),
+        interpret=interpret,
+        name="absorbed_sums",
+    )(*fields, *plan.sums, scores, as_rows(pool))
+    place = functools.partial(_place, options=options)
+    done = merge_parts(done, Parts(*parts), fields, plan.sums, (), place, interpret=interpret)
+    return done.reshape(qx.shape)
+
+
+def _params(launch: tuning.Launch) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
+
+
+def _longest(batch: AttentionBatch) -> jax.Array:
+    """Tokens of the longest context of a hidden decode, int32 []."""
+    mine = (batch.kind == HIDDEN) & (jnp.arange(batch.max_rows) < batch.num_decodes)
+    return jnp.max(jnp.where(mine, batch.context_lens, 0))

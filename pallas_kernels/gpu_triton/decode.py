@@ -1,0 +1,204 @@
+"""Paged decode attention on Pallas-Triton: one query token a row, in equal shares of all contexts.
+
+FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) over tiles gathered by the block
+table. A program takes so many tokens, wherever rows begin and end, and the parts of a row are
+merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Geometry,
+    Ref,
+    as_rows,
+    batch_arguments,
+    cdiv,
+    context_of,
+    decode_row,
+    geometry_of,
+    load_rows,
+    power_of_two,
+    store_zeros,
+    zero_programs,
+)
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, cut, for_each_segment
+from jaxserve.pallas_kernels.online_softmax import Softmax
+
+
+class Options(NamedTuple):
+    """What a kernel is compiled for, besides shapes."""
+
+    geometry: Geometry
+    num_heads: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    tile: int
+    decode_only: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.geometry.kv_heads
+
+    @property
+    def padded_group(self) -> int:
+        """The same as a matrix unit's tile has it."""
+        return max(16, power_of_two(self.group))
+
+
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+) -> Shares:
+    """The work of `paged_decode` over a pool of this geometry, of elements of itemsize bytes: an
+    item is a row of the batch. With decode_only rows of nothing have a tile, which writes zeros."""
+    launch = tuning.launch("decode", itemsize, geometry.padded_dim)
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    mine = (batch.kind == KV) & (batch.query_lens > 0)
+    if not decode_only:
+        mine &= row < batch.num_decodes
+    length = jnp.where(mine, batch.context_lens, 0)
+    tiles = cdiv(length, launch.tile)
+    if sliding_window is not None:
+        tiles -= jnp.maximum(length - sliding_window, 0) // launch.tile
+    if decode_only:
+        tiles = jnp.maximum(tiles, 1)
+    # No slot has two tokens, and a token of KV takes two.
+    tokens = min(
+        batch.max_rows * batch.table_width * geometry.block_size,
+        geometry.blocks * geometry.block_size // 2,
+    )
+    most = (cdiv(tokens, launch.tile) + batch.max_rows) * geometry.kv_heads
+    return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, tokens=tuning.DECODE_TOKENS))
+
+
+def _attend(
+    refs: BatchRefs,
+    segment: Segment,
+    q_ref: Ref,  # [T * H, D]
+    pool_ref: Ref,  # [rows, D]
+    options: Options,
+) -> tuple[Softmax, jax.Array, jax.Array]:
+    """A segment: (softmax of the group's heads, their rows in q and the output [G], which of these
+    are heads [G])."""
+    geometry, tile = options.geometry, options.tile
+    head, row = segment.head, segment.item
+    length, token = decode_row(refs, row, KV, decode_only=options.decode_only)
+    lower = jnp.int32(0)
+    if options.sliding_window is not None:
+        lower = jnp.maximum(length - options.sliding_window, 0)
+    member = jnp.arange(options.padded_group, dtype=jnp.int32)
+    rows = token * options.num_heads + head * options.group + member
+    is_head = member < options.group
+    width, padded = geometry.head_dim, geometry.padded_dim
+    q = load_rows(q_ref, rows, is_head, width, padded).astype(pool_ref.dtype)
+    context = context_of(refs, geometry, row)
+
+    def one_tile(j: jax.Array, state: Softmax) -> Softmax:
+        position = j * tile + jnp.arange(tile, dtype=jnp.int32)
+        inside = (position >= lower) & (position < length)
+        k_rows = context.pool_rows(0, head, position, inside)
+        v_rows = context.pool_rows(1, head, position, inside)
+        k = load_rows(pool_ref, k_rows, inside, width, padded)
+        v = load_rows(pool_ref, v_rows, inside, width, padded)
+        products = online_softmax.dot(q, k, transposed=True)
+        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        return online_softmax.step(state, jnp.where(inside[None, :], scores, -jnp.inf), v)
+
+    first = lax.div(lower, jnp.int32(tile))
+    state = online_softmax.start(options.padded_group, padded)
+    state = lax.fori_loop(first + segment.begin, first + segment.end, one_tile, state)
+    return state, rows, is_head
+
+
+def _kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the shares, q [T * H, D], the pool's rows, the output [T * H, D] and the
+    parts. Programs behind those with shares write zeros."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    q_ref, pool_ref, out_ref, *parts = refs[fields + held :]
+    behind = pl.program_id(0) - shares.first.shape[0]
+
+    def attend(segment: Segment) -> None:
+        state, rows, is_head = _attend(batch, segment, q_ref, pool_ref, options)
+        store_segment(out_ref, Parts(*parts), segment, state, rows, is_head, options.group)
+
+    for_each_segment(shares, attend)
+    if not options.decode_only:
+
+        @pl.when(behind >= 0)
+        def _zeros() -> None:
+            store_zeros(batch, out_ref, behind, KV, options.num_heads)
+
+
+def _place(
+    batch: BatchRefs,
+    _: tuple[Ref, ...],
+    row: jax.Array,
+    head: jax.Array,
+    member: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a head of the group."""
+    length, token = decode_row(batch, row, KV, decode_only=options.decode_only)
+    return token * options.num_heads + head * options.group + member, length > 0
+
+
+def paged_decode(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    shares: Shares,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of the KV decodes among q [T, H, D] -> the same shape; zeros for padding and the
+    tokens of hidden rows. Those of chunks are left to `paged_prefill`: they may hold anything.
+    shares: what `plan` gives for this batch and these options."""
+    tokens, num_heads, head_dim = q.shape
+    geometry = geometry_of(pool)
+    launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
+    options = Options(
+        geometry, num_heads, scale, sliding_window, soft_cap, launch.tile, decode_only
+    )
+    fields = batch_arguments(layer, batch)
+    arguments = (*fields, *shares, q.reshape(-1, head_dim), as_rows(pool))
+    out = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
+    programs = shares.first.shape[0]
+    zeros = 0 if decode_only else zero_programs(tokens, num_heads)
+    done, *parts = pl.pallas_call(
+        functools.partial(_kernel, options=options),
+        out_shape=(out, *part_shapes(programs, options.group, geometry.padded_dim)),
+        grid=(programs + zeros,),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name="paged_decode",
+    )(*arguments)
+    place = functools.partial(_place, options=options)
+    done = merge_parts(done, Parts(*parts), fields, shares, (), place, interpret=interpret)
+    return done.reshape(q.shape)

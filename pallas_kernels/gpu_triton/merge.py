@@ -1,0 +1,147 @@
+"""Attention over parts of a context, put together by their log-sum-exp (flash-decoding, Dao et al.
+2023), on Pallas-Triton."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref, cdiv, load_rows, store_rows
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, bounds
+from jaxserve.pallas_kernels.online_softmax import Softmax
+
+TOGETHER = 16  # parts that are merged at once
+
+# (batch, what else the kernel is given, item, head, member) -> the member's row in the output and
+# whether there is one; int32 and bool [].
+Place = Callable[
+    [BatchRefs, tuple[Ref, ...], jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
+
+
+class Parts(NamedTuple):
+    """Softmax states of the members (queries) of items that are cut, at place * members + member:
+    float32 arrays, or refs of them. acc is written only where total is above 0."""
+
+    peak: Ref  # [2 * P * M]
+    total: Ref  # [2 * P * M]
+    acc: Ref  # [2 * P * M, padded head_dim]
+
+
+def part_shapes(programs: int, members: int, width: int) -> Parts:
+    """What a kernel of so many programs returns beside its output, of outputs `width` wide."""
+    count = 2 * programs * members
+    stats = jax.ShapeDtypeStruct((count,), jnp.float32)
+    return Parts(stats, stats, jax.ShapeDtypeStruct((count, width), jnp.float32))
+
+
+def store_segment(
+    out_ref: Ref,
+    parts: Parts,
+    segment: Segment,
+    state: Softmax,
+    rows: jax.Array,
+    used: jax.Array,
+    members: int,
+) -> None:
+    """The state [M'] of a segment's members, where `used` (bool [M']): to `rows` int32 [M'] of the
+    output, or to its place among the parts, which has room for `members`."""
+    store_rows(out_ref, rows, online_softmax.finish(state), used & segment.whole)
+    at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
+    used = used & ~segment.whole
+    plgpu.store(parts.peak.at[at], state.peak, mask=used)
+    plgpu.store(parts.total.at[at], state.total, mask=used)
+    store_rows(parts.acc, at, state.acc, used & (state.total > 0))
+
+
+def _kernel(*refs: Ref, members: int, head_dim: int, more: int, place: Place) -> None:
+    """One member of the item that share 1 + program_id(1) begins inside of, if no share before
+    does. refs: the batch, the shares, `more` others for `place`, the parts, the output so far
+    (aliased) and the output [rows, D]."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, shares = BatchRefs(*refs[:fields]), Shares(*refs[fields : fields + held])
+    rest = refs[fields + held :]
+    others, parts, out_ref = rest[:more], Parts(*rest[more : more + 3]), rest[-1]
+    member, program, size = pl.program_id(0), pl.program_id(1) + 1, shares.size[0]
+
+    @pl.when(shares.first[program] < shares.end[program])
+    def _has_work() -> None:
+        head, item, begin, end = bounds(shares, shares.first[program])
+        row, used = place(batch, others, item, head, member)
+        cut_here = program * size
+        used &= (begin < cut_here) & (begin >= cut_here - size)
+
+        @pl.when(used)
+        def _merge() -> None:
+            count = lax.div(end - 1, size) - program + 2
+            out = _merged(parts, program - 1, count, member, members)
+            column = jnp.arange(out.shape[0], dtype=jnp.int32)
+            at = out_ref.at[row, column]
+            plgpu.store(at, out.astype(out_ref.dtype), mask=column < head_dim)
+
+
+def _merged(
+    parts: Parts, first: jax.Array, count: jax.Array, member: jax.Array, members: int
+) -> jax.Array:
+    """The output [padded head_dim] of one member, whose parts `count` programs have from `first`
+    on."""
+    padded = parts.acc.shape[1]
+
+    def some(i: jax.Array, state: Softmax) -> Softmax:
+        index = i * TOGETHER + jnp.arange(TOGETHER, dtype=jnp.int32)
+        at = 2 * (first + index) + (index == 0).astype(jnp.int32)
+        at = at * members + member
+        exists = index < count
+        peaks = plgpu.load(parts.peak.at[at], mask=exists, other=online_softmax.NOTHING_SEEN)
+        totals = plgpu.load(parts.total.at[at], mask=exists, other=0)
+        acc = load_rows(parts.acc, at, totals > 0, padded, padded)
+        peak = jnp.maximum(state.peak, peaks.max(axis=0))
+        fade, weights = jnp.exp2(state.peak - peak), jnp.exp2(peaks - peak)
+        total = state.total * fade + (weights * totals).sum(axis=0)
+        return Softmax(peak, total, state.acc * fade + (acc * weights[:, None]).sum(axis=0))
+
+    start = Softmax(
+        jnp.float32(online_softmax.NOTHING_SEEN), jnp.float32(0), jnp.zeros(padded, jnp.float32)
+    )
+    _, total, acc = lax.fori_loop(0, cdiv(count, TOGETHER), some, start)
+    return acc / jnp.where(total == 0, 1.0, total)
+
+
+def merge_parts(
+    out: jax.Array,
+    parts: Parts,
+    fields: tuple[jax.Array, ...],
+    shares: Shares,
+    others: tuple[jax.Array, ...],
+    place: Place,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """out [rows, D] with the members of all items that are cut filled in. fields: what
+    `batch_arguments` gives; others: what `place` takes besides."""
+    programs = shares.first.shape[0]
+    if programs == 1:
+        return out
+    members = parts.total.shape[0] // (2 * programs)
+    arguments = (*fields, *shares, *others, *parts, out)
+    kernel = functools.partial(
+        _kernel, members=members, head_dim=out.shape[1], more=len(others), place=place
+    )
+    done: jax.Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        grid=(members, programs - 1),
+        input_output_aliases={len(arguments) - 1: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+        name="merge_parts",
+    )(*arguments)
+    return done

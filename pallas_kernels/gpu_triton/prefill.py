@@ -1,0 +1,202 @@
+"""Paged attention of ragged prefill chunks on Pallas-Triton (FlashAttention-2, Dao 2023).
+
+A tile is some of a row's query tokens with all query heads of one kv head, so that grouped heads
+share what is read. Programs take equal shares of the contexts of all tiles, many tiles or a part of
+one (`triton_shares`), and walk them by the rows' block tables. Context that every query of a tile
+sees needs no mask; only the last of it, across the diagonal, has one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxserve.pallas_kernels import online_softmax
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import (
+    BatchRefs,
+    Geometry,
+    Ref,
+    as_rows,
+    batch_arguments,
+    context_of,
+    geometry_of,
+    load_rows,
+    power_of_two,
+)
+from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts, part_shapes, store_segment
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Segment, Shares, for_each_segment
+from jaxserve.pallas_kernels.gpu_triton.tiles import (
+    QueryTiles,
+    Sizes,
+    Work,
+    place_in_tile,
+    plan_work,
+    seen_by,
+    tile_of,
+)
+from jaxserve.pallas_kernels.online_softmax import Softmax
+
+
+class Options(NamedTuple):
+    """What a kernel is compiled for, besides shapes."""
+
+    geometry: Geometry
+    num_heads: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    queries: int  # rows of a query tile: query tokens times heads of a group, a power of two
+    tile: int  # tokens of context an iteration
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.geometry.kv_heads
+
+    @property
+    def members(self) -> int:
+        """Rows of a query tile that can be queries."""
+        return self.queries // self.group * self.group
+
+
+def _queries(tokens: int, group: int, launch: tuning.Launch) -> int:
+    """Rows of a query tile in a bucket of so many tokens: small buckets do not fill large tiles."""
+    return max(min(launch.queries, power_of_two(tokens * group)), 16, power_of_two(group))
+
+
+def plan(
+    batch: AttentionBatch,
+    geometry: Geometry,
+    itemsize: int,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+) -> Work:
+    """The work of `paged_prefill` over a pool of this geometry, of elements of itemsize bytes."""
+    launch, group = (
+        tuning.launch("prefill", itemsize, geometry.padded_dim),
+        num_heads // geometry.kv_heads,
+    )
+    tokens = _queries(batch.max_tokens, group, launch) // group
+    sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    chunk = (row >= batch.num_decodes) & (row < batch.num_rows) & (batch.kind == KV)
+    lengths = jnp.where(chunk, batch.query_lens, 0)
+    return plan_work(batch, lengths, geometry.kv_heads, sizes, launch)
+
+
+def _kernel(*refs: Ref, options: Options) -> None:
+    """refs: the batch, the tiles, the shares, q [T * H, D], the pool's rows, the output so far
+    (aliased), the output [T * H, D] and the parts."""
+    fields, held = len(BatchRefs._fields), len(Shares._fields)
+    batch, tiles = BatchRefs(*refs[:fields]), QueryTiles(*refs[fields : fields + 2])
+    rest = refs[fields + 2 :]
+    shares, (q_ref, pool_ref, _, out_ref, *parts) = Shares(*rest[:held]), rest[held:]
+
+    def attend(segment: Segment) -> None:
+        _attend(batch, tiles, segment, q_ref, pool_ref, out_ref, Parts(*parts), options)
+
+    for_each_segment(shares, attend)
+
+
+def _attend(
+    batch: BatchRefs,
+    tiles: QueryTiles,
+    segment: Segment,
+    q_ref: Ref,  # [T * H, D]
+    pool_ref: Ref,  # [rows, D]
+    out_ref: Ref,  # [T * H, D]
+    parts: Parts,
+    options: Options,
+) -> None:
+    geometry, size, window = options.geometry, options.tile, options.sliding_window
+    head, width, padded = segment.head, geometry.head_dim, geometry.padded_dim
+    tile = tile_of(
+        batch,
+        tiles,
+        segment.item,
+        head,
+        queries=options.queries,
+        group=options.group,
+        num_heads=options.num_heads,
+        sliding_window=window,
+    )
+    q = load_rows(q_ref, tile.rows, tile.used, width, padded).astype(pool_ref.dtype)
+    context = context_of(batch, geometry, tile.row)
+
+    def walk(j: jax.Array, state: Softmax, masked: bool) -> Softmax:
+        position = j * size + jnp.arange(size, dtype=jnp.int32)
+        inside = (position >= tile.lower) & (position < tile.upper) if masked else None
+        k_rows = context.pool_rows(0, head, position, inside)
+        v_rows = context.pool_rows(1, head, position, inside)
+        k = load_rows(pool_ref, k_rows, inside, width, padded)
+        v = load_rows(pool_ref, v_rows, inside, width, padded)
+        products = online_softmax.dot(q, k, transposed=True)
+        scores = online_softmax.prepare(products, options.scale, options.soft_cap)
+        if masked:
+            scores = jnp.where(seen_by(tile, position, window), scores, -jnp.inf)
+        return online_softmax.step(state, scores, v)
+
+    state = online_softmax.start(options.queries, padded)
+    first = lax.div(tile.lower, jnp.int32(size))
+    begin, end = first + segment.begin, first + segment.end
+    if window is None:
+        unmasked = jnp.minimum(lax.div(tile.whole, jnp.int32(size)), end)
+        state = lax.fori_loop(begin, unmasked, functools.partial(walk, masked=False), state)
+        begin = jnp.maximum(begin, unmasked)
+    state = lax.fori_loop(begin, end, functools.partial(walk, masked=True), state)
+    store_segment(out_ref, parts, segment, state, tile.rows, tile.used, options.members)
+
+
+def paged_prefill(
+    out: jax.Array,
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    work: Work,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """out [T, H, D] with the tokens of the KV rows [num_decodes, num_rows) filled in: attention of
+    q [T, H, D]. work: what `plan` gives for this batch and these options."""
+    tokens, num_heads, head_dim = q.shape
+    geometry = geometry_of(pool)
+    launch = tuning.launch("prefill", pool.dtype.itemsize, geometry.padded_dim)
+    queries = _queries(tokens, num_heads // geometry.kv_heads, launch)
+    options = Options(geometry, num_heads, scale, sliding_window, soft_cap, queries, launch.tile)
+    flat = jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype)
+    fields, programs = batch_arguments(layer, batch), work.shares.first.shape[0]
+    arguments = (
+        *fields,
+        *work.tiles,
+        *work.shares,
+        q.reshape(flat.shape),
+        as_rows(pool),
+        out.reshape(flat.shape),
+    )
+    done, *parts = pl.pallas_call(
+        functools.partial(_kernel, options=options),
+        out_shape=(flat, *part_shapes(programs, options.members, geometry.padded_dim)),
+        grid=(programs,),
+        input_output_aliases={len(arguments) - 1: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name="paged_prefill",
+    )(*arguments)
+    place = functools.partial(place_in_tile, group=options.group, num_heads=num_heads)
+    done = merge_parts(
+        done, Parts(*parts), fields, work.shares, work.tiles, place, interpret=interpret
+    )
+    return done.reshape(q.shape)

@@ -1,0 +1,143 @@
+"""Chunks of queries as tiles, for Pallas-Triton: which queries a program takes, and which context
+they see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref, cdiv
+from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, cut
+
+
+class QueryTiles(NamedTuple):
+    """Which queries make up a tile: so many (static) tokens of row[i], from first[i] on.
+
+    row: int32 [N], R for none; first: int32 [N], index in the row's tokens of this step.
+    """
+
+    row: Any
+    first: Any
+
+
+class Work(NamedTuple):
+    """Tiles of queries, and the shares of their contexts that programs take: arrays, or refs."""
+
+    tiles: QueryTiles
+    shares: Shares
+
+
+class Sizes(NamedTuple):
+    """How queries and context are cut, static. tokens: query tokens of a tile; context: tokens of
+    context of one, what a row's table has room for at most `longest`."""
+
+    tokens: int
+    context: int
+    longest: int
+    sliding_window: int | None
+
+
+def query_tiles(lengths: jax.Array, max_tokens: int, tokens: int) -> QueryTiles:
+    """Tiles of `tokens` queries that cover rows of lengths int32 [R], in order; as many as rows
+    with max_tokens together can need."""
+    rows = lengths.shape[0]
+    count = min(max_tokens, (max_tokens + rows * (tokens - 1)) // tokens)
+    ends = jnp.cumsum((lengths + tokens - 1) // tokens)
+    tile = jnp.arange(count, dtype=jnp.int32)
+    row = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+    return QueryTiles(row, (tile - starts[row]) * tokens)
+
+
+def plan_work(
+    batch: AttentionBatch, lengths: jax.Array, heads: int, sizes: Sizes, launch: tuning.Launch
+) -> Work:
+    """The work on the last lengths int32 [R] tokens of each row, for each of so many heads."""
+    tiles = query_tiles(lengths, batch.max_tokens, sizes.tokens)
+    row = jnp.minimum(tiles.row, batch.max_rows - 1)
+    context, length = batch.context_lens[row], batch.query_lens[row]
+    _, lower, _, upper = seen_span(context, length, tiles.first, sizes.tokens, sizes.sliding_window)
+    size = jnp.int32(sizes.context)
+    count = cdiv(upper, sizes.context) - lax.div(lower, size)
+    count = jnp.where(tiles.row < batch.max_rows, count, 0)
+    most = len(count) * cdiv(sizes.longest, sizes.context) * heads
+    return Work(tiles, cut(count, heads, tuning.cutting(launch, most)))
+
+
+def seen_span(
+    context: jax.Array, length: jax.Array, first: jax.Array, tokens: int, window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of a tile of `tokens` queries from `first` on, of a row of `length` in a context: (position
+    of the row's first query, lower, whole, upper): no query sees below lower or from upper on, and
+    without a window every query sees [lower, whole)."""
+    before = context - length
+    lower = jnp.zeros_like(first)
+    if window is not None:
+        lower = jnp.maximum(before + first + 1 - window, 0)
+    return before, lower, before + first + 1, before + jnp.minimum(first + tokens, length)
+
+
+class Tile(NamedTuple):
+    """A tile's queries [M]: query i is head i % group of query token first + i // group."""
+
+    row: jax.Array  # int32 []
+    position: jax.Array  # int32 [M], of each query
+    rows: jax.Array  # int32 [M], of each query in q and the output [T * H, D]
+    used: jax.Array  # bool [M]
+    lower: jax.Array  # int32 []: see seen_span
+    whole: jax.Array
+    upper: jax.Array
+
+
+def tile_of(
+    refs: BatchRefs,
+    tiles: QueryTiles,
+    item: jax.Array,
+    head: jax.Array,
+    *,
+    queries: int,
+    group: int,
+    num_heads: int,
+    sliding_window: int | None,
+) -> Tile:
+    """The queries of a tile, for the heads of kv head `head`; of refs, in a kernel."""
+    row, first, tokens = tiles.row[item], tiles.first[item], queries // group
+    context, length = refs.context_lens[row], refs.query_lens[row]
+    before, lower, whole, upper = seen_span(context, length, first, tokens, sliding_window)
+    member = jnp.arange(queries, dtype=jnp.int32)
+    index = first + lax.div(member, jnp.int32(group))
+    used = (index < length) & (member < tokens * group)
+    token_head = head * group + lax.rem(member, jnp.int32(group))
+    rows = (refs.query_start[row] + index) * num_heads + token_head
+    return Tile(row, before + index, rows, used, lower, whole, upper)
+
+
+def seen_by(tile: Tile, position: jax.Array, sliding_window: int | None) -> jax.Array:
+    """bool [M, N]: whether each query sees positions [N]."""
+    seen = position[None, :] <= tile.position[:, None]
+    if sliding_window is not None:
+        seen &= position[None, :] > tile.position[:, None] - sliding_window
+    return seen
+
+
+def place_in_tile(
+    batch: BatchRefs,
+    tiles: tuple[Ref, ...],
+    item: jax.Array,
+    head: jax.Array,
+    member: jax.Array,
+    *,
+    group: int,
+    num_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `triton_merge.Place`: a member is a query, as in `Tile`."""
+    given = QueryTiles(*tiles)
+    row, index = given.row[item], given.first[item] + lax.div(member, jnp.int32(group))
+    token_head = head * group + lax.rem(member, jnp.int32(group))
+    at = (batch.query_start[row] + index) * num_heads + token_head
+    return at, index < batch.query_lens[row]

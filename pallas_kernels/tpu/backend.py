@@ -1,0 +1,112 @@
+"""The kernels for TPU (Mosaic), and the same in TPU-interpret mode for tests without one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.backends import Backend
+from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
+from jaxserve.pallas_kernels.tpu import absorbed, common, decode, move, prefill, projected, write
+from jaxserve.pallas_kernels.tpu.common import Options
+from jaxserve.pallas_kernels.tpu.decode import Decodes
+from jaxserve.pallas_kernels.tpu.granules import Puts
+from jaxserve.pallas_kernels.tpu.tiles import Tiles
+
+
+class PagedPlan(NamedTuple):
+    """What decodes and, in a step that has any, chunks of KV rows want done. token: int32 [R], the
+    token of each row that decodes, past their end for the others."""
+
+    decodes: Decodes
+    token: jax.Array
+    chunks: Tiles | None
+
+
+def _plan_write(batch: AttentionBatch, shape: tuple[int, ...], *, hidden: bool) -> Puts:
+    """See `backends.Backend.plan_write`."""
+    return write.plan(batch, shape[3], hidden=hidden)
+
+
+def _plan(
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
+    interpret: bool,
+) -> PagedPlan | Tiles:
+    """See `backends.Backend.plan`."""
+    if kind == HIDDEN:
+        return projected.plan(
+            batch,
+            shape,
+            dtype,
+            sliding_window=sliding_window,
+            decode_only=decode_only,
+            interpret=interpret,
+        )
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    live = (batch.kind == KV) & (batch.query_lens > 0)
+    chunks = None
+    if not decode_only:
+        ragged = live & (row >= batch.num_decodes) & (row < batch.num_rows)
+        chunks = prefill.plan(ragged, batch, shape, dtype, num_heads, sliding_window, interpret)
+        live &= row < batch.num_decodes
+    decodes = decode.plan(live, batch, shape, dtype, sliding_window, interpret)
+    return PagedPlan(decodes, jnp.where(live, batch.query_start, batch.max_tokens), chunks)
+
+
+def _attend(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+    interpret: bool,
+) -> jax.Array:
+    """See `attention.paged_attention`."""
+    options = Options(scale, sliding_window, soft_cap, interpret)
+    width = batch.table_width
+    if plan.chunks is None:
+        return decode.decode(q, pool, layer, width, plan.decodes, options)
+    out = prefill.prefill(q, pool, layer, width, plan.chunks, options)
+    picked = q.at[plan.token].get(mode="fill", fill_value=0)
+    decoded = decode.decode(picked, pool, layer, width, plan.decodes, options)
+    return out.at[plan.token].set(decoded, mode="drop")
+
+
+def _backend(interpret: bool) -> Backend:
+    def with_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(function, interpret=interpret)
+
+    return Backend(
+        write=with_mode(write.write),
+        attend=with_mode(_attend),
+        absorbed=with_mode(absorbed.absorbed),
+        projected=with_mode(projected.projected),
+        move=with_mode(move.move),
+        stage_out=with_mode(move.stage_out),
+        stage_in=with_mode(move.stage_in),
+        supports=common.supports,
+        plan=with_mode(_plan),
+        plan_absorbed=with_mode(absorbed.plan),
+        plan_write=_plan_write,
+    )
+
+
+BACKEND = _backend(interpret=False)
+INTERPRET_BACKEND = _backend(interpret=True)

@@ -1,0 +1,218 @@
+"""What the Pallas-TPU kernels share: options, work items, the shape of a chunk of context.
+
+A kernel's grid is (groups of heads, items). An item is one row's tokens, or a tile of them, with
+the chunks of context that they see; items without any are left out beforehand, so that the grid,
+whose length is known at run time only, has none that does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.tpu.tuning import Sizes
+
+LANES = 128
+# Rows of the layout's tile in the pool, whatever the dtype: transfers begin and end at multiples.
+GRANULE = 8
+# Heads are cut out of 16-bit weights, whose tiles have so many rows; not mostly padding.
+PACKED, LEAST_HEAD_DIM = 16, 64
+# SMEM for items and rows of tables; the smallest chip has 1 MiB, of which the compiler wants some.
+SMEM_LIMIT = 900 << 10
+ANY = pl.BlockSpec(memory_space=pl.ANY)
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+
+# Fields of an item: its row, position of its first query, number of queries, first chunk and end
+# of those it sees, the row's direction, and where its queries lie (in units of the kernel's own).
+ROW, FIRST, COUNT, BEGIN, END, SIDE, AT = range(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a score goes through, and how to run."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Static shape of a chunk of context in VMEM: [heads, blocks * block_size, head_dim].
+
+    heads: pool heads of one program. width: entries of a table row.
+    """
+
+    heads: int
+    blocks: int
+    block_size: int
+    head_dim: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of context that it holds."""
+        return self.blocks * self.block_size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[heads, tokens, head_dim], as one half of a buffer in VMEM has it."""
+        return self.heads, self.tokens, self.head_dim
+
+    def positions(self, j: jax.Array, side: jax.Array, axis: int) -> jax.Array:
+        """Positions of chunk j's slots, int32 [1, tokens] (axis 1) or [tokens, 1] (axis 0); a row
+        of direction RIGHT has its blocks mirrored."""
+        shape = (1, self.tokens) if axis else (self.tokens, 1)
+        slot = lax.broadcasted_iota(jnp.int32, shape, axis)
+        if self.block_size & (self.block_size - 1):
+            offset = slot % self.block_size
+        else:
+            offset = slot & (self.block_size - 1)
+        mirrored = slot + self.block_size - 1 - 2 * offset
+        return j * self.tokens + jnp.where(side == RIGHT, mirrored, slot)
+
+
+def padded(head_dim: int) -> int:
+    """What head_dim elements take of HBM and VMEM: whole tiles."""
+    return -(-head_dim // LANES) * LANES
+
+
+def make_chunk(
+    shape: tuple[int, ...], dtype: DTypeLike, heads: int, width: int, sizes: Sizes
+) -> Chunk:
+    """Of a pool of this shape and dtype, for tables of `width` entries: as many blocks as the sizes
+    allow, at least one."""
+    _, _, _, block_size, head_dim = shape
+    token_bytes = heads * padded(head_dim) * jnp.dtype(dtype).itemsize
+    tokens = min(sizes.chunk_bytes // token_bytes, sizes.chunk_tokens)
+    if tokens > LANES:
+        tokens -= tokens % LANES
+    blocks = max(1, min(tokens // block_size, width))
+    return Chunk(heads, blocks, block_size, head_dim, width)
+
+
+def most_a_program(number: int, most: int, cores: int, multiple: int = 1) -> int:
+    """Heads, or layers, of a program: the largest divisor of their number up to `most` whose
+    programs divide over the cores, if there is one; of a whole `multiple`, or all of them."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    allowed = [n for n in divisors if n % multiple == 0] or [number]
+    fitting = [n for n in allowed if n <= most] or allowed[:1]
+    spread = [n for n in fitting if (number // n) % cores == 0]
+    return max(spread or fitting)
+
+
+def make_items(
+    rows: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    at: jax.Array,
+    batch: AttentionBatch,
+    chunk: Chunk,
+    sliding_window: int | None,
+) -> jax.Array:
+    """int32 [7, N] from the rows, first positions, numbers of queries and places of N items."""
+    low = jnp.zeros_like(first)
+    if sliding_window is not None:
+        low = jnp.maximum(first - sliding_window + 1, 0)
+    end = -(-(first + count) // chunk.tokens)
+    side = batch.direction[rows]
+    fields = (rows, first, count, low // chunk.tokens, end, side, at)
+    return jnp.stack([field.astype(jnp.int32) for field in fields])
+
+
+def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """bool [N] -> the indices of the true ones in order, then of the others, and their number."""
+    return jnp.argsort(~live, stable=True).astype(jnp.int32), live.sum(dtype=jnp.int32)
+
+
+class Work(NamedTuple):
+    """What a kernel has to do, the same in all layers. items: int32 [7, N], of which the first
+    `number`, int32 [], count; tables: int32 [R, 1, 2 * W], so that tiles pad next to nothing."""
+
+    items: jax.Array
+    tables: jax.Array
+    number: jax.Array
+
+    def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """The scalar-prefetch operands (items, layer). ValueError if the items and two rows of the
+        tables are more than scalar memory has."""
+        rows, _, width = self.tables.shape
+        size = 4 * (self.items.size + 2 * width)
+        if size > SMEM_LIMIT:
+            raise ValueError(
+                f"batch.tables: two rows of {[rows, 2, width // 2]} and the items take {size} "
+                f"bytes of a TPU's scalar memory, more than {SMEM_LIMIT}: use a larger block_size"
+            )
+        return self.items, jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def make_work(items: jax.Array, number: jax.Array, batch: AttentionBatch) -> Work:
+    """Of the items [7, N], of which so many count, over the batch's tables."""
+    return Work(items, batch.tables.reshape(batch.max_rows, 1, -1), number)
+
+
+def decode_items(
+    live: jax.Array, batch: AttentionBatch, chunk: Chunk, sliding_window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Items of the rows [R] that are live, one token each at the context's end: (items, number)."""
+    rows, number = live_first(live)
+    first = batch.context_lens[rows] - 1
+    items = make_items(rows, first, jnp.ones_like(rows), rows, batch, chunk, sliding_window)
+    return items, number
+
+
+def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Array, jax.Array]:
+    """Positions [low, high) that item i's queries see between them."""
+    high = items[FIRST, i] + items[COUNT, i]
+    if sliding_window is None:
+        return jnp.zeros_like(high), high
+    return jnp.maximum(items[FIRST, i] - sliding_window + 1, 0), high
+
+
+def compiler(sizes: Sizes, parallel: int, sequential: int = 1) -> pltpu.CompilerParams:
+    """Compiler parameters: so many grid axes that cores may share, then those that they may not.
+
+    On chips nobody checks a transfer's bounds: that takes more bundles than the rest of a block's
+    transfer. The interpreter checks all of them, and so do the tests.
+    """
+    semantics = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * sequential
+    return pltpu.CompilerParams(
+        dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem, disable_bounds_checks=True
+    )
+
+
+def interpreted(interpret: bool) -> Any:
+    """pallas_call's `interpret`: the TPU interpreter, which knows DMA and semaphores."""
+    return pltpu.InterpretParams(out_of_bounds_reads="raise") if interpret else False
+
+
+def supports(
+    kind: int,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,
+) -> str | None:
+    """None, or why the kernels cannot run such a shape (of one shard)."""
+    name = jnp.dtype(dtype).name
+    if name not in ("float32", "bfloat16"):
+        return f"dtype {name}: TPUs compute in float32 and bfloat16"
+    if head_dim < LEAST_HEAD_DIM or head_dim % PACKED:
+        return f"head_dim {head_dim}: must be a multiple of {PACKED} from {LEAST_HEAD_DIM} up"
+    if block_size % GRANULE:
+        return f"block_size {block_size}: must be a multiple of {GRANULE}"
+    if math.gcd(num_heads, kv_heads) != kv_heads:
+        return f"num_heads {num_heads}: must be a multiple of kv_heads {kv_heads}"
+    return None

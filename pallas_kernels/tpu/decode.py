@@ -1,0 +1,159 @@
+"""Paged decode attention on TPU: one token a row over its cached context (Mosaic).
+
+A row's context streams through VMEM in chunks of whole blocks, all heads of a program at once:
+memory-bound, so the MXU's rows being mostly idle costs nothing. On two-core chips the heads are
+split, which balances whatever the number and lengths of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import stream as tpu_stream
+from jaxserve.pallas_kernels.tpu.common import (
+    ANY,
+    FIRST,
+    HBM,
+    ROW,
+    SIDE,
+    Chunk,
+    Options,
+    Work,
+    bounds,
+    compiler,
+    decode_items,
+    interpreted,
+    make_chunk,
+    make_work,
+    most_a_program,
+)
+from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean
+
+
+def _kernel(
+    items: Any,  # SMEM int32 [7, R]
+    layer: Any,  # SMEM int32 [1]
+    q: Any,  # VMEM [1, heads, group, head_dim], the item's row
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
+    pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    out: Any,  # VMEM like q
+    k: Any,  # VMEM [2, heads, tokens, head_dim]
+    v: Any,  # like k
+    peak: Any,  # VMEM float32 [heads, group, 128]
+    total: Any,  # like peak
+    acc: Any,  # VMEM float32 [heads, group, head_dim]
+    signals: Signals,
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    i, state = pl.program_id(1), (peak, total, acc)
+    stream = Stream(
+        chunk,
+        options.sliding_window,
+        (items, layer),
+        tables,
+        pool,
+        (k, v),
+        signals,
+        pl.program_id(0) * chunk.heads,
+        0,
+        pl.num_programs(1),
+    )
+    low, high = bounds(items, i, options.sliding_window)
+    softmax.reset(state)
+
+    def use(j: jax.Array, half: jax.Array) -> None:
+        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
+        def _() -> None:
+            at = chunk.positions(j, items[SIDE, i], 0)
+            clean(v, half, (at >= low) & (at < high))
+
+        at = chunk.positions(j, items[SIDE, i], 1)
+        seen = ((at >= low) & (at <= items[FIRST, i]))[None]
+        softmax.update(state, ..., q[0], k[half], v[half], seen, options)
+
+    stream.walk(i, use)
+    out[0] = softmax.finished(state).astype(out.dtype)
+
+
+class Decodes(NamedTuple):
+    """The rows that decode: live, bool [R], and what the kernel does for them."""
+
+    live: jax.Array
+    work: Work
+
+
+def _chunk(shape: tuple[int, ...], dtype: DTypeLike, width: int, interpret: bool) -> Chunk:
+    """Of a pool of this shape, for tables of `width` entries."""
+    sizes = tuning.sizes(dtype, interpret)
+    heads = most_a_program(shape[2], shape[2], sizes.cores)
+    return make_chunk(shape, dtype, heads, width, sizes)
+
+
+def plan(
+    live: jax.Array,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sliding_window: int | None,
+    interpret: bool,
+) -> Decodes:
+    """For a pool of this shape and dtype."""
+    chunk = _chunk(shape, dtype, batch.table_width, interpret)
+    items, number = decode_items(live, batch, chunk, sliding_window)
+    return Decodes(live, make_work(items, number, batch))
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    width: int,
+    decodes: Decodes,
+    options: Options,
+) -> jax.Array:
+    """q [R, H, D], one token for each row that decodes -> [R, H, D] in q's dtype, zeros for the
+    others. width: entries of a table row."""
+    rows, num_heads, head_dim = q.shape
+    kv_heads = pool.shape[2]
+    group = num_heads // kv_heads
+    sizes = tuning.sizes(pool.dtype, options.interpret)
+    chunk, work = _chunk(pool.shape, pool.dtype, width, options.interpret), decodes.work
+    heads = chunk.heads
+    row = pl.BlockSpec(
+        (1, heads, group, head_dim), lambda h, i, items, *_: (items[ROW, i], h, 0, 0)
+    )
+    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
+    call = pl.pallas_call(
+        functools.partial(_kernel, chunk=chunk, options=options),
+        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(kv_heads // heads, work.number),
+            in_specs=[row, HBM, ANY],
+            out_specs=row,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                *softmax.scratch(heads, group, head_dim),
+                tpu_stream.signals(chunk),
+            ],
+        ),
+        compiler_params=compiler(sizes, 1),
+        interpret=interpreted(options.interpret),
+        name="paged_decode",
+    )
+    queries = q.astype(pool.dtype).reshape(rows, kv_heads, group, head_dim)
+    out = call(*work.scalars(layer), queries, work.tables, pool)
+    # Rows without an item were never written.
+    return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)

@@ -1,0 +1,172 @@
+"""Paged attention of ragged prefill chunks on TPU (Mosaic).
+
+A program takes a tile of one row's queries, for a few kv heads, over the row's context: cached
+tokens and the chunk itself alike come from the pool, in the manner of flash attention (Dao et al.
+2022, section 3.1). No contiguous K or V is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from jaxserve.pallas_kernels.batch import AttentionBatch
+from jaxserve.pallas_kernels.tpu import softmax, tuning
+from jaxserve.pallas_kernels.tpu import stream as tpu_stream
+from jaxserve.pallas_kernels.tpu.common import (
+    ANY,
+    HBM,
+    SIDE,
+    Chunk,
+    Options,
+    bounds,
+    compiler,
+    interpreted,
+    make_chunk,
+    most_a_program,
+)
+from jaxserve.pallas_kernels.tpu.stream import Signals, Stream, clean
+from jaxserve.pallas_kernels.tpu.tiles import (
+    ALIGNED,
+    Outputs,
+    Tiles,
+    make_tiles,
+    query_spec,
+    seen_by,
+)
+
+
+def _kernel(
+    items: Any,  # SMEM int32 [7, N]
+    layer: Any,  # SMEM int32 [1]
+    q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
+    tables: Any,  # HBM int32 [R, 1, 2 * W]
+    pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
+    out: Any,  # HBM [kv_heads, group, units, 16, head_dim]
+    k: Any,  # VMEM [2, heads, tokens, head_dim]
+    v: Any,  # like k
+    peak: Any,  # VMEM float32 [heads, group * tile, 128]
+    total: Any,  # like peak
+    acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
+    done: Any,  # VMEM [heads, group, tile, head_dim]
+    signals: Signals,
+    sent: Any,  # DMA semaphore
+    pending: Any,  # SMEM int32 [1]
+    *,
+    chunk: Chunk,
+    options: Options,
+) -> None:
+    h, i, window = pl.program_id(0), pl.program_id(1), options.sliding_window
+    state = peak, total, acc
+    group, tile = done.shape[1:3]
+    stream = Stream(
+        chunk,
+        window,
+        (items, layer),
+        tables,
+        pool,
+        (k, v),
+        signals,
+        h * chunk.heads,
+        0,
+        pl.num_programs(1),
+    )
+    outputs = Outputs(items, done, out, sent, pending, chunk.heads)
+    low, high = bounds(items, i, window)
+    softmax.reset(state)
+
+    def use(j: jax.Array, half: jax.Array) -> None:
+        @pl.when((j * chunk.tokens < low) | ((j + 1) * chunk.tokens > high))
+        def _() -> None:
+            at = chunk.positions(j, items[SIDE, i], 0)
+            clean(v, half, (at >= low) & (at < high))
+
+        at = chunk.positions(j, items[SIDE, i], 1)
+        seen = seen_by(items, i, at, group, tile, window)[None]
+
+        @pl.loop(0, chunk.heads)
+        def _(n: jax.Array) -> None:
+            one = pl.ds(n, 1)
+            queries = q[one].reshape(1, group * tile, chunk.head_dim)
+            softmax.update(state, one, queries, k[half, one], v[half, one], seen, options)
+
+    stream.walk(i, use)
+
+    outputs.wait_for_previous(i)
+    done[...] = softmax.finished(state).astype(done.dtype).reshape(done.shape)
+    outputs.start(h, i)
+    outputs.wait_if_last(i)
+
+
+def _cut(
+    shape: tuple[int, ...], dtype: DTypeLike, num_heads: int, width: int, interpret: bool
+) -> tuple[Chunk, int]:
+    """The chunks of a pool of this shape, for tables of `width` entries, and the queries of a
+    tile."""
+    sizes, kv_heads = tuning.sizes(dtype, interpret), shape[2]
+    heads = most_a_program(kv_heads, sizes.prefill_heads, sizes.cores)
+    tile = max(ALIGNED, sizes.tile // pl.next_power_of_2(num_heads // kv_heads))
+    return make_chunk(shape, dtype, heads, width, sizes), tile
+
+
+def plan(
+    live: jax.Array,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    sliding_window: int | None,
+    interpret: bool,
+) -> Tiles:
+    """Of the rows that are live, bool [R], for a pool of this shape and dtype."""
+    chunk, tile = _cut(shape, dtype, num_heads, batch.table_width, interpret)
+    return make_tiles(batch, live, tile, chunk, sliding_window)
+
+
+def prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    width: int,
+    tiles: Tiles,
+    options: Options,
+) -> jax.Array:
+    """q [T, H, D] -> [T, H, D] in q's dtype for the tokens of the tiles, zeros for the others.
+    width: entries of a table row."""
+    num_heads, head_dim = q.shape[1:]
+    kv_heads = pool.shape[2]
+    group = num_heads // kv_heads
+    sizes = tuning.sizes(pool.dtype, options.interpret)
+    chunk, tile = _cut(pool.shape, pool.dtype, num_heads, width, options.interpret)
+    heads, (layout, work) = chunk.heads, tiles
+    buffer = pltpu.VMEM((2, *chunk.shape), pool.dtype)
+    queries = layout.gather(q.astype(pool.dtype), kv_heads)
+    call = pl.pallas_call(
+        functools.partial(_kernel, chunk=chunk, options=options),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(kv_heads // heads, work.number),
+            in_specs=[query_spec(heads, group, tile, head_dim), HBM, ANY],
+            out_specs=ANY,
+            scratch_shapes=[
+                buffer,
+                buffer,
+                *softmax.scratch(heads, group * tile, head_dim),
+                pltpu.VMEM((heads, group, tile, head_dim), q.dtype),
+                tpu_stream.signals(chunk),
+                pltpu.SemaphoreType.DMA,
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        compiler_params=compiler(sizes, 1),
+        interpret=interpreted(options.interpret),
+        name="paged_prefill",
+    )
+    return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool))

@@ -1,0 +1,91 @@
+"""The running softmax over chunks of context (Milakov and Gimelshein 2018), in VMEM.
+
+peak, total: float32 [N, M, 128], the highest score so far and the sum of weights, the same in all
+lanes; acc: float32 [N, M, D], the weighted sum of values. N: heads, M: queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.tpu.common import LANES, Options
+
+# Finite, so that the peak of a query that has seen nothing gives weights of 0, not NaN.
+NOTHING_SEEN = -1e30
+
+
+def scratch(heads: int, queries: int, width: int) -> list[Any]:
+    """The scratch shapes of peak, total and acc."""
+    return [
+        pltpu.VMEM((heads, queries, LANES), jnp.float32),
+        pltpu.VMEM((heads, queries, LANES), jnp.float32),
+        pltpu.VMEM((heads, queries, width), jnp.float32),
+    ]
+
+
+def reset(state: tuple[Any, Any, Any]) -> None:
+    """Nothing seen yet."""
+    peak, total, acc = state
+    peak[...] = jnp.full(peak.shape, NOTHING_SEEN, jnp.float32)
+    total[...] = jnp.zeros(total.shape, jnp.float32)
+    acc[...] = jnp.zeros(acc.shape, jnp.float32)
+
+
+def dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """a [N, M, K] @ b [N, K, S] (or b [N, S, K] transposed) -> float32 [N, M, S]; without N too.
+    float32 operands are multiplied in full precision."""
+    lead = a.ndim - 2
+    heads = tuple(range(lead))
+    numbers = (((lead + 1,), (lead + 1 if transposed else lead,)), (heads, heads))
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, numbers, precision=exact, preferred_element_type=jnp.float32)
+
+
+def scored(products: jax.Array, seen: jax.Array, options: Options) -> jax.Array:
+    """Scores from products q . k; -inf where not seen."""
+    scores = products * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def weigh(scores: jax.Array, peak: Any, total: Any, at: Any) -> tuple[jax.Array, jax.Array]:
+    """Take scores [n, M, S] into the peak and total at those heads; the weights [n, M, S] and what
+    to fade the earlier ones by [n, M, 1]."""
+    old = peak[at][..., :1]
+    new = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
+    weights, fade = jnp.exp(scores - new), jnp.exp(old - new)
+    summed = total[at][..., :1] * fade + weights.sum(axis=-1, keepdims=True)
+    shape = (*new.shape[:-1], LANES)
+    peak[at] = jnp.broadcast_to(new, shape)
+    total[at] = jnp.broadcast_to(summed, shape)
+    return weights, fade
+
+
+def update(
+    state: tuple[Any, Any, Any],
+    at: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    options: Options,
+) -> None:
+    """One chunk more for the heads `at`: q [n, M, D], k and v [n, S, D], v finite where any query
+    looks at the chunk; seen, bool, broadcasts to [n, M, S]."""
+    peak, total, acc = state
+    scores = scored(dot(q, k, transposed=True), seen, options)
+    weights, fade = weigh(scores, peak, total, at)
+    acc[at] = acc[at] * fade + dot(weights.astype(v.dtype), v)
+
+
+def finished(state: tuple[Any, Any, Any], at: Any = ...) -> jax.Array:
+    """The output, float32 [n, M, D]; zeros where nothing was seen. A query's own NaN stays."""
+    _, total, acc = state
+    summed = total[at][..., :1]
+    return jnp.where(summed == 0, 0.0, acc[at] / jnp.where(summed == 0, 1.0, summed))

@@ -1,0 +1,149 @@
+"""A row's context through VMEM: double-buffered DMA over its block table (Mosaic).
+
+Tables stay in HBM, whatever their size; the rows of two items, the one at work and the next, are in
+scalar memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.tpu.common import BEGIN, END, ROW, Chunk, bounds
+
+
+class Signals(NamedTuple):
+    """What a kernel's stream keeps. arrived: DMA semaphores [2], one for each half of the buffers.
+    turn: SMEM int32 [1], the half in use. rows: SMEM int32 [2, 1, 2 * W], table rows by their item,
+    even or odd. brought: DMA semaphore, of a table row."""
+
+    arrived: Any
+    turn: Any
+    rows: Any
+    brought: Any
+
+
+def signals(chunk: Chunk) -> Signals:
+    """The scratch shapes of one."""
+    return Signals(
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SMEM((2, 1, 2 * chunk.width), jnp.int32),
+        pltpu.SemaphoreType.DMA,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Brings the chunks that items see into VMEM, one ahead of the one in use; at an item's last
+    chunk that is the next item's first, so that only a program's very first is waited for idly.
+
+    prefetched: the items, SMEM int32 [7, N], and layer, SMEM int32 [1]. tables: HBM int32 [R, 1,
+    2 * W]. pool: HBM [layers, blocks, kv_heads, block_size, head_dim].
+    buffers: VMEM [2, heads, tokens, head_dim] for K and V, or one of them for hidden vectors.
+    head: first head of this program. first, end: the items that it has, one after another.
+    """
+
+    chunk: Chunk
+    sliding_window: int | None
+    prefetched: tuple[Any, Any]
+    tables: Any
+    pool: Any
+    buffers: tuple[Any, ...]
+    signals: Signals
+    head: jax.Array | int
+    first: jax.Array | int
+    end: jax.Array | int
+    # What else a chunk brings: beside(i, j, half) -> copies that signal arrived[half].
+    beside: Callable[..., list[Any]] = lambda i, j, half: []
+
+    def walk(self, i: jax.Array, use: Callable[[jax.Array, jax.Array], None]) -> None:
+        """use(j, half) for each chunk j of item i, its vectors in that half of the buffers. Slots
+        outside of the item's `bounds` hold whatever was there."""
+        items, turn = self.prefetched[0], self.signals.turn
+        begin, end = items[BEGIN, i], items[END, i]
+
+        @pl.when(i == self.first)
+        def _() -> None:
+            turn[0] = 0
+            self._row(i).start()
+            self._row(i).wait()
+            self._start(i, begin, 0)
+
+        @pl.when(i + 1 < self.end)
+        def _() -> None:
+            self._row(i + 1).start()
+
+        @pl.loop(begin, end)
+        def _(j: jax.Array) -> None:
+            half = turn[0]
+            last = j + 1 == end
+            following = jnp.minimum(i + 1, self.end - 1)
+            next_item = jnp.where(last, following, i)
+            next_chunk = jnp.where(last, items[BEGIN, following], j + 1)
+
+            @pl.when(last & (i + 1 < self.end))
+            def _() -> None:
+                self._row(i + 1).wait()
+
+            @pl.when(jnp.logical_not(last & (i + 1 == self.end)))
+            def _() -> None:
+                self._start(next_item, next_chunk, 1 - half)
+
+            self._wait(i, j, half)
+            use(j, half)
+            turn[0] = 1 - half
+
+    def _row(self, i: jax.Array) -> Any:
+        """The copy of the table row that item i reads."""
+        rows, brought = self.signals.rows, self.signals.brought
+        source = self.tables.at[self.prefetched[0][ROW, i]]
+        return pltpu.make_async_copy(source, rows.at[i & 1], brought)
+
+    def _start(self, i: jax.Array, j: jax.Array, half: jax.Array | int) -> None:
+        """Begin to bring chunk j of item i: each block of it that the item sees something in."""
+        chunk, layer, rows = self.chunk, self.prefetched[1], self.signals.rows
+        heads, start = pl.ds(self.head, chunk.heads), j * chunk.blocks
+        for copy in self.beside(i, j, half):
+            copy.start()
+
+        @pl.loop(*self._blocks(i, j))
+        def _(b: jax.Array) -> None:
+            for plane, buffer in enumerate(self.buffers):
+                block = rows[i & 1, 0, plane * chunk.width + start + b]
+                self._copy(self.pool.at[layer[0], block, heads], buffer, half, b).start()
+
+    def _wait(self, i: jax.Array, j: jax.Array, half: jax.Array | int) -> None:
+        """Until that has come. A wait knows its copy by size and semaphore; any block will do."""
+        for copy in self.beside(i, j, half):
+            copy.wait()
+
+        @pl.loop(*self._blocks(i, j))
+        def _(b: jax.Array) -> None:
+            for buffer in self.buffers:
+                self._copy(self.pool.at[0, 0, pl.ds(0, self.chunk.heads)], buffer, half, b).wait()
+
+    def _blocks(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[first, end) of chunk j's blocks that item i sees something in."""
+        size, start = self.chunk.block_size, j * self.chunk.blocks
+        low, high = bounds(self.prefetched[0], i, self.sliding_window)
+        first = jnp.maximum(low // size - start, 0)
+        return first, jnp.minimum((high + size - 1) // size - start, self.chunk.blocks)
+
+    def _copy(self, source: Any, buffer: Any, half: jax.Array | int, b: jax.Array) -> Any:
+        size = self.chunk.block_size
+        slots = pl.ds(pl.multiple_of(b * size, size), size)
+        return pltpu.make_async_copy(
+            source, buffer.at[half, :, slots], self.signals.arrived.at[half]
+        )
+
+
+def clean(buffer: Any, half: jax.Array, own: jax.Array) -> None:
+    """Zero the slots of buffer [2, heads, tokens, head_dim] that are not own, bool [tokens, 1]:
+    a weight of 0 times NaN is NaN."""
+    buffer[half] = jnp.where(own[None], buffer[half], jnp.zeros((), buffer.dtype))

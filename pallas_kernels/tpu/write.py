@@ -1,0 +1,71 @@
+"""Writing a step's K, V or hidden vectors into their slots on TPU: which token goes where."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.pallas_kernels.batch import HIDDEN, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.tpu.common import GRANULE
+from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts, granules, put
+
+
+def _candidates(batch: AttentionBatch) -> int:
+    """The most granules of one plane that a batch can touch."""
+    spread = batch.max_tokens // GRANULE + 2 * min(batch.max_rows, batch.max_tokens)
+    return min(batch.max_tokens, spread)
+
+
+def plan(batch: AttentionBatch, block_size: int, *, hidden: bool) -> Puts:
+    """See `backends.Backend.plan_write`: what `tpu_granules.put` is to do, with k, v and x as its
+    arrays."""
+    # A row's tokens touch consecutive granules, in units counted along its positions.
+    start = batch.context_lens - batch.query_lens
+    used = jnp.arange(batch.max_rows) < batch.num_rows
+    lens = jnp.where(used, batch.query_lens, 0)
+    first = start // GRANULE
+    touched = jnp.where(lens > 0, (start + lens - 1) // GRANULE - first + 1, 0)
+    ends = jnp.cumsum(touched)
+    item = jnp.arange(_candidates(batch), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+    valid = row < batch.max_rows
+    row = jnp.minimum(row, batch.max_rows - 1)
+    stretch = first[row] + item - (ends - touched)[row]
+
+    position = stretch[:, None] * GRANULE + jnp.arange(GRANULE, dtype=jnp.int32)
+    index = position - start[row][:, None]
+    brings = valid[:, None] & (index >= 0) & (index < lens[row][:, None])
+    token = batch.query_start[row][:, None] + index
+    mirrored = batch.direction[row] == RIGHT
+    offset = position % GRANULE
+    slot = jnp.where(mirrored[:, None], GRANULE - 1 - offset, offset)
+    entry = jnp.clip(stretch * GRANULE // block_size, 0, batch.table_width - 1)
+    granule = stretch % (block_size // GRANULE)
+    granule = jnp.where(mirrored, block_size // GRANULE - 1 - granule, granule)
+
+    is_hidden = (batch.kind[row] == HIDDEN) & hidden
+    targets, sources = [], []
+    for plane in (0, 1):
+        mine = valid & ~(is_hidden & (plane == 1))
+        block = batch.tables[row, plane, entry]
+        targets.append(jnp.where(mine, block * (block_size // GRANULE) + granule, NOBODY))
+        which = jnp.where(is_hidden, 2, plane)[:, None]
+        sources.append(jnp.where(brings & mine[:, None], token * PLANES + which, NOBODY))
+    return granules(jnp.concatenate(targets), jnp.tile(slot, (2, 1)), jnp.concatenate(sources))
+
+
+def write(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    x: jax.Array | None,
+    batch: AttentionBatch,
+    plan: Puts,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, a
+    granule of 8 slots at a time."""
+    values = [value.astype(pool.dtype)[:, None] for value in (k, v, x) if value is not None]
+    return put(pool, layer, values, plan, interpret=interpret)

@@ -1,0 +1,1 @@
+"""The same functions in plain XLA, for any device."""

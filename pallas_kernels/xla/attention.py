@@ -1,0 +1,244 @@
+"""Paged attention over K and V in plain XLA operations: the backend that runs everywhere.
+
+Shaped by what XLA's CPU compiler does well: gathers that copy long contiguous runs (whole blocks,
+as the root of a computation of their own, so that no reshape is fused into them), matmuls batched
+over leading dimensions, and few operations a loop step. Loops have traced bounds: padding rows,
+rows of the other cache kind and the unused part of a table cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels.batch import KV, AttentionBatch
+from jaxserve.pallas_kernels.xla import softmax
+from jaxserve.pallas_kernels.xla.gather import chunk_blocks, in_token_order, runs, take
+from jaxserve.pallas_kernels.xla.softmax import Softmax, Step
+
+DECODE_GROUP = 8  # rows that step through their context together
+DECODE_CONTEXT = 64  # tokens of context a step
+SHARED_CONTEXT = 128  # the same where all heads share one vector: more arithmetic a token
+TILE_QUERIES = 128  # a prefill tile: so many queries, times so many tokens of context
+TILE_CONTEXT = 128
+
+
+class Read(NamedTuple):
+    """How to read a row's context in chunks of `width` tokens. chunk(j, lower) -> k, v [1,
+    kv_heads, width, D] of chunk j and the positions int32 [width] of their slots; v is finite
+    outside of [lower, context)."""
+
+    width: int
+    chunk: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def decode(
+    queries: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    lens: jax.Array,
+    step: Step,
+    *,
+    sliding_window: int | None,
+    shared: bool = False,
+) -> jax.Array:
+    """queries [R, kv_heads, M, D] (scaled), row r's over lens[r] cached tokens (0: none) -> the
+    same. shared: over hidden vectors, else over K and V.
+
+    Rows are sorted by length and taken in groups; step j of a group is chunk j of each of its
+    rows' contexts, so that a group costs what its longest row does.
+    """
+    kv_heads, block_size, head_dim = pool.shape[2:]
+    rows, _, many, _ = queries.shape
+    group = min(DECODE_GROUP, rows)
+    chunk = chunk_blocks(SHARED_CONTEXT if shared else DECODE_CONTEXT, block_size, batch)
+    if rows == 1 and not shared:
+        chunk = 1  # whole blocks one by one are faster than a chunk of them put together
+    width, context = chunk * block_size, batch.table_width * block_size
+    flat, runs_of = runs(pool, layer, chunk)
+    planes = 1 if shared else 2
+    padded = jnp.pad(batch.tables[:, :planes], ((0, 0), (0, 0), (0, -batch.table_width % chunk)))
+    order = jnp.pad(jnp.argsort(-lens), (0, -rows % group), constant_values=rows)
+    shape = (group, kv_heads, width, head_dim)
+
+    def one_group(i: jax.Array, out: jax.Array) -> jax.Array:
+        picked = lax.dynamic_slice_in_dim(order, i * group, group)
+        tables = padded.at[picked].get(mode="clip")
+        length = lens.at[picked].get(mode="fill", fill_value=0)
+        side = batch.direction.at[picked].get(mode="clip")
+        query = queries.at[picked].get(mode="clip")
+        slot = in_token_order(chunk, block_size, side)
+        start = jnp.maximum(length - (sliding_window or context), 0)
+
+        def one_chunk(j: jax.Array, state: Softmax) -> Softmax:
+            ids = lax.dynamic_slice_in_dim(tables, j * chunk, chunk, axis=2)
+            position = j * width + slot
+            seen = (position < length[:, None]) & (position >= start[:, None])
+            reads = (length > j * width) & (start < (j + 1) * width)
+            own = seen | ~reads[:, None]
+            wanted = [runs_of(ids[:, plane]) for plane in range(planes)]
+            found = take(flat, wanted, shape, own[:, None, :, None], own.all())
+            new = step(state, query, found[0], found[-1], seen[:, None, None])
+            # A row that this chunk is nothing to adds 0 times whatever is there: keep what it has.
+            return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
+
+        first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // width
+        state = softmax.start((group, kv_heads, many), head_dim, shared=shared)
+        state = lax.fori_loop(first, -(-length.max() // width), one_chunk, state)
+        done = softmax.finish(state).astype(out.dtype)
+        return out.at[picked].set(done, mode="drop")
+
+    groups = -(-jnp.sum(lens > 0) // group)
+    return lax.fori_loop(0, groups, one_group, jnp.zeros_like(queries))
+
+
+def attend_row(
+    out: jax.Array,
+    queries: jax.Array,
+    batch: AttentionBatch,
+    row: jax.Array,
+    read: Read,
+    step: Step,
+    *,
+    kv_heads: int,
+    tile: int,
+    sliding_window: int | None,
+) -> jax.Array:
+    """Fill out [T + tile, H, D] for the row's tokens. queries: of the same shape, scaled. tile:
+    queries that are taken together; a tile may reach past the last token."""
+    num_heads, head_dim = queries.shape[1:]
+    grouped = num_heads // kv_heads
+    length, context = batch.query_lens[row], batch.context_lens[row]
+
+    def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        token = batch.query_start[row] + i * tile
+        query = lax.dynamic_slice_in_dim(queries, token, tile, axis=0)
+        query = query.reshape(tile, kv_heads, grouped, head_dim).transpose(1, 2, 0, 3)
+        query = query.reshape(1, kv_heads, grouped * tile, head_dim)
+        index = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        lower = jnp.zeros_like(context)
+        if sliding_window is not None:
+            lower = jnp.maximum(context - length + i * tile - sliding_window + 1, 0)
+        at = jnp.where(index < length, context - length + index, -1)
+
+        def one_chunk(j: jax.Array, state: Softmax) -> Softmax:
+            k, v, position = read.chunk(j, lower)
+            seen = position <= at[:, None]
+            if sliding_window is not None:
+                seen &= position > at[:, None] - sliding_window
+            return step(state, query, k, v, jnp.tile(seen, (grouped, 1)))
+
+        upper = context - length + jnp.minimum((i + 1) * tile, length)
+        state = softmax.start((1, kv_heads, grouped * tile), head_dim)
+        state = lax.fori_loop(lower // read.width, -(-upper // read.width), one_chunk, state)
+        done = softmax.finish(state)
+        done = done.reshape(kv_heads, grouped, tile, head_dim).transpose(2, 0, 1, 3)
+        done = done.reshape(tile, num_heads, head_dim).astype(out.dtype)
+        # The tile may reach into another row's tokens: keep what is there.
+        old = lax.dynamic_slice_in_dim(out, token, tile, axis=0)
+        done = jnp.where((index < length)[:, None, None], done, old)
+        return lax.dynamic_update_slice_in_dim(out, done, token, axis=0)
+
+    return lax.fori_loop(0, -(-length // tile), one_tile, out)
+
+
+def _prefill(
+    out: jax.Array,
+    queries: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    step: Step,
+    sliding_window: int | None,
+) -> jax.Array:
+    """Fill out [T, H, D] for the tokens of KV rows in [num_decodes, num_rows)."""
+    tile = min(TILE_QUERIES, len(out))
+    padding = ((0, tile), (0, 0), (0, 0))
+    padded = jnp.pad(queries, padding)
+    # A hidden row has no tokens here.
+    lens = jnp.where(batch.kind == KV, batch.query_lens, 0)
+    mine = dataclasses.replace(batch, query_lens=lens)
+
+    def one_row(row: jax.Array, out: jax.Array) -> jax.Array:
+        return attend_row(
+            out,
+            padded,
+            mine,
+            row,
+            _read_blocks(pool, layer, batch, row),
+            step,
+            kv_heads=pool.shape[2],
+            tile=tile,
+            sliding_window=sliding_window,
+        )
+
+    out = lax.fori_loop(batch.num_decodes, batch.num_rows, one_row, jnp.pad(out, padding))
+    return out[: len(queries)]
+
+
+def _read_blocks(
+    pool: jax.Array, layer: jax.Array | int, batch: AttentionBatch, row: jax.Array
+) -> Read:
+    """A row's context as it lies in K and V blocks."""
+    kv_heads, block_size, head_dim = pool.shape[2:]
+    chunk = chunk_blocks(TILE_CONTEXT, block_size, batch)
+    width = chunk * block_size
+    flat, runs_of = runs(pool, layer, chunk)
+    table = jnp.pad(batch.tables[row], ((0, 0), (0, -batch.table_width % chunk)))
+    slot = in_token_order(chunk, block_size, batch.direction[row][None])[0]
+    context = batch.context_lens[row]
+
+    def chunk_of(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
+        position = j * width + slot
+        k, v = take(
+            flat,
+            [runs_of(ids[:1]), runs_of(ids[1:])],
+            (1, kv_heads, width, head_dim),
+            ((position >= lower) & (position < context))[:, None],
+            (j * width >= lower) & ((j + 1) * width <= context),
+        )
+        return k, v, position
+
+    return Read(width, chunk_of)
+
+
+def paged_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+) -> jax.Array:
+    """See `attention.paged_attention`: q [T, H, D] -> the same, decodes in groups of rows, chunks
+    row by row."""
+    kv_heads = pool.shape[2]
+    step = softmax.step(soft_cap)
+    scaled = (q * scale).astype(pool.dtype)
+
+    def decodes(queries: jax.Array, lens: jax.Array) -> jax.Array:
+        shape = (batch.max_rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])
+        done = decode(
+            queries.reshape(shape), pool, layer, batch, lens, step, sliding_window=sliding_window
+        )
+        return done.reshape(queries.shape).astype(q.dtype)
+
+    wanted = batch.kind == KV
+    if decode_only:
+        return decodes(scaled, jnp.where(wanted & (batch.query_lens > 0), batch.context_lens, 0))
+    wanted &= jnp.arange(batch.max_rows, dtype=jnp.int32) < batch.num_decodes
+    token = jnp.where(wanted, batch.query_start, batch.max_tokens)
+    lens = jnp.where(wanted, batch.context_lens, 0)
+    decoded = decodes(scaled.at[token].get(mode="fill", fill_value=0), lens)
+    out = jnp.zeros_like(q).at[token].set(decoded, mode="drop")
+    return _prefill(out, scaled, pool, layer, batch, step, sliding_window)

@@ -1,0 +1,185 @@
+"""Attention over hidden vectors in plain XLA operations: absorbed, and projected."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
+from jaxserve.pallas_kernels.hidden import HiddenProjection, project
+from jaxserve.pallas_kernels.xla import softmax
+from jaxserve.pallas_kernels.xla.attention import TILE_QUERIES, Read, attend_row, decode
+from jaxserve.pallas_kernels.xla.gather import chunk_blocks, in_token_order, runs, take
+
+PROJECT_CONTEXT = 128  # tokens of context that are projected at once
+
+_KV = tuple[jax.Array, jax.Array]
+
+
+def absorbed_attention(
+    qx: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    axis_name: str | None = None,
+) -> jax.Array:
+    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Hidden vectors lie in the
+    pool as the parts of kv_heads heads: two matmuls batched over parts, the first one's results
+    summed over them."""
+    tokens, num_heads, _ = qx.shape
+    rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]
+    wanted = (batch.kind == HIDDEN) & (jnp.arange(rows, dtype=jnp.int32) < batch.num_decodes)
+    token = jnp.where(wanted, batch.query_start, tokens)
+
+    def attend(out: jax.Array) -> jax.Array:
+        queries = (qx.at[token].get(mode="fill", fill_value=0) * scale).astype(pool.dtype)
+        done = decode(
+            queries.reshape(rows, num_heads, parts, head_dim).transpose(0, 2, 1, 3),
+            pool,
+            layer,
+            batch,
+            jnp.where(wanted, batch.context_lens, 0),
+            softmax.step(soft_cap, shared=True, axis_name=axis_name),
+            sliding_window=sliding_window,
+            shared=True,
+        )
+        done = done.transpose(0, 2, 1, 3).reshape(rows, *qx.shape[1:]).astype(qx.dtype)
+        return out.at[token].set(done, mode="drop")
+
+    # Steps with no hidden decode pay for none.
+    return lax.cond(wanted.any(), attend, lambda out: out, jnp.zeros_like(qx))
+
+
+def projected_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    projection: HiddenProjection,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    decode_only: bool,
+) -> jax.Array:
+    """See `attention.projected_attention`: q [T, H, D] -> the same. A row's context is projected
+    once, into K and V of this one row, which its queries then attend over: projecting costs far
+    more than either."""
+    tile = 1 if decode_only else min(TILE_QUERIES, len(q))
+    heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
+    queries = jnp.pad((q * scale).astype(pool.dtype), padding)
+    rows = _Rows(pool, layer, batch, projection, heads, sliding_window)
+    # A KV row has neither tokens nor context here.
+    mine = dataclasses.replace(
+        batch, query_lens=jnp.where(batch.kind == HIDDEN, batch.query_lens, 0)
+    )
+
+    def fill(tile: int, row: jax.Array, state: tuple[jax.Array, _KV]) -> tuple[jax.Array, _KV]:
+        out, scratch = state
+        scratch = rows.project(row, scratch)
+        out = attend_row(
+            out,
+            queries,
+            mine,
+            row,
+            rows.read(row, scratch),
+            softmax.step(soft_cap),
+            kv_heads=heads,
+            tile=tile,
+            sliding_window=sliding_window,
+        )
+        return out, scratch
+
+    def attend(out: jax.Array) -> jax.Array:
+        state = (jnp.pad(out, padding), rows.scratch())
+        state = lax.fori_loop(0, batch.num_decodes, partial(fill, 1), state)
+        if not decode_only:
+            state = lax.fori_loop(batch.num_decodes, batch.num_rows, partial(fill, tile), state)
+        return state[0][: len(q)]
+
+    # Steps with no hidden row pay for none.
+    return lax.cond((mine.query_lens > 0).any(), attend, lambda out: out, jnp.zeros_like(q))
+
+
+class _Rows:
+    """Makes K and V [heads, context, D] of one row's hidden vectors after the other's."""
+
+    def __init__(
+        self,
+        pool: jax.Array,
+        layer: jax.Array | int,
+        batch: AttentionBatch,
+        projection: HiddenProjection,
+        heads: int,
+        sliding_window: int | None,
+    ) -> None:
+        self._batch, self._projection, self._heads = batch, projection, heads
+        self._window = sliding_window
+        self._parts, self._block_size, self._head_dim = pool.shape[2:]
+        self._chunk = chunk_blocks(PROJECT_CONTEXT, self._block_size, batch)
+        self._width = self._chunk * self._block_size
+        self._flat, self._runs_of = runs(pool, layer, self._chunk)
+        self._dtype = pool.dtype
+
+    def scratch(self) -> _KV:
+        """Room for one row. What another row has left there is never read."""
+        chunks = -(-self._batch.table_width // self._chunk)
+        room = jnp.zeros((self._heads, chunks * self._width, self._head_dim), self._dtype)
+        return room, room
+
+    def project(self, row: jax.Array, scratch: _KV) -> _KV:
+        """The scratch with all that the row's queries can see; as it was if the row is not
+        hidden."""
+        batch, width = self._batch, self._width
+        context = batch.context_lens[row]
+        first = jnp.zeros_like(context)
+        if self._window is not None:
+            first = jnp.maximum(context - batch.query_lens[row] - self._window + 1, 0)
+        table = jnp.pad(batch.tables[row, 0], (0, -batch.table_width % self._chunk))
+        slot = self._slots(row)
+
+        def one_chunk(j: jax.Array, made: _KV) -> _KV:
+            ids = lax.dynamic_slice_in_dim(table, j * self._chunk, self._chunk)
+            position = j * width + slot
+            (x,) = take(
+                self._flat,
+                [self._runs_of(ids[None])],
+                (1, self._parts, width, self._head_dim),
+                ((position >= first) & (position < context))[:, None],
+                (j * width >= first) & ((j + 1) * width <= context),
+            )
+            x = x[0].transpose(1, 0, 2).reshape(width, self._parts * self._head_dim)
+            k, v = project(x, position, self._projection, self._heads)
+            return _put(made[0], k, j * width), _put(made[1], v, j * width)
+
+        last = jnp.where(batch.kind[row] == HIDDEN, -(-context // width), 0)
+        return lax.fori_loop(first // width, last, one_chunk, scratch)
+
+    def read(self, row: jax.Array, scratch: _KV) -> Read:
+        """The row's context, once projected."""
+        slot = self._slots(row)
+
+        def chunk_of(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            k, v = (
+                lax.dynamic_slice_in_dim(a, j * self._width, self._width, axis=1)[None]
+                for a in scratch
+            )
+            return k, v, j * self._width + slot
+
+        return Read(self._width, chunk_of)
+
+    def _slots(self, row: jax.Array) -> jax.Array:
+        side = self._batch.direction[row]
+        return in_token_order(self._chunk, self._block_size, side[None])[0]
+
+
+def _put(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

@@ -1,0 +1,1 @@
+"""The accounting of cache blocks and host memory: who holds what, and what moves."""

@@ -1,0 +1,350 @@
+"""Accounting of the one block pool: which request owns which block, in ids, not arrays.
+
+A block holds K, or V, or hidden vectors of up to `block_size` tokens for all layers (Apt-Serve
+section 4.3). It may have two owners, one filling it from the left and one from the right (BROS
+section 5), or many readers when it is a full, shared prefix block.
+
+Nobody else knows how many blocks a token takes: everybody asks here, or `block_sizes.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY, BlockEnds
+from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
+
+
+class BlockPool(BlockEnds):
+    """Blocks of `max_owners` rows. tables: int32 [max_owners, 2, width]; [row, 0] are the row's K
+    (or hidden) blocks in order, [row, 1] its V blocks; entries past `held[row]` are stale.
+
+    kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows without
+    cache. held: int64 [max_owners], blocks a plane. cap: int16 [max_owners, width], how many of the
+    tokens of each of a row's blocks are there at most: block_size, or fewer where the last ones
+    are on the host (BROS section 5.2)."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
+        super().__init__(num_blocks)
+        self.block_size, self.width = block_size, width
+        self.tables = np.zeros((max_owners, 2, width), np.int32)
+        self.cap = np.full((max_owners, width), block_size, np.int16)
+        self.held = np.zeros(max_owners, np.int64)
+        self.kind = np.zeros(max_owners, np.int8)
+        self.direction = np.zeros(max_owners, np.int8)
+        self._hidden = False  # whether anybody has ever had a hidden cache
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool holds with K and V."""
+        return tokens_in(self.num_blocks, self.block_size)
+
+    def as_tokens(self, blocks: Any) -> Any:
+        """Tokens whose K and V so many blocks would hold, halves of a pair included; numbers or
+        arrays: how much of the pool something takes, whatever its kind."""
+        return blocks * self.block_size // int(PLANES[KV])
+
+    def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
+        """Blocks that a cache of so many tokens takes; numbers or arrays."""
+        return blocks_for(tokens, self.block_size, kind)
+
+    def blocks_held(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that each row holds in all planes, those it shares included, int64 [n]."""
+        return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
+
+    def room(self, rows: np.ndarray) -> np.ndarray:
+        """Cache tokens for which each row has blocks, int64 [n]."""
+        return np.asarray(self.held[rows] * self.block_size)
+
+    def blocks_of(self, row: int | np.integer) -> np.ndarray:
+        """The row's block ids, int32 [planes, held]: of K and V, or of hidden vectors."""
+        return self.tables[row, : PLANES[self.kind[row]], : self.held[row]]
+
+    def needed(
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        kinds: np.ndarray,
+        held: np.ndarray | None = None,
+        kind: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Free blocks each row needs to hold `tokens` tokens in `kinds`, given what it holds now,
+        int64 [n]; a hidden cache that is to be KV takes a V block for each of its blocks besides.
+        held, kind: by row, instead of the pool's own: what would be after some operations."""
+        have = (self.held if held is None else held)[rows]
+        new = np.maximum(blocks_a_plane(tokens, self.block_size) - have, 0) * PLANES[kinds]
+        if self._hidden:
+            hidden = (self.kind if kind is None else kind)[rows] == HIDDEN
+            new += have * (hidden & (kinds == KV))
+        return np.asarray(new)
+
+    def returned_by(self, rows: np.ndarray, refs: np.ndarray | None = None) -> np.ndarray:
+        """Blocks that each of the rows, which are different, would free if they were released one
+        after the other, int64 [n]. A block that several of them hold counts with the last of them,
+        one that others hold with nobody. refs: holders by block, where it is no longer the pool's
+        own that counts; lowered."""
+        if not self.num_shared:
+            return self.blocks_held(rows)
+        refs = self.refs.copy() if refs is None else refs
+        return np.array([self.returned(row, refs) for row in rows.tolist()], np.int64)
+
+    def returned(self, row: int, refs: np.ndarray | None = None) -> int:
+        """Blocks that the row would free if it were released. refs: see `returned_by`."""
+        if not self.num_shared:
+            return int(self.held[row] * PLANES[self.kind[row]])
+        refs = self.refs.copy() if refs is None else refs
+        ids = self.blocks_of(row).ravel()
+        refs[ids] -= 1
+        return int(np.count_nonzero(refs[ids] == 0))
+
+    def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
+        """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
+        first), 2]: (block, slot)."""
+        index, offset = np.divmod(np.arange(first, end), self.block_size)
+        if self.direction[row] == RIGHT:
+            offset = self.block_size - 1 - offset
+        blocks = self.blocks_of(row)[:, index]
+        slots = np.broadcast_to(offset, blocks.shape)
+        return np.stack([blocks, slots], axis=-1).reshape(-1, 2).astype(np.int32)
+
+    def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+        """`slots_of` rows, first and end, int64 [n] each: how many each has, and all of them."""
+        each = [self.slots_of(*one) for one in zip(*(c.tolist() for c in ranges), strict=True)]
+        return tuple(map(len, each)), np.concatenate(each)
+
+    def holders(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every used block once, and a row that holds it: ids and rows [num_used], by id."""
+        holding = np.flatnonzero(self.held)
+        ids = [self.blocks_of(row).ravel() for row in holding.tolist()]
+        if not ids:
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
+        rows = np.repeat(holding, [len(mine) for mine in ids])
+        unique, first = np.unique(np.concatenate(ids), return_index=True)
+        return unique, rows[first]
+
+    def follow(self, rows: int) -> None:
+        """Makes room for owners up to `rows`."""
+        old = len(self.held)
+        if rows <= old:
+            return
+        tables = np.zeros((rows, *self.tables.shape[1:]), np.int32)
+        holding = np.flatnonzero(self.held)
+        tables[holding] = self.tables[holding]  # the others' pages are never touched
+        self.tables = tables
+        more = np.full((rows - old, self.cap.shape[1]), self.block_size, np.int16)
+        self.cap = np.concatenate([self.cap, more])
+        for name in ("held", "kind", "direction"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(rows - old, column.dtype)]))
+
+    def open(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
+        """Starts an empty cache for the row. ValueError if it has one."""
+        self.open_all(np.array([row]), kind, direction)
+
+    def open_all(self, rows: np.ndarray, kinds: Any, directions: Any = LEFT) -> None:
+        """Starts an empty cache for each of the rows; one kind and direction for all, or arrays
+        [n]. ValueError if one of them has one."""
+        if np.count_nonzero(self.held[rows]):
+            raise ValueError(f"row {rows[self.held[rows] > 0][0]} still holds blocks")
+        self.kind[rows], self.direction[rows] = kinds, directions
+        self._hidden = self._hidden or bool(np.count_nonzero(kinds))
+
+    def grow(self, row: int, tokens: int) -> None:
+        """Makes room for `tokens` tokens in all. Raises as `grow_all`."""
+        self.grow_all(np.array([row]), np.array([tokens]))
+
+    def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Makes room for tokens[i] tokens in all in each of the rows, which are different.
+        OutOfBlocks, or ValueError if a row would be wider than a table."""
+        have, want = self.held[rows], blocks_a_plane(tokens, self.block_size)
+        short = want > have
+        if not (count := np.count_nonzero(short)):
+            return
+        if count < len(rows):
+            rows, tokens, have, want = rows[short], tokens[short], have[short], want[short]
+        if int(want.max()) > self.width:
+            need = f"{tokens.max()} tokens need {want.max()} blocks, limit {self.width}"
+            raise ValueError(f"row {rows[np.argmax(want)]}: {need}")
+        self._extend(rows, have, want)
+        self.held[rows] = want
+
+    def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
+        """Blocks for rows that have so many a plane, and get to have so many more. OutOfBlocks."""
+        kinds = self.kind[rows]
+        if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
+            two = np.repeat(rows, 2)  # one block of K and one of V each
+            ids = self._take(two, self.direction[two], np.repeat(have, 2))
+            self.tables[rows, 0, have], self.tables[rows, 1, have] = ids[::2], ids[1::2]
+            return
+        counts = (want - have) * (planes := PLANES[kinds])
+        owner = np.repeat(rows, counts)
+        each = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        of = np.repeat(planes, counts)
+        at = np.repeat(have, counts) + each // of
+        self.tables[owner, each % of, at] = self._take(owner, self.direction[owner], at)
+
+    def widen(self, rows: np.ndarray) -> None:
+        """Makes KV caches of the hidden ones of these rows, which are different: their blocks
+        become K blocks, and each row gets as many V blocks. OutOfBlocks, or ValueError where there
+        is no hidden cache or where it shares blocks."""
+        for row in rows.tolist():
+            self.check_widens(row)
+        counts = self.held[rows]
+        owner = np.repeat(rows, counts)
+        index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
+        self.kind[rows] = KV
+
+    def check_widens(self, row: int, refs: np.ndarray | None = None) -> None:
+        """ValueError if the row has no hidden cache of its own that could become K and V. refs:
+        holders by block, instead of the pool's own: what would be after some operations."""
+        if self.kind[row] != HIDDEN:
+            raise ValueError(f"row {row} has no hidden cache")
+        if ((self.refs if refs is None else refs)[self.blocks_of(row)] != 1).any():
+            raise ValueError(f"row {row} shares blocks; they cannot be written to")
+
+    def join(self, row: int, blocks: np.ndarray) -> None:
+        """Extends the row by blocks int [k, planes], in each of which the other end belongs to
+        somebody else (BROS section 5). ValueError as `check_join`."""
+        kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
+        blocks = self.check_join(row, blocks, kind, side, first := int(self.held[row]))
+        self.tables[row, : blocks.shape[1], first : first + len(blocks)] = blocks.T
+        self._hold(blocks, row, side, np.arange(first, first + len(blocks))[:, None])
+        self.held[row] += len(blocks)
+
+    def check_join(
+        self,
+        row: int,
+        blocks: np.ndarray,
+        kind: CacheKind,
+        side: Direction,
+        held: int,
+        owners: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The blocks as an array [k, planes]. ValueError if a row of that kind, which fills from
+        that side and holds so many, cannot take them: this end is taken, or the block is free or a
+        shared prefix. owners: instead of the pool's own."""
+        owners = self.owners if owners is None else owners
+        planes, blocks = int(PLANES[kind]), np.asarray(blocks)
+        if blocks.ndim != 2 or blocks.shape[1] != planes:
+            raise ValueError(f"row {row} takes {planes} blocks at a time, got {blocks.tolist()}")
+        if len(np.unique(blocks)) != blocks.size:
+            raise ValueError(f"row {row} takes different blocks, got {blocks.tolist()}")
+        if held + len(blocks) > self.width:
+            raise ValueError(f"row {row}: {held + len(blocks)} blocks, limit {self.width}")
+        for block in blocks.ravel().tolist():
+            ends = owners[block] if 0 <= block < len(owners) else (NOBODY, NOBODY)
+            if ends[side] != NOBODY or ends[1 - side] == NOBODY:
+                raise ValueError(f"block {block} has no free end for row {row}")
+        return blocks
+
+    def share(self, source: int, row: int, blocks: int) -> None:
+        """Lets `row`, which must be empty, read the first `blocks` full blocks of `source`.
+        Shared blocks have no owner: nobody writes to them."""
+        if self.held[row]:
+            raise ValueError(f"row {row} still holds blocks")
+        if blocks > self.held[source]:
+            raise ValueError(f"row {source} holds {self.held[source]} blocks, not {blocks}")
+        if (self.cap[source, :blocks] < self.block_size).any():
+            raise ValueError(f"some of what row {source} has in these blocks is on the host")
+        ids = self.blocks_of(source)[:, :blocks]
+        if (self.owners[ids, 1 - self.direction[source]] != NOBODY).any():
+            raise ValueError(f"row {source} shares a block's other end; it cannot be a prefix")
+        self.kind[row], self.direction[row] = self.kind[source], self.direction[source]
+        self.tables[row, : len(ids), :blocks] = ids
+        self._share(ids)
+        self.owners[ids] = NOBODY
+        self.held[row] = blocks
+
+    def copy_all(self, rows: np.ndarray, index: np.ndarray, computed: np.ndarray) -> np.ndarray:
+        """Gives each row free blocks in place of its index[i]-th ones, which others may go on
+        holding: int32 [m, 4], (source block, slot, target block, slot) of what it has there. No
+        target block is a source. computed: int64 by row, cached tokens. OutOfBlocks, or ValueError
+        if a row has no such block."""
+        which = list(zip(rows.tolist(), index.tolist(), strict=True))
+        for row, i in which:
+            if not 0 <= i < self.held[row]:
+                raise ValueError(f"row {row} holds {self.held[row]} blocks, none numbered {i}")
+        old = [self.blocks_of(row)[:, i].copy() for row, i in which]
+        counts = [len(ids) for ids in old]
+        owner = np.repeat(rows, counts)
+        taken = self._take(owner, self.direction[owner], np.repeat(index, counts))
+        moved = [np.zeros((0, 4), np.int32)]
+        new = np.split(taken, np.cumsum(counts)[:-1])
+        for (row, i), before, after in zip(which, old, new, strict=True):
+            first = i * self.block_size
+            there = min(int(computed[row]) - first, int(self.cap[row, i]))
+            source = self.slots_of(row, first, first + max(there, 0))
+            self.tables[row, : len(before), i] = after
+            moved.append(np.hstack([source, self.slots_of(row, first, first + max(there, 0))]))
+            self._let_go(before, row, int(self.direction[row]))
+        return np.concatenate(moved)
+
+    def filled(self, ids: np.ndarray, side: int, computed: np.ndarray) -> np.ndarray:
+        """Tokens in each of the blocks of the row that fills it from that side, int64 [n]; 0
+        without one. computed: int64 by row, cached tokens."""
+        rows, at = self.owners[ids, side], self.at[ids, side]
+        tokens = computed[rows] - at.astype(np.int64) * self.block_size
+        there = np.minimum(tokens, self.cap[rows, at])
+        return np.where(rows == NOBODY, 0, np.maximum(there, 0))
+
+    def lose(self, row: int, first: int, end: int) -> None:
+        """The row's tokens first to end (not included), the last that it has in their blocks, are
+        no longer there."""
+        index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
+        self.cap[row, index] = np.maximum(first - index * self.block_size, 0)
+
+    def regain(self, row: int, first: int, end: int, computed: int) -> None:
+        """They are there again. computed: tokens cached, those that are missing included."""
+        index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
+        self.cap[row, index] = self.block_size
+        left = end - int(index[-1]) * self.block_size
+        if end < computed and left < self.block_size:
+            self.cap[row, index[-1]] = left
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """Gives back what the row holds beyond room for its first `tokens` tokens."""
+        stay, held = blocks_a_plane(tokens, self.block_size), int(self.held[row])
+        if stay > held:
+            return
+        if stay < held:
+            self._let_go(self.blocks_of(row)[:, stay:].ravel(), row, int(self.direction[row]))
+            self.held[row] = stay
+            self.cap[row, stay:held] = self.block_size
+        if stay and tokens - (stay - 1) * self.block_size <= self.cap[row, stay - 1]:
+            self.cap[row, stay - 1] = self.block_size  # what was missing there is none of it
+
+    def release(self, row: int) -> None:
+        """Gives back all that the row holds; blocks that others still read or fill stay."""
+        if held := self.held[row]:
+            self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
+            self.cap[row, :held] = self.block_size
+            self.held[row] = 0
+        self.kind[row], self.direction[row] = KV, LEFT
+
+    def release_all(self, rows: np.ndarray) -> None:
+        """Each of the rows, one after the other, gives back all that it holds."""
+        for row in rows.tolist():
+            self.release(row)
+
+    def check(self) -> None:
+        """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""
+        refs = np.zeros(len(self.refs), np.int64)
+        for row in np.flatnonzero(self.held):
+            ids = self.blocks_of(row).ravel()
+            assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
+            others = self.owners[ids, self.direction[row]]
+            assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
+            refs[ids] += 1
+        assert (refs == self.refs).all(), "reference counts differ from the tables"
+        assert self.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
+        self._free.check(refs > 0)
+        for side in Direction:
+            for block in np.flatnonzero(self.owners[:, side] != NOBODY):
+                held = self.blocks_of(self.owners[block, side])[:, self.at[block, side]]
+                assert block in held, f"block {block} has an owner that does not hold it there"
+        whole = np.arange(self.width) >= self.held[:, None]
+        assert (self.cap[whole] == self.block_size).all(), "tokens are missing where there are none"

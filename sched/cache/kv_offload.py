@@ -1,0 +1,207 @@
+"""Accounting of the host memory that holds checkpoints of caches (BROS section 5.2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+
+_SEGMENT = np.dtype(
+    [
+        ("key", np.int64),
+        ("first", np.int64),
+        ("end", np.int64),
+        ("kind", np.int8),
+        ("side", np.int8),
+    ]
+)
+
+
+class Segment(NamedTuple):
+    """Tokens [first, end) of a request's cache on the host. key: its own for ever."""
+
+    key: int
+    first: int
+    end: int
+    kind: CacheKind
+    direction: Direction
+
+    @property
+    def slots(self) -> int:
+        """Slots that it takes, of one plane each."""
+        return int(slots_for(self.end - self.first, self.kind))
+
+
+class HostMemory:
+    """Segments by row of the request table, of `rows` rows. capacity: slots, of one plane each.
+
+    tokens: int64 [rows], how many of each row's are here. Those below what the row has computed are
+    missing from its cache until they are restored. Since the start: num_saved, num_restored: slots;
+    num_full: preemptions of requests whose lost tokens found no room here."""
+
+    def __init__(self, capacity: int = 0, rows: int = 0) -> None:
+        self.capacity = capacity
+        self.num_used = 0
+        self.num_saved = self.num_restored = self.num_full = 0
+        self.tokens = np.zeros(rows, np.int64)
+        # Most rows have one segment, if any: a column each. Those of the others are in lists.
+        self._one = np.zeros(rows, _SEGMENT)
+        self._several: dict[int, list[Segment]] = {}
+        self._next_key = 0
+        self._dropped: list[int] = []
+
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        more = rows - len(self.tokens)
+        if more > 0:
+            self.tokens = np.concatenate([self.tokens, np.zeros(more, np.int64)])
+            self._one = np.concatenate([self._one, np.zeros(more, _SEGMENT)])
+
+    @property
+    def num_free(self) -> int:
+        """Slots in no use."""
+        return self.capacity - self.num_used
+
+    def segments(self, row: int) -> tuple[Segment, ...]:
+        """The row's, by first token; they do not overlap."""
+        if row in self._several:
+            return tuple(self._several[row])
+        return (_segment(self._one[row]),) if self.tokens[row] else ()
+
+    def find(self, row: int, first: int) -> Segment | None:
+        """The row's segment that begins at that token."""
+        return next((s for s in self.segments(row) if s.first == first), None)
+
+    def add(
+        self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: Any, sides: Any
+    ) -> np.ndarray:
+        """New segments, [n] each: their keys. ValueError, and nothing is added, if there is no
+        room, or some of it is here already."""
+        slots = int(slots_for(end - first, kinds).sum())
+        if slots > self.num_free:
+            raise ValueError(f"{slots} host slots wanted, {self.num_free} free")
+        new = np.zeros(len(rows), _SEGMENT)
+        new["key"] = keys = np.arange(self._next_key, self._next_key + len(rows))
+        new["first"], new["end"], new["kind"], new["side"] = first, end, kinds, sides
+        if np.count_nonzero(self.tokens[rows]) or len(set(rows.tolist())) < len(rows):
+            self._add_to_several(rows, new)
+        else:
+            self._one[rows] = new
+        self._next_key += len(rows)
+        self.num_used += slots
+        self.num_saved += slots
+        np.add.at(self.tokens, rows, end - first)
+        return np.asarray(keys)
+
+    def _add_to_several(self, rows: np.ndarray, new: np.ndarray) -> None:
+        lists = {row: list(self.segments(row)) for row in rows.tolist()}
+        for row, segment in zip(rows.tolist(), map(_segment, new), strict=True):
+            if any(s.first < segment.end and segment.first < s.end for s in lists[row]):
+                taken = f"{segment.first} to {segment.end}"
+                raise ValueError(f"row {row}: tokens {taken} are on the host already")
+            lists[row].append(segment)
+        for mine in lists.values():
+            mine.sort(key=lambda s: s.first)
+        self._several |= lists
+
+    def restore(self, rows: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """The rows' segments that begin at these tokens go back to the pool: records [n] with their
+        key, first, end, kind and side. KeyError if there is no such segment."""
+        found = self._one[rows]
+        sole = (self.tokens[rows] > 0) & (found["first"] == first)
+        for i in np.flatnonzero(~sole | self._is_among_several(rows)).tolist():
+            row, segment = int(rows[i]), self.find(int(rows[i]), int(first[i]))
+            if segment is None:
+                raise KeyError(f"row {row} has nothing on the host from token {first[i]} on")
+            found[i] = segment
+        self.num_restored += int(_slots(found).sum())
+        self._remove(rows, found)
+        return found
+
+    def keep_chains(self, rows: np.ndarray, first: np.ndarray) -> None:
+        """Of each row's, those that begin at token first[i] or later are no longer needed but for
+        those that go on there without a gap. The rows are different."""
+        if not self.num_used:
+            return
+        among = self._is_among_several(rows)
+        gone = ~among & (self.tokens[rows] > 0) & (self._one["first"][rows] > first)
+        self._remove(rows[gone], self._one[rows[gone]])
+        for row, keep in zip(rows[among].tolist(), first[among].tolist(), strict=True):
+            for segment in self.segments(row):
+                if segment.first == keep:
+                    keep = segment.end
+                elif segment.first > keep:
+                    self._remove(np.array([row]), np.array([segment], _SEGMENT))
+
+    def note_losses(
+        self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: np.ndarray
+    ) -> None:
+        """The rows' cached tokens first[i] to end[i] (not included) are lost, but for those of them
+        that are here. If the others would not have found room, that is why they are."""
+        lost = end - first
+        if self.num_used:
+            here = np.where(self._one["first"][rows] >= first, self.tokens[rows], 0)
+            for i in np.flatnonzero(self._is_among_several(rows)).tolist():
+                mine = self.segments(int(rows[i]))
+                here[i] = sum(s.end - s.first for s in mine if s.first >= first[i])
+            lost = lost - here
+        lost = slots_for(lost, kinds)
+        self.num_full += int(np.count_nonzero(lost > self.num_free))
+
+    def release(self, row: int) -> None:
+        """All of the row's are no longer needed."""
+        for segment in self.segments(row):
+            self._remove(np.array([row]), np.array([segment], _SEGMENT))
+
+    def _is_among_several(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows' segments are in a list, bool [n]."""
+        if not self._several:
+            return np.zeros(len(rows), bool)
+        return np.isin(rows, list(self._several))
+
+    def _remove(self, rows: np.ndarray, segments: np.ndarray) -> None:
+        if self._several:
+            for row, segment in zip(rows.tolist(), map(_segment, segments), strict=True):
+                if mine := self._several.get(row):
+                    mine.remove(segment)
+                    if not mine:
+                        del self._several[row]
+        self.num_used -= int(_slots(segments).sum())
+        np.subtract.at(self.tokens, rows, segments["end"] - segments["first"])
+        self._dropped += segments["key"].tolist()
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Keys whose contents may be forgotten, since this was last asked."""
+        keys, self._dropped = tuple(self._dropped), []
+        return keys
+
+    def drop_again(self, keys: Sequence[int]) -> None:
+        """Nobody has forgotten their contents after all; `take_dropped` says them once more."""
+        self._dropped += keys
+
+    def check(self) -> None:
+        """AssertionError if counts or segments do not add up."""
+        every = {row: self.segments(row) for row in range(len(self.tokens))}
+        slots = sum(s.slots for mine in every.values() for s in mine)
+        assert self.num_used == slots, "host slots are miscounted"
+        assert 0 <= self.num_used <= self.capacity, "more on the host than fits"
+        keys = [s.key for mine in every.values() for s in mine]
+        assert len(set(keys)) == len(keys), "two segments have one key"
+        for row, mine in every.items():
+            assert self.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
+            for before, after in itertools.pairwise(mine):
+                assert before.end <= after.first, "segments overlap"
+
+
+def _segment(record: Any) -> Segment:
+    key, first, end, kind, side = record.tolist()
+    return Segment(key, first, end, CacheKind(kind), Direction(side))
+
+
+def _slots(segments: np.ndarray) -> np.ndarray:
+    return np.asarray(slots_for(segments["end"] - segments["first"], segments["kind"]))

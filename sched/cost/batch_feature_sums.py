@@ -1,0 +1,59 @@
+"""What batches that a policy imagines would cost, by sums over the requests in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures
+
+NUM_COLUMNS = 6
+LOOK = 64  # sizes that are asked for at once
+
+
+def columns(tokens: np.ndarray, start: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    """What requests with K and V add to the features of a batch, int64 [NUM_COLUMNS, n]. tokens:
+    int64 [n], computed in it; start: cached before; decodes: bool, the others are prefills."""
+    found = np.empty((NUM_COLUMNS, len(tokens)), np.int64)
+    found[0], found[2] = tokens, decodes
+    found[4] = 1 - found[2]
+    found[1] = found[2] * (start + 1)
+    found[3] = found[4] * tokens * (tokens + 2 * start)
+    found[5] = found[4] * start
+    return found
+
+
+def features(sums: np.ndarray, **moved: Any) -> BatchFeatures:
+    """Of batches whose requests' columns sum up to these, [NUM_COLUMNS, m]. moved: slots, as
+    `BatchFeatures` names them, arrays [m]."""
+    tokens, read, decodes, quad, prefills, before = sums
+    return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before, **moved)
+
+
+def prefix(ok: np.ndarray) -> int:
+    """How many there are before the first that is not."""
+    return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+def longest(seconds: Callable[[np.ndarray], np.ndarray], limit: float, most: int) -> int:
+    """The most tokens that a piece of a prompt may have; 0 if there are none.
+
+    Args:
+        seconds: of the batch with a piece of so many tokens, int64 [n] to float64 [n]; a larger
+            one takes no less.
+        limit: seconds that it may take.
+        most: tokens.
+    """
+    if limit == np.inf:
+        return max(most, 0)
+    low, high = 0, most + 1  # so many do, and so many are too many
+    while high - low > 1:
+        tokens = np.linspace(low + 1, high - 1, min(LOOK, high - low - 1), dtype=np.int64)
+        count = prefix(seconds(tokens) <= limit)
+        if count < len(tokens):
+            high = int(tokens[count])
+        if count:
+            low = int(tokens[count - 1])
+    return low

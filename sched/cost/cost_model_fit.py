@@ -1,0 +1,186 @@
+"""Fits a linear cost model to measured steps: non-negative least squares, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+
+FOLDS = 5
+PRIOR = 16.0  # steps that a prior counts as much as
+
+
+class FitError(ValueError):
+    """The samples do not determine a model; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step: its features, and the seconds that it kept the device busy."""
+
+    features: BatchFeatures
+    seconds: float
+
+    @property
+    def part(self) -> str:
+        """decode, prefill or mixed: what the batch is made of."""
+        if not self.features.num_prefills:
+            return "decode"
+        return "mixed" if self.features.num_decodes else "prefill"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted model and what is known of its errors.
+
+    r2: coefficient of determination per part (`decode`, `prefill`, `mixed`, `all`) of those the
+    samples have at least three of. mean_error, worst_error: relative, on the samples themselves.
+    leave_out_error: mean relative error on samples that the model was not fitted to, five folds.
+    """
+
+    model: LinearCostModel
+    r2: dict[str, float]
+    mean_error: float
+    worst_error: float
+    leave_out_error: float
+
+
+def fit(samples: Sequence[Sample], num_layers: int) -> Fit:
+    """The model that minimises the squared relative errors, so that short steps, which are the
+    most frequent, count as much as long ones; no coefficient is negative.
+
+    Raises FitError for fewer than ten samples, or one that took no time.
+    """
+    if len(samples) < 10:
+        raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
+    seconds = np.array([s.seconds for s in samples])
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise FitError("every measured step must have taken a positive time")
+    design = np.array([columns(s.features) for s in samples]) * num_layers
+    weights = _solve(design, seconds)
+    predicted = design @ weights
+    relative = np.abs(predicted - seconds) / seconds
+    parts = np.array([s.part for s in samples])
+    r2 = {
+        name: _r2(seconds[parts == name], predicted[parts == name])
+        for name in ("decode", "prefill", "mixed")
+        if np.count_nonzero(parts == name) >= 3
+    }
+    r2["all"] = _r2(seconds, predicted)
+    model = LinearCostModel(Coefficients(*weights.tolist()), num_layers)
+    return Fit(
+        model, r2, float(relative.mean()), float(relative.max()), _leave_out(design, seconds)
+    )
+
+
+def least_squares(samples: Sequence[Sample], num_layers: int) -> LinearCostModel:
+    """The model that `fit` finds, from any number of samples: fewer than it takes say little."""
+    design = np.array([columns(s.features) for s in samples]) * num_layers
+    weights = _solve(design, np.array([s.seconds for s in samples]))
+    return LinearCostModel(Coefficients(*weights.tolist()), num_layers)
+
+
+def columns(f: BatchFeatures, model: LinearCostModel | None = None) -> list[Any]:
+    """In the order of `Coefficients`: their product is seconds a layer. Of a batch: numbers; of
+    several: arrays, or one number for all of them.
+
+    model: if it is an overlapped one, a step says what its batch takes, or what its copies take:
+    whichever is the longer of the two as the model has it. By default it says what both add up to.
+    """
+    batch, copies = 1, f.saved_slots + f.loaded_slots
+    if model is not None and model.overlapped:
+        longer = np.maximum(f.saved_slots, f.loaded_slots)
+        copying = model.num_layers * model.coefficients.swapped_slot * longer
+        batch = (longer == 0) | (model.batch_time(f) > copying)
+        copies = longer * (1 - batch)
+    return [
+        batch * f.padded_tokens,
+        batch * 1.0,
+        batch * f.decode_kv,
+        batch * 1.0 * (f.num_decodes > 0),
+        batch * f.num_decodes,
+        batch * f.prefill_quad,
+        batch * 1.0 * (f.num_prefills > 0),
+        batch * f.num_prefills,
+        batch * f.prefill_m,
+        batch * f.hidden_tokens,
+        batch * f.projected_tokens,
+        batch * f.copied_slots,
+        copies,
+        batch * f.hidden_prefill,
+        batch * f.sampled_rows,
+        batch * 1.0 * (f.padded_tokens > 1),
+    ]
+
+
+def nearest(
+    a: np.ndarray,
+    b: np.ndarray,
+    weight: float,
+    prior: np.ndarray,
+    held: float | np.ndarray = PRIOR,
+) -> np.ndarray:
+    """Non-negative least squares with a ridge: the weights w >= 0 that minimise w a w - 2 w b, held
+    near a multiple of a prior, which is all there is of those whose features nobody has seen.
+
+    a [k, k], b [k]: normal equations of rows whose weights sum up to `weight`. prior [k]: none
+    negative. held: rows that it counts as much as, or each of its weights does, [k].
+    """
+    # The one factor by which the prior would predict best: this device may just be slower.
+    # What is hardly held explains whatever it can of that.
+    rows = np.broadcast_to(held, len(prior))
+    free = rows < 1.0
+    shared = a[free] @ prior
+    taken = np.linalg.pinv(a[np.ix_(free, free)]) @ shared
+    fits = float(prior @ a @ prior - taken @ shared)
+    scale = float(prior @ b - taken @ b[free]) / fits if fits else 1.0
+    values = scale * prior
+    seen = np.flatnonzero(a.diagonal())
+    # Columns range over nine orders of magnitude: each is measured by its root mean square.
+    size = np.sqrt(a.diagonal()[seen] / weight)
+    near = a[np.ix_(seen, seen)] / np.outer(size, size)
+    near[np.diag_indices(len(seen))] += rows[seen]
+    factor = np.linalg.cholesky(near)
+    wanted = b[seen] / size + rows[seen] * values[seen] * size
+    found = _nnls(factor.T, np.linalg.solve(factor, wanted))
+    values[seen] = found / size
+    return values
+
+
+def _solve(design: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    rows = design / seconds[:, None]
+    # Columns range over nine orders of magnitude; unit maxima keep the solver's tolerance sound.
+    size = np.abs(rows).max(axis=0)
+    size[size == 0] = 1.0
+    return _nnls(rows / size, np.ones(len(seconds))) / size
+
+
+def ready_to_fit() -> None:
+    """Imports what fitting needs: most of a second, which few commands are to wait for."""
+    _nnls(np.eye(1), np.ones(1))
+
+
+def _nnls(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    from scipy.optimize import nnls
+
+    return np.asarray(nnls(rows, wanted)[0])
+
+
+def _leave_out(design: np.ndarray, seconds: np.ndarray) -> float:
+    """Every FOLDS-th sample is left out in turn."""
+    errors = np.empty(len(seconds))
+    fold = np.arange(len(seconds)) % FOLDS
+    for i in range(FOLDS):
+        out = fold == i
+        weights = _solve(design[~out], seconds[~out])
+        errors[out] = np.abs(design[out] @ weights - seconds[out]) / seconds[out]
+    return float(errors.mean())
+
+
+def _r2(seconds: np.ndarray, predicted: np.ndarray) -> float:
+    spread = ((seconds - seconds.mean()) ** 2).sum()
+    return float(1.0 - ((seconds - predicted) ** 2).sum() / spread) if spread > 0 else 1.0

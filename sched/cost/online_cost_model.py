@@ -1,0 +1,83 @@
+"""A cost model that learns from the steps that it has predicted, in the engine and the simulator.
+
+Non-negative least squares over exponentially forgotten normal equations, held near a multiple of
+the model that it began with where the steps say nothing else. (A recursive least squares with
+clipped coefficients diverged on measured steps: clipping one leaves its share in the others.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model_fit import columns, nearest, ready_to_fit
+
+HALF_LIFE = 1000  # steps after which an observation counts half
+ERROR_HALF_LIFE = 100
+EVERY = 32  # steps from one solution to the next; the first ones come sooner
+CLIP = 2.0  # an observation counts as at most so many times what was to be expected
+RECENT = 5  # steps that say how far the predictions are off just now
+
+
+class OnlineCostModel:
+    """A `CostModel`, as good as `prior` at first.
+
+    What is minimised are squared errors relative to what was to be expected, so short steps count
+    as much as long ones, and noise does not pull the predictions down. A step that took absurdly
+    long, say since the process was stopped, counts as CLIP times what the last few let expect, and
+    is forgotten like all others. Not thread-safe.
+    """
+
+    def __init__(self, prior: LinearCostModel) -> None:
+        ready_to_fit()  # no step is to wait for it
+        self.model = prior
+        self.steps = 0
+        self._prior = np.array(list(prior.coefficients.as_dict().values()))
+        size = len(self._prior)
+        self._a, self._b = np.zeros((size, size)), np.zeros(size)
+        self._weight = 0.0  # of all observations that are not forgotten
+        self._recent: deque[float] = deque(maxlen=RECENT)  # taken over predicted
+        self._error, self._error_weight = 0.0, 0.0
+
+    @property
+    def error(self) -> float:
+        """Mean relative error of the predictions lately; 0 before the first step."""
+        return self._error / self._error_weight if self._error_weight else 0.0
+
+    def batch_time(self, features: BatchFeatures) -> Any:
+        """See `CostModel`; as learned so far."""
+        return self.model.batch_time(features)
+
+    def observe(self, features: BatchFeatures, seconds: float) -> None:
+        """A step of one batch took so long. ValueError if that is no positive time."""
+        if not 0 < seconds < np.inf:
+            raise ValueError(f"a step must have taken a positive time, got {seconds}")
+        predicted = float(self.model.batch_time(features))
+        ratio = seconds / predicted if predicted else 1.0
+        usual = sorted(self._recent)[len(self._recent) // 2] if self._recent else ratio
+        self._recent.append(ratio)
+        # What such a step takes, as far as the last few tell: errors are relative to that.
+        unit = usual * predicted if predicted else seconds
+        seconds = min(max(seconds, unit / CLIP), unit * CLIP)
+        row = np.array(columns(features, self.model), np.float64) * (self.model.num_layers / unit)
+        keep = 0.5 ** (1 / HALF_LIFE)
+        self._a *= keep
+        self._a += np.outer(row, row)
+        self._b *= keep
+        self._b += row * (seconds / unit)
+        self._weight = self._weight * keep + 1.0
+        keep = 0.5 ** (1 / ERROR_HALF_LIFE)
+        self._error = self._error * keep + abs(predicted / seconds - 1.0)
+        self._error_weight = self._error_weight * keep + 1.0
+        self.steps += 1
+        if self.steps % EVERY == 0 or (self.steps < EVERY and self.steps in (4, 8, 16)):
+            self._solve()
+
+    def _solve(self) -> None:
+        self._recent.clear()  # it is of the old predictions
+        values = nearest(self._a, self._b, self._weight, self._prior)
+        self.model = replace(self.model, coefficients=Coefficients(*values.tolist()))

@@ -1,0 +1,150 @@
+"""What an idle engine takes for a request, and the targets below that, which nobody could meet.
+
+Nobody is refused for such a target: the request is served, and told. To policies it counts as what
+an idle engine could reach, so that to ask for less is worth nothing. What is compared with is what
+`View.step_time` predicts for the request alone, without the host's work, so it errs to the
+request's favour.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.request import SLO, Request, SamplingParams
+
+
+class SloProblemKind(enum.StrEnum):
+    """What is wrong with a target."""
+
+    TTFT_UNREACHABLE = "ttft_unreachable"  # less than the prompt takes alone
+    TBT_UNREACHABLE = "tbt_unreachable"  # less than the first decode takes alone
+    JCT_UNREACHABLE = "jct_unreachable"  # less than the fewest tokens that it may write take alone
+    JCT_BEFORE_TTFT = "jct_before_ttft"  # the last token sooner than the first one has to come
+
+
+@dataclass(frozen=True)
+class SloProblem:
+    """target: as it was asked for. limit: what it is below. Both in seconds."""
+
+    kind: SloProblemKind
+    target: float
+    limit: float
+
+
+# Seconds of a batch, as `View.step_time`.
+StepTime = Callable[[BatchFeatures], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What an idle engine takes, seconds: a number each, or float64 [n]. ttft: to the first token;
+    tbt: from there to the second, 0 where there is none; jct: to the last of the fewest that the
+    request may write."""
+
+    ttft: Any = 0.0
+    tbt: Any = 0.0
+    jct: Any = 0.0
+
+    @classmethod
+    def of(cls, request: Request, step_time: StepTime, chunk: int) -> Alone:
+        """Of one request; all 0 where it has no targets, to which nothing is compared. Any thread
+        may ask. chunk: tokens of a prompt that a step computes, `Policy.prefill_limit`."""
+        if request.slo == _NO_TARGETS:
+            return NOTHING
+        length, sampling = len(request.prompt), request.sampling
+        prefill = _prefill_time(step_time, length, chunk)
+        gap = _decode_time(step_time, length, 2) if sampling.max_tokens > 1 else 0.0
+        rest = _decode_time(step_time, length, least_output(sampling))
+        return cls(prefill, gap, prefill + rest)
+
+    @classmethod
+    def of_all(
+        cls, prompt_len: np.ndarray, limit: np.ndarray, step_time: StepTime, chunk: int
+    ) -> Alone:
+        """Of n requests that may end with any token: the same numbers as `of` each. limit: the
+        max_tokens asked for. Both int64 [n]."""
+        prefill = _prefill_times(step_time, prompt_len, chunk)
+        gap = np.where(limit > 1, _decode_time(step_time, prompt_len, 2), 0.0)
+        return cls(prefill, gap, prefill)
+
+
+_NO_TARGETS, NOTHING = SLO(), Alone()
+
+
+JUST_MISSED = 1.0 - 1e-6
+"""Of what an idle engine takes: nobody makes room for it as if it could be met. It is missed by
+more than what a clock that has run for months rounds to, some 1e-9 s."""
+
+
+def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float]:
+    """TTFT, TBT and JCT as policies see them, seconds: inf where there is none, and where the
+    request asks for less than an idle engine takes, that, JUST_MISSED: no policy sorts it before
+    what can be done, nor takes it for something that can."""
+    return (
+        np.inf if slo.ttft is None else max(slo.ttft, alone.ttft * JUST_MISSED),
+        np.inf if slo.tbt is None else max(slo.tbt, alone.tbt * JUST_MISSED),
+        np.inf if slo.jct is None else max(slo.jct, alone.jct * JUST_MISSED),
+    )
+
+
+def slo_problems(request: Request, alone: Alone) -> tuple[SloProblem, ...]:
+    """What is wrong with the request's targets. alone: what it takes on an idle engine."""
+    slo = request.slo
+    compared = (
+        (SloProblemKind.TTFT_UNREACHABLE, slo.ttft, alone.ttft),
+        (SloProblemKind.TBT_UNREACHABLE, slo.tbt, alone.tbt),
+        (SloProblemKind.JCT_UNREACHABLE, slo.jct, alone.jct),
+        (SloProblemKind.JCT_BEFORE_TTFT, slo.jct, slo.ttft or 0.0),
+    )
+    return tuple(
+        SloProblem(kind, target, limit)
+        for kind, target, limit in compared
+        if target is not None and target < limit
+    )
+
+
+def least_output(sampling: SamplingParams) -> int:
+    """Tokens that a request writes at least: all that it may where nothing else ends it, else one
+    more than its minimum, which is the first that can end it."""
+    if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
+        return sampling.max_tokens
+    return min(sampling.min_tokens + 1, sampling.max_tokens)
+
+
+def _prefill_time(step_time: StepTime, length: int, chunk: int) -> float:
+    """Seconds of the steps that compute a prompt in pieces of `chunk` tokens."""
+    if length <= chunk:
+        return float(step_time(BatchFeatures(length, length, 0, 0, length**2, 1, 0)))
+    return float(_prefill_times(step_time, np.array([length]), chunk)[0])
+
+
+def _prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.ndarray:
+    """The same of many prompts, float64 [n]."""
+    whole = (length - 1) // chunk  # pieces before the last
+    before = np.arange(int(whole.max(initial=0))) * chunk
+    sums = np.zeros(len(before) + 1)
+    np.cumsum(_pieces(step_time, np.full(len(before), chunk), before), out=sums[1:])
+    last = _pieces(step_time, length - whole * chunk, whole * chunk)
+    return np.asarray(sums[whole] + last)
+
+
+def _pieces(step_time: StepTime, count: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Of one piece of a prompt each, `count` tokens after so many cached ones, float64 [n]."""
+    batch = BatchFeatures(count, count, 0, 0, count * (count + 2 * before), 1, before)
+    return np.broadcast_to(step_time(batch), count.shape)
+
+
+def _decode_time(step_time: StepTime, length: Any, tokens: int) -> Any:
+    """Seconds of the steps that write all but the first of so many tokens. Linear in what is read,
+    so all of them together take as long as the mean one so many times. length: one, or many."""
+    steps = tokens - 1
+    if not steps:
+        return 0.0
+    mean = length + 1 + (steps - 1) / 2  # tokens that a step reads, its own included
+    return steps * step_time(BatchFeatures(1, 1, mean, 1, 0, 0, 0))

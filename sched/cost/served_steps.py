@@ -1,0 +1,197 @@
+"""A cost model and host terms from steps that an engine served, whose shapes nobody chose.
+
+`sched/cost/cost_model_fit.py` is for shapes that were measured on purpose. Here there are many
+steps of few kinds, and some were disturbed: they are held near a prior, and none counts as absurdly
+long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.cost.cost_model_fit import PRIOR, FitError, columns, nearest
+from jaxserve.sched.cost.host_overhead import HostTerms
+
+MIN_STEPS = 10
+MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept
+CLIP = 3.0  # a step counts as at most so many times what was to be expected
+HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
+PASSES = 4  # of the fit; in each, what is expected is what the one before found
+MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
+LEAST_STEP_S = 1e-6  # no step takes less
+NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
+
+
+@dataclass(frozen=True)
+class ServedSteps:
+    """What was measured of many steps: arrays [n] of what `jaxserve.engine.stats.StepStats` has of
+    one, times in seconds, and features of arrays [n]."""
+
+    features: BatchFeatures
+    device_time: np.ndarray
+    wake_time: np.ndarray
+    receive_time: np.ndarray
+    plan_time: np.ndarray
+    launch_time: np.ndarray
+    finish_time: np.ndarray
+    num_live: np.ndarray
+    num_received: np.ndarray
+    num_rows: np.ndarray
+    num_admitted: np.ndarray
+    num_moves: np.ndarray
+    num_emitting: np.ndarray
+    after_idle: np.ndarray
+
+    @classmethod
+    def of(cls, steps: Iterable[Any]) -> ServedSteps:
+        """steps: of `StepStats`, or whatever has its fields."""
+        steps = list(steps)
+        arrays = {
+            field.name: np.array([getattr(step, field.name) for step in steps])
+            for field in fields(cls)
+            if field.name != "features"
+        }
+        names = [field.name for field in fields(BatchFeatures)]
+        features = {n: np.array([getattr(s.features, n) for s in steps]) for n in names}
+        return cls(features=BatchFeatures(**features), **arrays)
+
+    def __len__(self) -> int:
+        return len(self.device_time)
+
+    def host_time(self) -> np.ndarray:
+        """Seconds that the host's thread took around each step, without waking up, float64 [n]."""
+        return self.receive_time + self.plan_time + self.launch_time + self.finish_time
+
+    def predicted_host_time(self, host: HostTerms) -> np.ndarray:
+        """The same as the terms have it."""
+        before = host.receive + host.receive_row * self.num_received
+        before = before + host.plan + host.plan_row * self.num_live
+        before = before + host.launch + host.launch_row * self.num_rows
+        before = before + host.admit * self.num_admitted + host.move * self.num_moves
+        return before + host.finish + host.finish_row * self.num_emitting
+
+    def take(self, which: np.ndarray) -> ServedSteps:
+        """Some of them: indices, or a mask."""
+        return replace(
+            self,
+            features=_taken(self.features, which),
+            **{
+                field.name: getattr(self, field.name)[which]
+                for field in fields(self)
+                if field.name != "features"
+            },
+        )
+
+
+def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
+    """What explains the steps' device times, near a multiple of the prior where they say nothing.
+    Steps after idle take something longer that is not in it: a server with little to do has no
+    other ones with prompts. FitError for fewer than MIN_STEPS steps."""
+    steps = steps.take(steps.device_time > 0)
+    if len(steps) < MIN_STEPS:
+        raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
+    design = [np.broadcast_to(c, len(steps)) for c in columns(steps.features, prior)]
+    design = [column * float(prior.num_layers) for column in design]
+    before = list(prior.coefficients.as_dict().values())
+    held = [PRIOR] * len(before)
+    if not _without_overlap(steps):
+        design.append(1.0 * steps.after_idle)
+        before.append(0.0)
+        held.append(NOT_HELD)
+    values = _robust(
+        np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
+    )
+    found = Coefficients(*values[: len(fields(Coefficients))].tolist())
+    least = LEAST_STEP_S / prior.num_layers  # noise may put all that a step takes on the others
+    found = replace(found, token_bias=max(found.token_bias, least))
+    return replace(prior, coefficients=found)
+
+
+def _without_overlap(steps: ServedSteps) -> bool:
+    """Whether the device is idle before as good as every step."""
+    return bool(np.count_nonzero(~steps.after_idle) < MIN_STEPS)
+
+
+def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
+    """What explains the host's times, and how much longer than the model says steps took after
+    idle. No steps: nothing takes any time."""
+    if not len(steps):
+        return HostTerms()
+    one = np.ones(len(steps))
+    plan, plan_row = _terms(steps.plan_time, one, steps.num_live)
+    launch, launch_row, admit, move = _terms(
+        steps.launch_time, one, steps.num_rows, steps.num_admitted, steps.num_moves
+    )
+    finish, finish_row = _terms(steps.finish_time, one, steps.num_emitting)
+    receive, receive_row = _terms(steps.receive_time, one, steps.num_received)
+    host = HostTerms(
+        plan,
+        plan_row,
+        launch,
+        launch_row,
+        admit,
+        move,
+        finish,
+        finish_row,
+        _idle(steps, model),
+        receive,
+        receive_row,
+    )
+    return replace(host, wake=_wake(steps, host))
+
+
+def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
+    took = seconds > 0  # else the clock has not moved, and says nothing
+    if not took.any():
+        return [0.0] * len(features)
+    design = np.stack(features, axis=1).astype(np.float64)
+    none = np.zeros(len(features))
+    return _robust(design[took], seconds[took], HOST_CLIP, none, none + NOT_HELD).tolist()
+
+
+def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
+    """The median; 0 if there are few, or the model is of nothing but such steps."""
+    idle = steps.take(steps.after_idle & (steps.device_time > 0))
+    if len(idle) < MIN_IDLE or _without_overlap(steps):
+        return 0.0
+    return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
+
+
+def _wake(steps: ServedSteps, host: HostTerms) -> float:
+    """The median over the steps before which the thread slept, from the arrival to the launch, of
+    what they took beside `host`: caches are cold after it. 0 if there are few."""
+    slept = steps.take(steps.wake_time > 0)
+    if len(slept) < MIN_IDLE:
+        return 0.0
+    took = slept.wake_time + slept.receive_time + slept.plan_time + slept.launch_time
+    usual = slept.predicted_host_time(replace(host, finish=0.0, finish_row=0.0))
+    return max(0.0, float(np.median(took - usual)))
+
+
+def _robust(
+    design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: np.ndarray
+) -> np.ndarray:
+    """Least squares whose rows have a variance that grows with their time, as that of what strikes
+    at random, and just as often in each second, does. At first that is the time measured, which
+    pulls the weights down, and then the expected, with outliers clipped. In the end they are
+    scaled, so that all rows together take what was measured: disturbances that come again and again
+    are part of it."""
+    expected, wanted = seconds, seconds
+    for _ in range(PASSES):
+        unit = np.sqrt(expected)
+        rows = design / unit[:, None]
+        a, b = rows.T @ rows, rows.T @ (wanted / unit)
+        values = nearest(a, b, float(len(rows)), prior, held)
+        expected = np.maximum(design @ values, 1e-9)
+        wanted = np.clip(seconds, expected / clip, expected * clip)
+    return np.asarray(values * (np.minimum(seconds, MOST * expected).sum() / expected.sum()))
+
+
+def _taken(features: BatchFeatures, which: np.ndarray) -> BatchFeatures:
+    names = (field.name for field in fields(BatchFeatures))
+    return BatchFeatures(*(getattr(features, name)[which] for name in names))

@@ -1,0 +1,152 @@
+"""How far the steps of an engine are from what its cost model says, and lots that draw from it.
+
+A cost model says what a step takes in the mean. What it does take varies with other programs, the
+processor's clock and what the host does meanwhile, which no feature of the batch says, and without
+which a simulation has no tails. Here that is drawn from the residuals of steps that were served, in
+runs of steps that followed each other, since a slow one is followed by slow ones (moving block
+bootstrap: Kunsch, Annals of Statistics 17(3), 1989; in a circle: Politis and Romano, 1992).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import LinearCostModel
+from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.served_steps import MIN_STEPS, MOST, ServedSteps
+
+LEVELS = 1000  # quantiles that are kept of the residuals of each kind
+SIZES = 4  # kinds of steps with prompts, and of those without, by how long they should take
+RUN = 50  # steps that are drawn together
+LOTS = 1 << 16  # batches after which the draws begin again
+_APART = 7919  # lots by which replicas are apart, so that they are not slow together
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """factors: float64 [2 * SIZES, LEVELS], times as long as predicted that a step takes,
+    ascending: of each size of steps without prompts, then of those with some. bounds: float64 [2,
+    SIZES - 1], seconds predicted from which the next size begins. host: float64 [LEVELS], the same
+    of what the host's thread takes. levels: int64 [2, n], which of its kind's factors each served
+    step took, in the order in which they were served, and which of the host's."""
+
+    factors: np.ndarray
+    bounds: np.ndarray
+    host: np.ndarray
+    levels: np.ndarray
+
+    def lots(self, seed: int) -> np.ndarray:
+        """The levels of each batch of a simulation, of the device and of the host.
+
+        Args:
+            seed: the same one draws the same.
+
+        Returns:
+            int64 [2, LOTS]; those that follow begin again.
+        """
+        rng, count = np.random.default_rng((seed, 5)), self.levels.shape[1]
+        run = min(RUN, count)
+        starts = rng.integers(count, size=-(-LOTS // run))
+        places = (starts[:, None] + np.arange(run)) % count
+        return self.levels[:, places.ravel()[:LOTS]]
+
+
+def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostTerms) -> Scatter | None:
+    """The residuals of steps, of each kind scaled, so that all steps of it together take as long as
+    they did.
+
+    Args:
+        steps: in the order in which they were served.
+        model: what is predicted.
+        host: what is predicted of the host's thread, and what steps take longer after idle.
+
+    Returns:
+        None for fewer than MIN_STEPS steps.
+    """
+    steps = steps.take(steps.device_time > 0)
+    if len(steps) < MIN_STEPS:
+        return None
+    predicted = np.broadcast_to(model.batch_time(steps.features), len(steps))
+    expected = predicted + host.idle * steps.after_idle
+    factor = np.minimum(steps.device_time / expected, MOST)
+    prompts = steps.features.num_prefills > 0
+    inner = np.arange(1, SIZES) / SIZES
+    bounds = np.stack(
+        [
+            np.quantile(predicted[mine] if mine.any() else predicted, inner)
+            for mine in (~prompts, prompts)
+        ]
+    )
+    sizes = np.where(prompts, _size(bounds[1], predicted), _size(bounds[0], predicted))
+    kinds = sizes + SIZES * prompts
+    factors, levels = np.ones((2 * SIZES, LEVELS)), np.zeros((2, len(steps)), np.int64)
+    for kind in range(2 * SIZES):
+        mine = kinds == kind
+        # Of a kind of which there are hardly any, what is known of all.
+        like = mine if np.count_nonzero(mine) >= MIN_STEPS else np.ones(len(steps), bool)
+        factors[kind] = _quantiles(factor[like], expected[like])
+        levels[0, mine] = _ranks(factor[like], factor[mine])
+    took, should = steps.host_time(), steps.predicted_host_time(host)
+    known = should > 0  # else the clock has not moved
+    factor = np.minimum(np.divide(took, should, out=np.ones(len(steps)), where=known), MOST)
+    levels[1] = _ranks(factor, factor)
+    return Scatter(factors, bounds, _quantiles(factor, should), levels)
+
+
+def _quantiles(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """LEVELS of them, scaled to have the weighted mean."""
+    total = weights.sum()
+    scale = (found * weights).sum() / total / found.mean() if total else 1.0
+    return scale * np.quantile(found, (np.arange(LEVELS) + 0.5) / LEVELS)
+
+
+def _ranks(among: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Which of the quantiles each of those found is, the middle one where several are the same."""
+    among = np.sort(among)
+    below, upto = (np.searchsorted(among, found, side) for side in ("left", "right"))
+    return (below + upto) * LEVELS // (2 * len(among) + 1)
+
+
+def _size(bounds: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    return np.searchsorted(bounds, predicted, side="right")
+
+
+class Draws:
+    """What the batches of one simulated replica take, as times of what is predicted.
+
+    Args:
+        scatter: what is drawn from.
+        seed: of the simulation.
+        replica: its number.
+    """
+
+    def __init__(self, scatter: Scatter, seed: int, replica: int) -> None:
+        self._scatter = scatter
+        self._lots = np.roll(scatter.lots(seed), -first_lot(replica), axis=1)
+
+    def of(self, first: int, predicted: np.ndarray, *, prompts: bool) -> np.ndarray:
+        """Those of batches that follow each other.
+
+        Args:
+            first: the first one's number.
+            predicted: seconds that they should take, float64 [n].
+            prompts: whether some are in them.
+
+        Returns:
+            float64 [n].
+        """
+        kinds = _size(self._scatter.bounds[int(prompts)], predicted) + SIZES * prompts
+        places = np.arange(first, first + len(predicted)) % LOTS
+        return self._scatter.factors[kinds, self._lots[0, places]]
+
+    def of_host(self, first: int, count: int) -> np.ndarray:
+        """Those of the host's thread around so many batches, float64 [count]."""
+        places = np.arange(first, first + count) % LOTS
+        return self._scatter.host[self._lots[1, places]]
+
+
+def first_lot(replica: int) -> int:
+    """Where in the lots a replica begins."""
+    return replica * _APART % LOTS

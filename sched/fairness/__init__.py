@@ -1,0 +1,1 @@
+"""Weighted fair sharing between tenants."""

@@ -1,0 +1,75 @@
+"""Who of those that wait a policy sees, where several tenants do: as many as the next step may
+take, in weighted fair order. Whom it takes of them, and all else, is the policy's to say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.fairness.fair_share import FairShares
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.request import Tier
+from jaxserve.sched.state.request_table import HELD, RUNNING, WAITING
+from jaxserve.sched.unified.policy_spec import Columns
+
+
+def hold_back(policy: Policy, view: View, shares: FairShares, now: float) -> None:
+    """Moves requests between WAITING and HELD. Those that have begun before, and lost their cache,
+    are never held; nor is anybody where all are of one tenant. Tiers are held apart, as it is the
+    policy that says what they are to each other: of each, one at least is seen."""
+    table = view.table
+    fresh = np.flatnonzero(((table.state == WAITING) | (table.state == HELD)) & ~_begun(view))
+    tenants = table.tenant[fresh]
+    if not len(fresh) or (tenants == tenants[0]).all():
+        seen = fresh
+    else:
+        fresh = fresh[_in_order(policy, view, fresh, now)]
+        lanes = [fresh[table.tier[fresh] == tier] for tier in Tier]
+        parts = [_next(policy, view, shares, lane) for lane in lanes if len(lane)]
+        seen = np.concatenate(parts)
+    wanted = np.full(len(table.state), HELD)
+    wanted[seen] = WAITING
+    for state in (HELD, WAITING):
+        table.move(fresh[(wanted[fresh] == state) & (table.state[fresh] != state)], state)
+
+
+def waiting_tenants(view: View) -> np.ndarray:
+    """Of those that wait, held back or not."""
+    state = view.table.state
+    return np.asarray(view.table.tenant[(state == WAITING) | (state == HELD)])
+
+
+def _begun(view: View) -> np.ndarray:
+    return np.asarray(view.table.preemptions > 0)
+
+
+def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.ndarray:
+    """As the policy would serve them, as far as it says, else by arrival."""
+    seq = view.table.seq[rows]
+    with np.errstate(all="ignore"):
+        standing = policy.standing(Columns(view, rows, 0.0), now)
+    if standing is None:
+        return np.argsort(seq)
+    return np.lexsort((seq, np.broadcast_to(np.asarray(standing, np.float64), rows.shape)))
+
+
+def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> np.ndarray:
+    """The rows of this lane, one at least, until tokens, blocks or places are used up."""
+    table, pool = view.table, view.pool
+    running = table.in_state(RUNNING)
+    decodes = table.decoding(running)
+    tokens = policy.prefill_limit(view.limits) - int(table.pending(running[~decodes]).sum())
+    if policy.mixed_batches:
+        tokens -= int(np.count_nonzero(decodes))
+    lower = table.tier[running] > table.tier[lane[0]]
+    losers = running[lower & policy.takes_room]  # room for whom the policy makes
+    places = policy.row_limit(view.limits) - len(running) + len(losers)
+    blocks = pool.num_free + int(pool.held[losers].sum())
+    length = table.prompt_len[lane]
+    needed, taken = blocks_for(length, pool.block_size), list[int]()
+    for index in shares.in_turn(table.tenant[lane], length):
+        taken.append(index)
+        tokens, blocks = tokens - int(length[index]), blocks - int(needed[index])
+        if tokens <= 0 or blocks <= 0 or len(taken) >= places:
+            break
+    return lane[taken]

@@ -1,0 +1,118 @@
+"""Blocks and places that a plan hands out, and who loses a cache for them (section 4.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import PLANES
+from jaxserve.sched.cache.cache_kinds import KV
+from jaxserve.sched.cost.batch_feature_sums import prefix
+from jaxserve.sched.plan import Operation, Preempt
+from jaxserve.sched.policies.accelgen.batch import Batch, Work
+from jaxserve.sched.policy import View
+
+MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from it any more
+
+
+class Room:
+    """free: blocks. slots: requests that may yet hold cache. dropped: rows that lose theirs.
+    running: all that hold cache, the most urgent first. Who loses it first is who can spare it for
+    longest, of such the least urgent."""
+
+    def __init__(self, view: View, batch: Batch, running: Work, watermark: float) -> None:
+        self.view, self._batch = view, batch
+        self.free = view.pool.num_free
+        self.slots = view.limits.max_rows - len(running)
+        self.dropped: list[int] = []
+        running = running[np.argsort(running.spare, kind="stable")]
+        self._running, self._spare = running.rows, running.spare
+        self._taken = np.zeros(view.table.capacity, np.int64)  # by row: blocks in this plan
+        self._holders = len(running)
+        self._watermark = int(watermark * view.pool.num_blocks)
+        self._growth = 0  # blocks that starts leave to each that runs
+
+    @property
+    def startable(self) -> int:
+        """Free blocks, but for those that whoever starts leaves."""
+        return max(self.free - self._watermark - self._growth * self._holders, 0)
+
+    def leave_growth(self) -> None:
+        """From now on whoever starts leaves everybody who runs another block of tokens."""
+        self._growth = PLANES[KV]
+
+    def fit(self, work: Work) -> int:
+        """How many of them, in order, find blocks and a place. Long prompts leave as much as
+        starts do, the only one to hold cache nothing."""
+        need = np.cumsum(work.new)
+        ok = need <= np.where(work.starts | work.long, self.startable, self.free)
+        ok &= ~work.starts | (np.cumsum(work.starts) <= self.slots)
+        if len(work) and self._alone(work)[0]:
+            ok[0] = need[0] <= self.free
+        return prefix(ok)
+
+    def tokens(self, work: Work) -> np.ndarray:
+        """Tokens that each long prompt could compute in the blocks that it has and all that are
+        free to it, int64 [n]."""
+        pool = self.view.pool
+        free = np.where(self._alone(work), self.free, self.startable) // PLANES[KV]
+        return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
+
+    def take(self, work: Work) -> None:
+        """They have their blocks and places."""
+        starts = int(np.count_nonzero(work.starts))
+        self._taken[work.rows] = work.new
+        self.free -= int(work.new.sum())
+        self.slots -= starts
+        self._holders += starts
+
+    def grow(self, work: Work) -> Work:
+        """Those of the decodes, the most urgent first, for whom there are blocks once the least
+        urgent of all that run have lost theirs."""
+        need = work.new.copy()
+        at = dict(zip(work.rows.tolist(), range(len(work)), strict=True))
+        for row in self._running[::-1].tolist():
+            if int(need.sum()) <= self.free:
+                break
+            self._drop(row)
+            if row in at:
+                need[at[row]] = 0
+        if self.dropped:
+            work = work[~self.is_out(work.rows)]
+        self.take(work)
+        return work
+
+    def make(self, one: Work) -> bool:
+        """Preempts those that can spare their caches for longer than this request can wait, until
+        it finds blocks and a place; nobody if that is not enough. Whether it does now."""
+        ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
+        ok &= ~self.is_out(self._running)
+        victims = self._running[ok][::-1]
+        have = self.free + np.cumsum(self.view.pool.blocks_held(victims) + self._taken[victims])
+        starts = bool(one.starts[0])
+        need = int(one.new[0]) + (self._watermark if starts else 0)
+        count = max(int(np.searchsorted(have, need)) + 1, 1 if starts and self.slots < 1 else 0)
+        if count > len(victims):
+            return False
+        for row in victims[:count].tolist():
+            self._drop(row)
+        return self.fit(one) == 1
+
+    def _alone(self, work: Work) -> np.ndarray:
+        """Whether nobody else holds cache, bool [n]."""
+        return np.asarray(self._holders == ~work.starts)
+
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them lose their caches in this plan, bool [n]."""
+        return np.isin(rows, self.dropped) if self.dropped else np.zeros(len(rows), bool)
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What is done to caches before the step."""
+        return (Preempt.whole(np.array(self.dropped)),) if self.dropped else ()
+
+    def _drop(self, row: int) -> None:
+        self.free += int(self.view.pool.blocks_held(np.array([row]))[0] + self._taken[row])
+        self.slots += 1
+        self._holders -= 1
+        self._taken[row] = 0
+        self.dropped.append(row)
+        self._batch.drop(row)

@@ -1,0 +1,251 @@
+"""Blocks that best-effort requests lend to real-time ones (BROS section 5).
+
+Real-time requests fill a block from the left, best-effort ones from the right. Only what a step is
+about to write over goes to the host, or is computed again where the host is full.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
+from jaxserve.sched.cache.block_sizes import PLANES, slots_for
+from jaxserve.sched.cache.cache_kinds import KV, LEFT, RIGHT
+from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
+from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.cache_restore import Mending
+from jaxserve.sched.policies.bros.packing import Batch, Work
+from jaxserve.sched.policy import View
+from jaxserve.sched.restore_plan import left_filled, spilled
+
+_PLANES = int(PLANES[KV])
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """blocks: int64 [k, planes], of which rows[k] joins each, to have filled[k] tokens there."""
+
+    rows: np.ndarray
+    filled: np.ndarray
+    blocks: np.ndarray
+
+
+class SharedRoom(Room):
+    """A room in which real-time requests join the blocks of best-effort ones.
+
+    left: int64 [blocks], tokens that each has from the left, those of the step included.
+    host_free: slots."""
+
+    def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
+        super().__init__(view, batch, watermark, late_watermark)
+        self.free -= self.free % _PLANES  # whoever takes or lends a block does so in each plane
+        self.left = left_filled(view)
+        self.host_free = view.host.num_free
+        self._refs, self._right = view.pool.refs.copy(), view.pool.owners[:, RIGHT].copy()
+        self._keep: dict[int, int] = {}  # tokens that those who lose some keep
+        self._hit = np.zeros(view.table.capacity, bool)  # who loses some
+        self._lends = np.zeros(view.table.capacity, bool)
+        self._saved: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._joins: list[Join] = []
+        self._mending = Mending(view)
+
+    def lendable(self) -> int:
+        """Blocks that a best-effort request alone holds."""
+        return int(np.count_nonzero(self._open()))
+
+    def returned_by(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks that would be free without each of these best-effort rows, int64 [n]."""
+        alone = self._right[(self._refs == 1) & (self._right != NOBODY)]
+        return np.bincount(alone, minlength=len(self._hit))[rows]
+
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them have lost their caches in this plan, or some, bool [n]."""
+        return self._hit[rows]
+
+    def offers(self, rows: np.ndarray) -> Work:
+        """What these best-effort rows would do, those left out that cannot be in this step, and of
+        those with tokens on the host the last."""
+        rows = rows[~self._batch.chosen[rows] & ~self._hit[rows]]
+        return self._mending.offers(rows, self.left)
+
+    def best_effort(self) -> np.ndarray:
+        """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
+        rows = super().best_effort()
+        return rows[~self._hit[rows] & ~self._lends[rows]]
+
+    def take(self, work: Work) -> None:
+        """They have their blocks and places, and what is to be copied is."""
+        super().take(work)
+        rows, index = self._mending.all_copies(work.rows)
+        for row, number in zip(rows.tolist(), index, strict=True):
+            self._let_go(row, np.array([number]))
+
+    def offers_first(self, rows: np.ndarray) -> Work:
+        """As `offers`, of best-effort rows that come before real-time ones, and leave the blocks in
+        which those that run may write over what they have."""
+        runs = self.running[self.view.pool.direction[self.running] == LEFT]
+        self._fill(runs, self.view.table.computed[runs] + 1)
+        return self._mending.offers(rows[~self._hit[rows]], self.left, every_block=True)
+
+    def provide(self, work: Work, behind: np.ndarray) -> Work:
+        """As in a room that is not shared. Free blocks go to the most urgent, others join those of
+        best-effort requests, the emptiest first; once there are none of these, real-time requests
+        lose their caches, those with most time first."""
+        runs = behind[~self.is_out(behind) & (self.view.pool.held[behind] > 0)]
+        victims = runs[::-1].tolist()
+        low = self.best_effort().tolist()
+        while int(work.starts.sum()) > self.slots and (low or victims):
+            self.drop(low.pop(0) if low else victims.pop(0))
+        need, have = int(work.new.sum()), self.free + self.lendable()
+        while need > have and victims:
+            self.drop(victims.pop(0))
+            have = self.free + self.lendable()
+        if need > have:
+            work = work[np.cumsum(work.new) <= have]
+        ids, filled = self._fill(work.rows[~work.starts], (work.start + work.tokens)[~work.starts])
+        while True:
+            loan = self._borrow(work)
+            lent = loan.blocks.ravel()
+            ranges = spilled(
+                self.view,
+                np.concatenate([ids, lent]),
+                np.concatenate([filled, np.repeat(loan.filled, _PLANES)]),
+            )
+            ranges = self._still_there(*ranges)
+            rows, first, end = ranges
+            if int(slots_for(end - first).sum()) <= self.host_free:
+                break
+            latest = int(rows[np.argmax(self.view.table.seq[rows])])
+            self._cut(latest, int(first[rows == latest].min()))
+        self._save(*ranges)
+        first_of = np.flatnonzero(np.diff(loan.rows, prepend=NOBODY)).tolist()
+        for one, other in itertools.pairwise([*first_of, len(loan.rows)]):
+            self._joins.append(Join(int(loan.rows[one]), loan.blocks[one:other]))
+        self._lends[self._right[lent]] = True
+        self.left[lent] = np.repeat(loan.filled, _PLANES)
+        self._refs[lent] += 1
+        self.free += lent.size
+        super().take(work)
+        return work
+
+    def drop(self, row: int) -> None:
+        """The row, which must not be in the batch, loses its cache, to the host if it fits."""
+        pool, size = self.view.pool, self.view.pool.block_size
+        first = np.arange(pool.held[row]) * size
+        there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
+        some = there > 0
+        if int(slots_for(there[some].sum())) <= self.host_free:
+            self._save(np.full(some.sum(), row), first[some], (first + there)[some])
+        self._let_go(row, np.arange(pool.held[row]))
+        self._keep[row] = 0
+        self._leaves(row)
+
+    def operations(self, work: Work) -> tuple[Operation, ...]:
+        """What is done to caches before the step. work: all of the batch."""
+        found: list[Operation] = []
+        if self._saved:
+            rows, first, end = zip(*self._saved, strict=True)
+            found.append(Checkpoint(*map(np.concatenate, (rows, first, end))))
+        if self._keep:
+            found.append(Preempt(np.array(list(self._keep)), np.array(list(self._keep.values()))))
+        found += self._joins
+        restores = self._mending.all_restores(work)
+        # One a row, in the order in which they were put in: what one leaves, the next may take.
+        found += [Copy(*self._mending.all_copies(row)) for row in self._mending.movers(work.rows)]
+        if len(restores[0]):
+            found.append(Restore(*restores))
+        return tuple(found)
+
+    def _open(self) -> np.ndarray:
+        """Which blocks only a best-effort request holds that is not in the batch, bool."""
+        mine = self._right != NOBODY
+        return mine & (self._refs == 1) & ~self._batch.chosen[self._right]
+
+    def _fill(self, rows: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Notes that these rows, which run, will have so many tokens: the blocks that they go on
+        filling, and how much of each is filled then."""
+        pool, size = self.view.pool, self.view.pool.block_size
+        index = self.view.table.computed[rows] // size
+        inside = index < pool.held[rows]
+        rows, index, end = rows[inside], index[inside], end[inside]
+        filled = np.repeat(np.minimum(end - index * size, size), _PLANES)
+        ids = pool.tables[rows, :, index].ravel()
+        self.left[ids] = filled
+        return ids, filled
+
+    def _borrow(self, work: Work) -> _Loan:
+        """The blocks that these, in order, join once those that are free have been handed out."""
+        pool, size = self.view.pool, self.view.pool.block_size
+        wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
+        rows = np.repeat(work.rows, wanted)
+        each = np.arange(len(rows)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        index = pool.held[rows] + each
+        filled = np.minimum(np.repeat(work.start + work.tokens, wanted) - index * size, size)
+        blocks = self._emptiest(len(rows) * _PLANES)
+        return _Loan(rows, filled, blocks.reshape(-1, _PLANES))
+
+    def _emptiest(self, count: int) -> np.ndarray:
+        """So many open blocks, those with most empty slots first; of several, those of requests
+        that have tokens on the host already, then of the latest, then the last. Both planes of one
+        are side by side."""
+        if not count:
+            return np.zeros(0, np.int64)
+        view, ids = self.view, np.flatnonzero(self._open())
+        rows = self._right[ids]
+        filled = view.pool.filled(ids, RIGHT, view.table.computed)
+        whole = view.host.tokens[rows] == 0
+        at = view.pool.at[ids, RIGHT].astype(np.int64)
+        latest = view.table.seq.max() - view.table.seq[rows]
+        key = ((filled * 2 + whole) << 48) + (latest << 16) + (view.pool.width - at)
+        if count < len(ids):
+            few = np.argpartition(key, count - 1)[:count]
+            ids, key = ids[few], key[few]
+        return ids[np.argsort(key, kind="stable")]
+
+    def _still_there(
+        self, rows: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of what would be lost that which is not lost already, and not copied."""
+        stays = ~self._batch.chosen[rows]
+        if self._keep:
+            keep = np.array([self._keep.get(row, np.iinfo(np.int64).max) for row in rows.tolist()])
+            stays &= first < keep
+        return rows[stays], first[stays], end[stays]
+
+    def _save(self, rows: np.ndarray, first: np.ndarray, end: np.ndarray) -> None:
+        if len(rows):
+            slots = int(slots_for(end - first).sum())
+            self.host_free -= slots
+            self._batch.save(slots)
+            self._saved.append((rows, first, end))
+            self._hit[rows] = True
+
+    def _cut(self, row: int, first: int) -> None:
+        """The row, for whose tokens from `first` on there is no place, loses its cache from that
+        block on: the block is all the other's then, who would soon write over more of it."""
+        index = first // self.view.pool.block_size
+        self._let_go(row, np.arange(index, self.view.pool.held[row]))
+        self._keep[row], self._hit[row] = index * self.view.pool.block_size, True
+        if not index:
+            self._leaves(row)
+
+    def _leaves(self, row: int) -> None:
+        """It no longer holds cache."""
+        self.slots += 1
+        self.running = self.running[self.running != row]
+        self._hit[row] = True
+
+    def _let_go(self, row: int, index: np.ndarray) -> None:
+        """The row gives back the blocks of these numbers, if it has not before."""
+        pool = self.view.pool
+        ids = pool.blocks_of(row)[:, index].ravel()
+        if pool.direction[row] == RIGHT:
+            ids = ids[self._right[ids] == row]
+            self._right[ids] = NOBODY
+        else:
+            self.left[ids] = 0
+        self._refs[ids] -= 1
+        self.free += int(np.count_nonzero(self._refs[ids] == 0))

@@ -1,0 +1,90 @@
+"""Blocks that two requests fill, a real-time one from the left and a best-effort one from the
+right: what the one would write over, and what it takes to bring it back (BROS section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
+from jaxserve.sched.cache.cache_kinds import LEFT, RIGHT
+from jaxserve.sched.policy import View
+
+
+def left_filled(view: View) -> np.ndarray:
+    """Tokens that each block which has been out holds from the left, int64 [blocks]; 0 where
+    nobody fills the other end. A plan raises it for the blocks that its rows go on filling."""
+    filled = np.zeros(len(view.pool.refs), np.int64)
+    both = view.pool.both_ends()
+    filled[both] = view.pool.filled(both, LEFT, view.table.computed)
+    return filled
+
+
+def spilled(
+    view: View, ids: np.ndarray, filled: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What those who fill blocks ids [m] from the right would lose if so many tokens filled them
+    from the left, filled int64 [m]: rows, first, end, int64 [k] each, as a `Checkpoint` has them,
+    one range for a row's block, of all of its planes."""
+    pool, size = view.pool, view.pool.block_size
+    have = pool.filled(ids, RIGHT, view.table.computed)
+    over = np.flatnonzero(have + filled > size)
+    rows = pool.owners[ids[over], RIGHT].astype(np.int64)
+    at = pool.at[ids[over], RIGHT].astype(np.int64)
+    first, end = at * size + size - filled[over], at * size + have[over]
+    order = np.lexsort((first, at, rows))  # of several planes, the one that has the least left
+    rows, at, first, end = rows[order], at[order], first[order], end[order]
+    new = np.ones(len(rows), bool)
+    new[1:] = (rows[1:] != rows[:-1]) | (at[1:] != at[:-1])
+    return rows[new], first[new], end[new]
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """What makes a row's cache whole again. copy: its blocks that go elsewhere first, int64 [k].
+    first: its segments to restore, in order, int64 [m]. computed: tokens it has cached then.
+    blocks: free ones that this takes. copied, loaded: slots."""
+
+    copy: np.ndarray
+    first: np.ndarray
+    computed: int
+    blocks: int
+    copied: int
+    loaded: int
+
+
+def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
+    """For a row that fills blocks from the right, and has tokens on the host. Where a block's slots
+    are free again, what is missing comes back there; elsewhere the row takes what it still has of
+    the block along to another one. left: as `left_filled`, what is planned included."""
+    pool, size, computed = view.pool, view.pool.block_size, int(view.table.computed[row])
+    waits, kind = not pool.held[row], int(pool.kind[row])
+    until, touched = computed, set[int]()
+    segments = view.host.segments(row)
+    for segment in segments:
+        if waits:
+            kind = int(segment.kind)
+        until = max(until, segment.end)  # without a gap: `Preempt` has left no others
+        end = min(blocks_a_plane(segment.end, size), int(pool.held[row]))
+        touched.update(range(segment.first // size, end))
+    copy = np.array([i for i in sorted(touched) if _taken(view, row, i, until, left)], np.int64)
+    there = np.maximum(np.minimum(computed - copy * size, pool.cap[row, copy]), 0)
+    one, tokens, kinds = np.array([row]), np.array([until]), np.array([kind])
+    more = int(pool.needed(one, tokens, kinds)[0]) if until > computed else 0
+    return Comeback(
+        copy,
+        np.array([segment.first for segment in segments], np.int64),
+        until,
+        int(pool.blocks_for(1, kind)) * len(copy) + more,
+        int(slots_for(int(there.sum()), kind)),
+        int(slots_for(int(view.host.tokens[row]), kind)),
+    )
+
+
+def _taken(view: View, row: int, index: int, until: int, left: np.ndarray) -> bool:
+    """Whether the other owner is in the way of the row's block number `index`, once the row has
+    `until` tokens cached and none missing."""
+    pool = view.pool
+    full = min(until - index * pool.block_size, pool.block_size)
+    return bool((left[pool.blocks_of(row)[:, index]] + full > pool.block_size).any())

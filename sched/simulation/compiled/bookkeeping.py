@@ -1,0 +1,181 @@
+"""What becomes of the requests of a batch, in the compiled simulation (`Scheduler.schedule`,
+`release_finished` and `finish`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.simulation.compiled.blocks import PLANES, a_plane
+from jaxserve.sched.simulation.compiled.front import lately
+from jaxserve.sched.simulation.compiled.jit import kernel
+from jaxserve.sched.simulation.compiled.order import Keys, leave_running, leave_waiting, wait
+from jaxserve.sched.simulation.compiled.output_lengths import learn
+from jaxserve.sched.simulation.compiled.state import Machine
+from jaxserve.sched.state.request_table import DRAINING, FREE, RUNNING, WAITING
+
+
+@kernel
+def book(m: Machine, settings: np.record, key: Keys) -> int:
+    """The preemptions and the batch that have been planned. How many start or start again."""
+    me = m.me[0]
+    for i in range(me.victims):
+        _lose_cache(m, m.victims[i])
+    if me.victims:
+        leave_running(m, RUNNING)
+    _note_progress(m)
+    started = me.again = 0
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        r.decided = False
+        me.again += max(min(r.computed + r.tokens, r.lost_from) - r.computed, 0)
+        r.held = max(r.held, a_plane(r.reserve, settings.block_size))
+        r.computed += r.tokens
+        if r.waiting:
+            r.waiting, r.state = False, RUNNING
+            m.running[me.running] = m.chosen[i]
+            me.running += 1
+            started += 1
+    if started:
+        leave_waiting(m, me.scanned)
+    for i in range(me.victims):
+        wait(m, settings, key, m.victims[i])
+    _note_order(m)
+    return started
+
+
+@kernel
+def _note_progress(m: Machine) -> None:
+    """As `Progress.note`; before the batch is booked."""
+    me = m.me[0]
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        if r.computed + r.tokens > r.lost_from:
+            me.got_on += 1
+            me.most_losses = 0
+            return
+    for i in range(me.victims):
+        r = m.requests[m.victims[i]]
+        r.losses = r.losses + 1 if r.losses_since == me.got_on else 1
+        r.losses_since = me.got_on
+        me.most_losses = max(me.most_losses, r.losses)
+
+
+@kernel
+def _lose_cache(m: Machine, number: int) -> None:
+    me, r = m.me[0], m.requests[number]
+    me.preempted += 1
+    me.gone += 1
+    r.preempted_order = me.preempted
+    r.preemptions += 1
+    r.lost_from = max(r.lost_from, r.computed)
+    r.computed = r.held = r.growth = 0
+    r.state, r.decided = WAITING, False
+
+
+@kernel
+def _note_order(m: Machine) -> None:
+    """The order in which they are in the batch, single tokens first."""
+    me = m.me[0]
+    for single in (True, False):
+        for i in range(me.chosen):
+            r = m.requests[m.chosen[i]]
+            if (r.tokens == 1) == single:
+                r.last_batch_order = me.batch_order
+                me.batch_order += 1
+
+
+@kernel
+def sample(m: Machine) -> None:
+    """Those who have all their known tokens in the cache sample one more, and are in flight. Who
+    has launched its last token gives its blocks back."""
+    me = m.me[0]
+    flying = m.flying[me.side]
+    me.flying = drained = 0
+    for i in range(me.chosen):
+        r = m.requests[m.chosen[i]]
+        if r.computed < r.prompt_len + r.generated:
+            continue
+        r.generated += 1
+        flying[me.flying] = m.chosen[i]
+        me.flying += 1
+        if r.generated >= r.max_tokens:
+            release(m, r)
+            r.state = DRAINING
+            drained += 1
+    if drained:
+        leave_running(m, RUNNING)
+
+
+@kernel
+def release(m: Machine, r: np.record) -> None:
+    """Gives back all blocks that it holds."""
+    m.me[0].free += r.held * PLANES
+    r.held = 0
+
+
+@kernel
+def receive(
+    m: Machine, settings: np.record, key: Keys, side: int, count: int, token_times: np.ndarray
+) -> None:
+    """The tokens of a step have reached the host, now: of the `count` requests in flight on that
+    side. Those of requests that are over belong to nobody."""
+    me = m.me[0]
+    stopped = requeued = firsts = in_time = ends = tokens = 0
+    for i in range(count):
+        number = m.flying[side, i]
+        r = m.requests[number]
+        if r.state == FREE:
+            continue
+        if r.received == 0:
+            firsts += 1
+            in_time += me.clock - r.arrival <= r.ttft
+        token_times[r.offset + r.received] = me.clock
+        r.received += 1
+        r.last_token = me.clock
+        if r.received >= r.output_len:
+            stopped += r.state == RUNNING
+            requeued += r.state == WAITING
+            ends += 1
+            tokens += r.output_len
+            _end(m, settings, r)
+        elif r.state == WAITING and settings.keyed:
+            requeued += 1
+    if stopped:
+        leave_running(m, RUNNING)
+    if requeued:
+        _wait_again(m, settings, key, side, count)
+    if settings.looks:
+        _learn(me, ends, tokens, firsts, in_time)
+
+
+@kernel
+def _learn(me: np.record, ends: int, tokens: int, firsts: int, in_time: int) -> None:
+    """As `routing.observe.Lately`."""
+    if ends:
+        me.mean_output, me.seen_outputs = lately(me.mean_output, me.seen_outputs, ends, tokens)
+    if firsts:
+        me.attainment, me.seen_firsts = lately(me.attainment, me.seen_firsts, firsts, in_time)
+
+
+@kernel
+def _end(m: Machine, settings: np.record, r: np.record) -> None:
+    release(m, r)
+    r.state, r.waiting = FREE, False
+    m.me[0].live -= 1
+    m.me[0].ended += 1
+    if settings.expects:
+        learn(m, r.received, r.received >= r.max_tokens)
+
+
+@kernel
+def _wait_again(m: Machine, settings: np.record, key: Keys, side: int, count: int) -> None:
+    """Those that wait, to whom tokens have come late: some are over, other keys have changed."""
+    for i in range(count):
+        r = m.requests[m.flying[side, i]]
+        if r.state == WAITING:
+            r.waiting = False
+    leave_waiting(m, m.me[0].end)
+    for i in range(count):
+        number = m.flying[side, i]
+        if m.requests[number].state == WAITING:
+            wait(m, settings, key, number)

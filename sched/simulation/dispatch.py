@@ -1,0 +1,93 @@
+"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python (`replicas.py`),
+which is the reference: where both can, the outcome is the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
+from jaxserve.sched.policy import Policy
+from jaxserve.sched.simulation.replica.event_loop import Options, Served, run_in_python
+from jaxserve.sched.simulation.settings import Setting
+from jaxserve.sched.unified.policy_spec import Form, knows_the_seed
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
+from jaxserve.sched.workloads.workload import Workload
+
+COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
+
+# Requests that a process serves in Python, where they take as long as numba and the code take to
+# load: some 0.7 s.
+_FEW = 500
+_MODULE = "jaxserve.sched.simulation.compiled.run"
+_served = 0
+
+# A form says nothing about what a class of its own does in these.
+_METHODS = {"plan", "ranking", "expected", "candidates", "cut", "form"}
+
+
+class NotCompiled(ValueError):
+    """Why a simulation cannot run compiled, in a line."""
+
+
+def form_of(policy: Policy) -> Form:
+    """What the compiled simulation has of the policy. NotCompiled if that is not all of it."""
+    own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
+    form = None
+    if isinstance(policy, UnifiedPolicy) and own is not None and "form" in vars(own):
+        form = policy.form()
+    if form is None:
+        raise NotCompiled("the policy is more than settings of the unified scheduler")
+    return form
+
+
+def run(
+    policies: Sequence[Policy],
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    compiled: bool | None,
+    progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
+) -> Served:
+    """Serves the workload, with one policy for each replica. compiled: or NotCompiled;
+    None for if it can be, and pays."""
+    if compiled or (compiled is None and _pays(workload)):
+        try:
+            return _run_compiled(policies[0], workload, setting, progress, compiling)
+        except NotCompiled:
+            if compiled:
+                raise
+    return run_in_python(policies, workload, setting, options, progress)
+
+
+def _pays(workload: Workload) -> bool:
+    """Whether to load what is compiled, or it is loaded."""
+    global _served
+    _served += len(workload)
+    return _served > _FEW or _MODULE in sys.modules
+
+
+def _run_compiled(
+    policy: Policy,
+    workload: Workload,
+    setting: Setting,
+    progress: Callable[[int], None] | None,
+    compiling: Callable[[], None] | None,
+) -> Served:
+    form = form_of(policy)
+    assert isinstance(policy, UnifiedPolicy)
+    # A class derived from them may have a batch_time of its own.
+    if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
+        raise NotCompiled("its cost model is none of the product's own")
+    seed_read = form.key is not None and knows_the_seed(form.key)
+    try:
+        from jaxserve.sched.simulation.compiled import run
+    except ImportError as error:
+        raise NotCompiled(f"pip install 'jaxserve[fast]' ({error})") from error
+    try:
+        key = run.key_of(form)
+    except run.NotCompilable as error:
+        raise NotCompiled(f"numba does not compile the policy's key: {error}") from error
+    outcome = run.run(policy, form, key, workload, setting, progress, compiling)
+    return Served(workload, outcome, None, seed_read or setting.routing.draws)

@@ -1,0 +1,103 @@
+"""How much goodput no schedule exceeds: bounds by relaxation, of which the least counts.
+
+Goodput is requests that have ended and attain their SLO over the seconds from the first arrival to
+the last token, so two things are bounded: how many those are, and how short that time is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxserve.sched.simulation.oracle.least_work import Work, latest
+from jaxserve.sched.simulation.settings import Setting
+from jaxserve.sched.workloads.workload import Workload
+
+POINTS = 48  # of time, between which work is added up
+_ROUNDING = 1e-9
+
+
+def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: float) -> float:
+    """Requests/s of one replica; inf where nothing can be said. hidden: whether there are hidden
+    caches; until: when the run is cut off.
+
+    With k of them met, the run lasts until the k-th of those that could be first to end at best;
+    and where nobody is refused and nothing cut off, until all have.
+    """
+    work = Work.of(workload, setting, hidden)
+    begin = float(workload.arrival.min())
+    ends = workload.arrival + work.jct
+    met = work.met & (ends <= until * (1 + _ROUNDING))
+    most = min((most_met(workload, met, *way, until) for way in _ways(work)), default=0)
+    if until < math.inf:
+        return most / (until - begin)
+    count = np.arange(1, most + 1)
+    last = np.sort(ends[met])[:most]
+    if setting.capacity == math.inf:
+        last = np.maximum(last, _shortest(workload, work))
+    with np.errstate(divide="ignore"):
+        return float((count / np.maximum(last - begin, 0.0)).max(initial=0.0)) * (1 + _ROUNDING)
+
+
+def _ways(work: Work) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Seconds that each request takes of something that does one thing at a time, until its first
+    token and after it, float64 [n] both. Each batch takes a time of its own beside; as no batch has
+    more than 1 of a kind of share, those of some requests are at least the sum of theirs."""
+    for resource in work.resources:
+        for shares in work.shares:
+            yield (
+                resource.first + resource.batch * shares.first,
+                resource.rest + resource.batch * shares.rest,
+            )
+
+
+def _shortest(workload: Workload, work: Work) -> float:
+    """When everybody has ended at best: the last to come takes its own time; and what comes from
+    some time on is worked on after that."""
+    arrival = workload.arrival
+    soonest = float((arrival + work.jct).max())
+    for first, rest in _ways(work):
+        behind = np.cumsum((first + rest)[::-1])[::-1]
+        soonest = max(soonest, float((arrival + behind).max()))
+    return soonest
+
+
+def most_met(
+    workload: Workload, met: np.ndarray, first: np.ndarray, rest: np.ndarray, until: float
+) -> int:
+    """How many of `met` there is time for, at most. The rest is as in `_ways`.
+
+    Who attains its TTFT has `first` done between its arrival and then, and all of it by `latest`,
+    and when the run is cut off. Of those whose times lie in a window no more are
+    met than its seconds hold of the smallest; and windows apart from each other have none in common
+    (a request's times begin with its arrival), so that what they exclude adds up.
+    """
+    arrival = workload.arrival[met]
+    early = arrival + workload.ttft[met]
+    late = np.minimum(arrival + latest(workload)[met], until)
+    early = np.minimum(early, late)
+    part, whole = first[met], (first + rest)[met]
+    points = _points(np.concatenate([arrival, early, late]))
+    excluded = np.zeros(len(points), np.int64)  # by windows that end there, or before
+    for j in range(1, len(points)):
+        excluded[j] = excluded[j - 1]
+        ends = points[j]
+        in_time = np.where(late <= ends, whole, part)
+        here = np.flatnonzero(early <= ends)
+        here = here[np.argsort(in_time[here], kind="stable")]
+        for i in range(j):
+            inside = here[arrival[here] >= points[i]]
+            room = (ends - points[i]) * (1 + _ROUNDING) + _ROUNDING
+            fit = int(np.searchsorted(np.cumsum(in_time[inside]), room, side="right"))
+            excluded[j] = max(excluded[j], excluded[i] + len(inside) - fit)
+    return int(met.sum()) - int(excluded[-1] if len(points) else 0)
+
+
+def _points(times: np.ndarray) -> np.ndarray:
+    """Up to POINTS of them, evenly among those there are, ascending."""
+    times = np.unique(times[np.isfinite(times)])
+    if len(times) <= POINTS:
+        return times
+    return times[np.linspace(0, len(times) - 1, POINTS).astype(np.int64)]

@@ -1,0 +1,1 @@
+"""Recordings of what an engine served, and their replay."""

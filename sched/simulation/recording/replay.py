@@ -1,0 +1,318 @@
+"""A recording as what a simulation takes: the traffic, and the system that served it.
+
+The traffic is what was served: requests that were cancelled write what they had written, and nobody
+knows what those would have that the queue refused. The system is fitted to the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import tokens_in
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.cost_model_fit import FitError
+from jaxserve.sched.cost.served_steps import ServedSteps, fit_device, fit_host
+from jaxserve.sched.cost.step_residuals import fit_scatter
+from jaxserve.sched.simulation.recording.recording import (
+    FEATURES,
+    Arrival,
+    End,
+    Event,
+    Header,
+    Lost,
+    RecordedFile,
+    RecordingError,
+    Step,
+    older,
+)
+from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.workloads.workload import Lengths, Workload
+
+_NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What an engine has served, from `start` on, in seconds.
+
+    arrivals, ends: by number. steps, and by their names the other numbers of `recording.Step`: [s].
+    token_request, token_step: int64 [t], whose each token was, and which step it came from. notes:
+    what was left out, a line each.
+    """
+
+    header: Header
+    start: float
+    arrivals: dict[int, Arrival]
+    ends: dict[int, End]
+    steps: ServedSteps
+    columns: dict[str, np.ndarray]
+    token_request: np.ndarray
+    token_step: np.ndarray
+    notes: tuple[str, ...] = ()
+
+    def part(self, first: int, behind: int) -> Recording:
+        """Requests number first to behind - 1, and the steps from the first one's arrival to that
+        of number `behind`, if there is one: for recordings in which they are alone then."""
+        steps = self.within(first, behind)
+        mine = steps[self.token_step]
+        return dataclasses.replace(
+            self,
+            start=self.arrivals[first].time,
+            arrivals={n: one for n, one in self.arrivals.items() if first <= n < behind},
+            ends={n: one for n, one in self.ends.items() if first <= n < behind},
+            steps=self.steps.take(steps),
+            columns={name: column[steps] for name, column in self.columns.items()},
+            token_request=self.token_request[mine],
+            token_step=(np.cumsum(steps) - 1)[self.token_step[mine]],
+        )
+
+    def within(self, first: int, behind: int) -> np.ndarray:
+        """The steps of that part, bool [s]."""
+        until = self.arrivals[behind].time if behind in self.arrivals else np.inf
+        end = self.columns["end"]
+        return np.asarray((end > self.arrivals[first].time) & (end <= until))
+
+
+def read(path: str | Path) -> Recording:
+    """A recording, that of PATH.1 included where it is of the same engine: the server moves there
+    whatever it finds at its start. RecordingError says what is wrong with which file."""
+    notes, before = list[str](), older(Path(path))
+    files = [newest := RecordedFile(Path(path))]
+    if before.exists():
+        try:
+            file = RecordedFile(before)
+        except RecordingError as error:  # of another version, say
+            notes.append(f"{error}: left out")
+        else:
+            if file.header == newest.header:
+                files.insert(0, file)
+            else:
+                notes.append(f"{before} is of another start of the server: left out")
+    reader = _Reader()
+    for file in files:
+        for event in file.events():
+            reader.take(event)
+        if file.torn:
+            notes.append(f"the last line of {file.path} is torn: left out")
+    if reader.lost:
+        notes.append(f"{reader.lost} events came too fast to be written: they are not in it")
+    return reader.recording(newest.header, files[0].start, notes)
+
+
+class _Reader:
+    """Takes events one by one, as there may be too many to keep them."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self._arrivals: dict[int, Arrival] = {}
+        self._ends: dict[int, End] = {}
+        self._numbers, self._features = array("d"), array("d")
+        self._received, self._received_by = array("q"), array("q")
+        self._steps = 0
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Arrival():
+                self._arrivals.setdefault(event.number, event)  # PATH says again who is there
+            case End():
+                self._ends[event.number] = event
+            case Lost():
+                self.lost = max(self.lost, event.events)
+            case Step():
+                self._numbers.extend([getattr(event, name) for name in _NUMBERS])
+                self._features.extend(event.features)
+                self._received.extend(event.received)
+                self._received_by.extend([self._steps] * len(event.received))
+                self._steps += 1
+
+    def recording(self, header: Header, start: float, notes: list[str]) -> Recording:
+        """All that was taken."""
+        numbers = np.array(self._numbers).reshape(self._steps, len(_NUMBERS))
+        columns = dict(zip(_NUMBERS, numbers.T, strict=True))
+        features = np.array(self._features).reshape(self._steps, len(FEATURES))
+        steps = ServedSteps(
+            features=BatchFeatures(**dict(zip(FEATURES, features.T, strict=True))),
+            **{
+                field.name: columns.pop(field.name)
+                for field in dataclasses.fields(ServedSteps)
+                if field.name not in ("features", "after_idle")
+            },
+            after_idle=columns.pop("after_idle") > 0,
+        )
+        return Recording(
+            header,
+            start,
+            dict(sorted(self._arrivals.items())),
+            self._ends,
+            steps,
+            columns,
+            np.array(self._received, np.int64),
+            np.array(self._received_by, np.int64),
+            tuple(notes),
+        )
+
+
+def system_of(recording: Recording, name: str = "recorded") -> System:
+    """The engine that served it: its limits, its pool, its shapes, what its steps took and how much
+    that varied. RecordingError if there are too few of them."""
+    header, steps = recording.header, recording.steps
+    try:
+        model = fit_device(steps, header.cost_model)
+    except FitError as error:
+        raise RecordingError(f"the recording says too little: {error}") from error
+    host, took = fit_host(steps, model), steps.device_time > 0
+    off = np.abs(model.batch_time(steps.features)[took] / steps.device_time[took] - 1.0)
+    return System(
+        name,
+        model,
+        kv_tokens=int(tokens_in(header.num_blocks, header.block_size)),
+        max_batch_tokens=header.max_batch_tokens,
+        max_prefill_tokens=header.max_prefill_tokens,
+        max_rows=header.max_rows,
+        block_size=header.block_size,
+        padding=header.padding,
+        host=host,
+        about={
+            "source": f"fitted to {len(steps)} recorded steps",
+            "model": header.model,
+            "dtype": header.dtype,
+            "device": header.device,
+            "versions": header.versions,
+            "mean_error": float(off.mean()),
+        },
+        rho=header.rho,
+        projects=header.hidden_read == "projected",
+        scatter=fit_scatter(steps, model, host),
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """workload: what came, and wrote at least one token. notes: who is not in it, a line each."""
+
+    workload: Workload
+    notes: tuple[str, ...]
+
+
+def traffic_of(recording: Recording) -> Traffic:
+    """The requests, from the first one's arrival on. Those from before the recording's start come
+    then, with what they had written as part of their prompts, and have no TTFT or JCT to keep.
+    RecordingError if there are none."""
+    seen = np.unique(recording.token_request, return_counts=True)
+    tokens = dict(zip(*(column.tolist() for column in seen), strict=True))
+    outputs = {number: _output(recording, number, tokens) for number in recording.arrivals}
+    there = [one for number, one in recording.arrivals.items() if outputs[number] > 0]
+    if not there:
+        raise RecordingError("there is no request in it that wrote a token")
+    notes = []
+    silent = len(recording.arrivals) - len(there)
+    if silent:
+        notes.append(f"{silent} requests ended, or were still waiting, without a token: left out")
+    unended = sum(one.number not in recording.ends for one in there)
+    if unended:
+        notes.append(f"{unended} requests had not ended: they write what they had by then")
+    early = [one.carried > 0 for one in there]
+    if any(early):
+        notes.append(f"{sum(early)} requests are older than the recording: they come at its start")
+    count = np.array([outputs[one.number] for one in there], np.int64)
+    return Traffic(_workload(recording, there, count), tuple(notes))
+
+
+def again(recording: Recording, system: System, **options: Any) -> SimulationResult:
+    """The traffic, simulated under the policy that served it, with its limits and its pool. system:
+    that it runs on; options: others of `simulate`."""
+    header = recording.header
+    how: dict[str, Any] = {
+        "limits": header.limits,
+        "num_blocks": header.num_blocks,
+        "block_size": header.block_size,
+        "host_tokens": header.host_slots // 2,
+        "max_queue": header.max_queue,
+        "overlap": header.overlap,
+        "seed": header.seed,
+    }
+    return simulate(header.policy, traffic_of(recording).workload, system, **(how | options))
+
+
+def served(recording: Recording) -> SimulationResult:
+    """What became of the traffic as it was served, in the form in which simulations say it."""
+    known = np.array(list(recording.arrivals), np.int64)
+    found = np.isin(recording.token_request, known)  # whose arrivals were not lost
+    mine, at = recording.token_request[found], recording.token_step[found]
+    numbers, count = np.unique(mine, return_counts=True)
+    if not len(numbers):
+        raise RecordingError("there is no request in it that wrote a token")
+    there = [recording.arrivals[number] for number in numbers.tolist()]
+    workload = _workload(recording, there, count)
+    origin = min(_begin(recording, one) for one in there)
+    order = np.argsort(mine, kind="stable")
+    times = recording.columns["end"][at[order]] - origin
+    ends = [recording.ends.get(number) for number in numbers.tolist()]
+    preemptions = np.array([0 if end is None else end.preemptions for end in ends], np.int64)
+    served_by, failed = np.zeros(len(there), np.int64), np.zeros(len(there), bool)
+    requests = RequestRecords(workload, preemptions, served_by, times, count, failed)
+    return SimulationResult(
+        requests, _batches(recording, origin), None, _kv_tokens(recording), False
+    )
+
+
+def _batches(recording: Recording, origin: float) -> BatchRecords:
+    columns, steps = recording.columns, recording.steps
+    return BatchRecords(
+        start=columns["end"] - steps.device_time - origin,
+        duration=steps.device_time,
+        num_tokens=steps.features.num_tokens.astype(np.int64),
+        num_decodes=steps.features.num_decodes.astype(np.int64),
+        num_prefills=steps.features.num_prefills.astype(np.int64),
+        kv_used=columns["kv_used"].astype(np.int64),
+        preemptions=columns["preemptions"].astype(np.int64),
+        num_hidden=columns["num_hidden"].astype(np.int64),
+        num_recomputed=columns["num_recomputed_tokens"].astype(np.int64),
+        saved_slots=steps.features.saved_slots.astype(np.int64),
+        loaded_slots=steps.features.loaded_slots.astype(np.int64),
+        num_shared=columns["num_shared"].astype(np.int64),
+        replica=np.zeros(len(steps), np.int64),
+    )
+
+
+def _output(recording: Recording, number: int, tokens: dict[int, int]) -> int:
+    """Tokens that a request wrote in the recording."""
+    end = recording.ends.get(number)
+    if end is None:
+        return tokens.get(number, 0)
+    return end.tokens - recording.arrivals[number].written
+
+
+def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray) -> Workload:
+    """there: in order of arrival."""
+    time = np.array([_begin(recording, one) for one in there])
+    early = np.array([one.carried > 0 for one in there])
+    written = np.array([one.written for one in there], np.int64)
+    ttft, tbt, jct = (np.array([getattr(one, name) or np.inf for one in there]) for name in TARGETS)
+    ttft[early] = jct[early] = np.inf
+    tier = np.array([one.tier for one in there], np.int8)
+    greedy = np.array([one.greedy > 0 for one in there])
+    names = [one.slo_class for one in there]
+    classes = tuple(dict.fromkeys(names))
+    slo_class = np.array([classes.index(name) for name in names], np.int64)
+    terms = Terms(tier, ttft, tbt, jct, slo_class, greedy, classes)
+    prompt = np.array([one.prompt_len for one in there], np.int64) + written
+    limit = np.array([one.limit for one in there], np.int64) - written
+    return Workload.of(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)
+
+
+def _begin(recording: Recording, arrival: Arrival) -> float:
+    return max(recording.start, arrival.time)
+
+
+def _kv_tokens(recording: Recording) -> int:
+    return int(tokens_in(recording.header.num_blocks, recording.header.block_size))

@@ -1,0 +1,85 @@
+"""Who comes to a simulation next: a workload's requests, and those of a closed loop."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jaxserve.sched.request import Request
+from jaxserve.sched.simulation.replica.outputs import Outputs
+from jaxserve.sched.simulation.replica.requests import Requests
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
+from jaxserve.sched.workloads.workload import Workload
+
+
+class Arrivals:
+    """Numbers the requests: first those of the workload in its order, then those of the loop batch
+    by batch. num_open: of the workload. outputs: of all that are known by now. seed: of the loop's
+    lengths.
+
+    A batch follows at once when the host has the last token of the one before it, so nobody knows
+    when that will be; the lengths in it are the same whenever it comes.
+    """
+
+    def __init__(self, workload: Workload, loop: ClosedLoop | None, seed: int) -> None:
+        self.outputs = Outputs()
+        self.outputs.add(workload.output_len)
+        self._loop, self._seed = loop, seed
+        self._open, self._next = Requests(workload), 0
+        self._workload, self._batches = workload, list[Workload]()
+        self._batch: Requests | None = None  # the loop's last one
+        self.num_open = len(workload)
+        self._first = self._coming = self.num_open  # its first number, and the next that comes
+        if loop is not None:
+            self._submit(0.0)
+
+    @property
+    def next_time(self) -> float:
+        """When the next request comes of those that are known; inf if there is none."""
+        return min(self._open.arrival[self._next], self._batch_time)
+
+    @property
+    def horizon(self) -> float:
+        """Nobody comes before; 0 while a batch may follow at any time."""
+        return self.next_time if self._loop is None else 0.0
+
+    def take(self) -> tuple[int, Request]:
+        """The number of the request that comes next, and the request."""
+        if self._open.arrival[self._next] <= self._batch_time:
+            self._next += 1
+            return self._next - 1, self._open.make(self._next - 1)
+        assert self._batch is not None
+        self._coming += 1
+        return self._coming - 1, self._batch.make(self._coming - 1 - self._first)
+
+    def follow(self) -> None:
+        """Submits the loop's next batch if all of the last one have ended."""
+        if self._batch is None:
+            return
+        mine = np.arange(self._first, self._first + len(self._batch))
+        if self.outputs.over[mine].all():
+            self._submit(float(self.outputs.last_times(mine).max()))
+
+    def came(self) -> tuple[Workload, np.ndarray]:
+        """All that have come, in order of arrival, and their numbers, int64 [n]."""
+        batches = self._batches if self._coming > self._first else self._batches[:-1]
+        looped = sum(map(len, batches))
+        numbers = np.r_[: self._next, self.num_open : self.num_open + looped]
+        merged, order = Workload.merged([self._workload.take(np.arange(self._next)), *batches])
+        return merged, numbers[order]
+
+    @property
+    def _batch_time(self) -> float:
+        """When the loop's next request comes."""
+        if self._batch is None:
+            return math.inf
+        return self._batch.arrival[self._coming - self._first]
+
+    def _submit(self, time: float) -> None:
+        assert self._loop is not None
+        batch = self._loop.requests(len(self._batches), time, self._seed)
+        self._first = self._coming = len(self.outputs.lengths)
+        self.outputs.add(batch.output_len)
+        self._batch = Requests(batch)
+        self._batches.append(batch)

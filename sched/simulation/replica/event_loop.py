@@ -1,0 +1,204 @@
+"""Simulations in Python: the event loop over replicas that each run the engine's own scheduler.
+
+The next thing to happen is an arrival, which is routed to a replica, something before the replicas
+(`front.py`), or a replica's loop coming round (`replica.py`). Nothing depends on the machine's own
+clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cache.free_blocks import OutOfBlocks
+from jaxserve.sched.cost.cost_model import LinearCostModel
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.policy import Policy
+from jaxserve.sched.request import Request
+from jaxserve.sched.simulation.replica.arrivals import Arrivals
+from jaxserve.sched.simulation.replica.batch_rows import BatchRows
+from jaxserve.sched.simulation.replica.bounded_queue import BoundedQueue
+from jaxserve.sched.simulation.replica.event_queue import Events
+from jaxserve.sched.simulation.replica.replica import Replica
+from jaxserve.sched.simulation.replica.router_front import Front
+from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
+from jaxserve.sched.simulation.replica.slo_admission import Lateness
+from jaxserve.sched.simulation.settings import REFUSED, Outcome, Setting
+from jaxserve.sched.workloads.closed_loop import ClosedLoop
+from jaxserve.sched.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Options:
+    """What only the simulation in Python knows of; each as `simulate` has it. host_slots: of the
+    host memory; max_model_len: tokens that the longest request may get to have."""
+
+    host_slots: int
+    max_model_len: int
+    checked: bool
+    coast: bool
+    online: LinearCostModel | None
+    record_rows: bool
+    best_effort: ClosedLoop | None
+    until: float
+    rho: float | None
+    projects: bool
+    refuse_late: float | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """workload: all that came. rows: per replica and batch who was in it, if that was asked for.
+    seed_read: whether a policy or a router asked for the seed. expected: seconds until the first
+    token as each was told when it came, float64 [n], if that was asked for."""
+
+    workload: Workload
+    outcome: Outcome
+    rows: list[list[BatchRows]] | None
+    seed_read: bool
+    expected: np.ndarray | None = None
+
+
+def run_in_python(
+    policies: Sequence[Policy],
+    workload: Workload,
+    setting: Setting,
+    options: Options,
+    progress: Callable[[int], None] | None,
+) -> Served:
+    """Serves the workload, with one policy for each replica. InvalidPlan as `_serve`."""
+    arrivals = Arrivals(workload, options.best_effort, setting.seed)
+    outputs = arrivals.outputs
+    machines = [
+        Replica(
+            _scheduler(policy, setting, options),
+            setting,
+            outputs=outputs,
+            number=number,
+            # What is learned may change any plan.
+            coasts=options.coast
+            and policy.steady
+            and options.online is None
+            and not setting.routing.faults,
+            record_rows=options.record_rows,
+        )
+        for number, policy in enumerate(policies)
+    ]
+    queue = BoundedQueue(setting.capacity, setting.replicas, outputs)
+    loops = Events(len(machines))
+    front = Front(setting, machines, loops, outputs)
+    late = Lateness(options.refuse_late)
+    doors = (front, loops, queue, late)
+    served_by = _serve(machines, arrivals, *doors, options.until, progress)
+    logs = [machine.stop(options.until) for machine in machines]
+    if not setting.keeps_batches:
+        logs = [log[:0] for log in logs]
+    outputs.cut(options.until)
+    failed = np.isin(np.arange(len(served_by)), list(front.failed))
+    came, numbers = arrivals.came()
+    rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
+    return Served(
+        came,
+        Outcome(
+            outputs.in_order(numbers),
+            outputs.preemptions[numbers],
+            served_by[numbers],
+            failed[numbers],
+            logs,
+        ),
+        rows if options.record_rows else None,
+        setting.routing.draws or any(one.scheduler.view.seed_read for one in machines),
+        late.expected(numbers),
+    )
+
+
+def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
+    """With each request's place in order of arrival. numbers: those that they have, in that
+    order."""
+    if not rows or (numbers == np.arange(len(numbers))).all():
+        return rows
+    place = np.zeros(int(numbers.max()) + 1, np.int64)
+    place[numbers] = np.arange(len(numbers))
+    return [
+        dataclasses.replace(one, requests=place[one.requests], preempted=place[one.preempted])
+        for one in rows
+    ]
+
+
+def _scheduler(policy: Policy, setting: Setting, options: Options) -> SimulatedScheduler:
+    online = options.online
+    return SimulatedScheduler(
+        policy,
+        setting.limits,
+        num_blocks=setting.num_blocks,
+        block_size=setting.block_size,
+        max_model_len=options.max_model_len,
+        host_slots=options.host_slots,
+        cost_model=setting.cost_model if online is None else OnlineCostModel(online),
+        padding=setting.padding,
+        seed=setting.seed,
+        rho=options.rho,
+        projects=options.projects,
+        checked=options.checked,
+    )
+
+
+def _serve(
+    machines: list[Replica],
+    arrivals: Arrivals,
+    front: Front,
+    loops: Events,
+    queue: BoundedQueue,
+    late: Lateness,
+    until: float,
+    progress: Callable[[int], None] | None,
+) -> np.ndarray:
+    """The event loop, until all is served or that time. The replica by number, int64 [n], REFUSED
+    for who has none. InvalidPlan if a plan that is not checked wants more than the pool has."""
+    served_by: dict[int, int] = {}
+
+    def place(number: int, request: Request, now: float) -> None:
+        served_by.pop(number, None)
+        chosen = front.choose(number, request, now)
+        if chosen is None:
+            return
+        machine = machines[chosen]
+        if not machine.dead:
+            taken = late.admits(machine, number, request, now)
+            if not (taken and queue.admits(chosen, number, now)):
+                return
+            machine.receive(number, request, now)
+            loops.at(chosen, machine.next_time)
+        served_by[number] = chosen
+        front.taken(chosen, number, request)
+
+    while True:
+        (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
+        if not min(arrival, timer, time) < until:
+            break
+        if arrival <= min(timer, time):
+            number, request = arrivals.take()
+            place(number, request, arrival)
+            if progress is not None and number < arrivals.num_open:
+                progress(1)
+        elif timer <= time:
+            stranded = front.run(more=arrivals.next_time < math.inf or arrivals.horizon == 0.0)
+            if stranded is not None:
+                place(*stranded, timer)
+        else:
+            machine = machines[index]
+            try:
+                machine.run(min(arrivals.horizon, timer, until))
+            except OutOfBlocks as error:
+                raise InvalidPlan(f"more blocks than are free ({error})") from error
+            loops.at(index, machine.next_time)
+            front.changed(index)
+            arrivals.follow()
+    found = np.full(len(arrivals.outputs.lengths), REFUSED)
+    found[list(served_by.keys())] = list(served_by.values())
+    return found

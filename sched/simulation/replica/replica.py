@@ -1,0 +1,365 @@
+"""One simulated replica: the engine's loop on a virtual clock.
+
+The engine launches step N, finishes N - 1 on the host while N runs, and plans N + 1: so a plan is
+made when the step before the last ends, and starts when the last one does. Here it is the same,
+with the cost model for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.cost.host_overhead import BURST
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.cost.step_residuals import Draws
+from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.request import Request
+from jaxserve.sched.routing.take_snapshot import Lately
+from jaxserve.sched.simulation.replica.batch_rows import BatchRows
+from jaxserve.sched.simulation.replica.clock import Clock
+from jaxserve.sched.simulation.replica.multi_step import Decoding, InFlight, Stretch, stretch
+from jaxserve.sched.simulation.replica.outputs import Outputs
+from jaxserve.sched.simulation.replica.scheduler_state import SimulatedScheduler
+from jaxserve.sched.simulation.settings import BATCH, Setting
+from jaxserve.sched.slo.tiers import lengthening
+from jaxserve.sched.state.request_table import DRAINING, FREE
+from jaxserve.sched.step import Discard, Step
+from jaxserve.sched.step_timing import StepWatch, Watched
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launched step. rows: of the plan; emitting: those that sample, and which requests they were
+    then, by their number in the workload; steady: every request there is took part with a decode
+    and goes on."""
+
+    rows: np.ndarray
+    emitting: np.ndarray
+    requests: np.ndarray
+    end: float
+    steady: bool
+    watched: Watched | None = None
+
+
+class Replica:
+    """Serves requests in virtual time. `next_time` is when its loop comes round next.
+
+    outputs: of all requests, by their numbers; filled in. number: which replica it is.
+    """
+
+    def __init__(
+        self,
+        scheduler: SimulatedScheduler,
+        setting: Setting,
+        *,
+        outputs: Outputs,
+        number: int = 0,
+        coasts: bool = False,
+        record_rows: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.next_time = math.inf
+        self.live = 0
+        self.dead, self.slowdown = False, 1.0  # times as long as steps should take
+        self.lately = Lately()
+        self.rows_log: list[BatchRows] = []
+        self._setting, self._cost = setting, setting.cost_model
+        self._outputs = outputs
+        self._came = 0  # requests that the host has not taken in
+        self._woken = -math.inf  # when the first of those came that woke it up just now
+        seen = scheduler.view.cost_model
+        self._watch: StepWatch | None = None
+        if isinstance(seen, OnlineCostModel):
+            self._watch = StepWatch(seen, setting.padding)
+        self._coasts, self._record_rows = coasts, record_rows
+        self._request_of = np.zeros(scheduler.table.capacity, np.int64)
+        self._has_slot = np.zeros(scheduler.table.capacity, bool)  # for sampling
+        self._pending: _Step | None = None  # launched, its tokens not yet on the host
+        self._last: _Step | None = None  # the last time round; None if nothing was launched
+        self._gone: list[int] = []  # requests that have lost their cache since the last batch
+        self._moved = np.zeros(2, np.int64)  # slots saved and loaded without a batch since then
+        self._clock = Clock(setting.host)
+        scatter = setting.scatter
+        self._draws = None if scatter is None else Draws(scatter, setting.seed, number)
+        self._batches = 0  # launched
+        self._log: list[tuple[float, ...]] = []
+        self._log_parts: list[np.ndarray] = []
+
+    @property
+    def device_free(self) -> float:
+        """When the device has done all that it was told."""
+        return self._clock.device_free
+
+    def receive(self, number: int, request: Request, now: float) -> None:
+        """The request, which has that number, arrives now; not before `next_time` has passed what
+        arrived earlier."""
+        row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
+        if row >= len(self._request_of):
+            capacity = self.scheduler.table.capacity
+            self._request_of = np.resize(self._request_of, capacity)
+            self._has_slot = np.append(self._has_slot, np.zeros(capacity - row, bool))
+        self._request_of[row] = number
+        self.live += 1
+        self._came += 1
+        if self.next_time == math.inf:
+            self._woken = now
+        if now - self._woken <= BURST:
+            self.next_time = self._clock.wake(now)
+
+    def die(self) -> None:
+        """It does nothing any more, and what it had is lost."""
+        self.dead, self.next_time = True, math.inf
+        table = self.scheduler.table
+        for row in np.flatnonzero(table.state != FREE).tolist():
+            self._outputs.preemptions[self._request_of[row]] = table.preemptions[row]
+            self.scheduler.finish(row, complete=False)
+        self.live, self._pending = 0, None
+
+    def run(self, horizon: float) -> None:
+        """Once round the loop; several times, until `horizon`, where the outcome is certain.
+        horizon: when the next request arrives anywhere."""
+        last, self._woken = self._last, -math.inf
+        if not (
+            last is not None
+            and last.steady
+            and len(last.rows) == self.live
+            and self._coasts
+            and horizon > self._clock.now
+            and self._coast(last, horizon)
+        ):
+            self._once()
+        busy = self.live or self._pending is not None
+        self.next_time = self._clock.now if busy else math.inf
+
+    def _once(self) -> None:
+        pending = self._pending
+        launched = self._launch()
+        if pending is not None:
+            self._finish(pending)
+        self._pending = self._last = launched
+        if launched is not None and not self._setting.overlap:
+            self._finish(launched)
+            self._pending = None
+
+    def stop(self, end: float) -> np.ndarray:
+        """Records of BATCH, in the order in which they ran, of those that began before `end`, inf
+        for all: nothing follows. Requests that have not ended are accounted for as far as they
+        are."""
+        table = self.scheduler.table
+        going = np.flatnonzero(table.state != FREE)
+        self._outputs.preemptions[self._request_of[going]] = table.preemptions[going]
+        self._flush_log()
+        log = np.concatenate([np.zeros(0, BATCH), *self._log_parts])
+        log = log[log["start"] < end]
+        del self.rows_log[len(log) :]
+        return log
+
+    def _launch(self) -> _Step | None:
+        """Plans the next step and starts it; None if there is nothing to do yet."""
+        if not self.live:
+            return None
+        scheduler, clock = self.scheduler, self._clock
+        if self._draws is not None:
+            clock.pace = float(self._draws.of_host(self._batches, 1)[0])
+        clock.receive(self._came)
+        self._came = 0
+        step = scheduler.schedule(clock.now)
+        clock.plan(self.live)
+        if len(step.preempted):
+            self._gone += self._request_of[step.preempted].tolist()
+            self._has_slot[step.preempted] = False
+        moves = sum(not isinstance(move, Discard) for move in step.moves)
+        if not len(step):
+            if self._pending is None and not step.plan.operations:
+                raise InvalidPlan(f"it plans nothing for {self.live} requests")
+            if moves:
+                self._move(step, moves)
+            return None
+        features = step.features(self._setting.padding)
+        duration = float(self._cost.batch_time(features))
+        if self._draws is not None:
+            prompts = features.num_prefills > 0
+            (drawn,) = self._draws.of(self._batches, np.array([duration]), prompts=prompts)
+            duration *= float(drawn)
+        duration *= self.slowdown
+        self._batches += 1
+        self.lately.stepped(self.slowdown)
+        admitted, idle = self._admit(step.rows), self._pending is None
+        start, end = clock.launch(len(step), admitted, moves, duration, idle=idle)
+        self._log.append(
+            (
+                start,
+                duration,
+                features.num_tokens,
+                features.num_decodes,
+                features.num_prefills,
+                int(scheduler.pool.as_tokens(scheduler.pool.num_used)),
+                len(self._gone),
+                0 if step.hidden is None else int(np.count_nonzero(step.hidden)),
+                step.num_recomputed_tokens,
+                features.saved_slots + int(self._moved[0]),
+                features.loaded_slots + int(self._moved[1]),
+                scheduler.pool.num_shared,
+            )
+        )
+        launched = self._launched(step, end, all_decode=features.num_decodes == self.live)
+        if self._record_rows:
+            watched = launched.watched
+            self._record(step, duration if watched is None else watched.predicted)
+        self._gone.clear()
+        self._moved[:] = 0
+        return launched
+
+    def _launched(self, step: Step, end: float, *, all_decode: bool) -> _Step:
+        emitting, generated = step.rows, step.generated
+        if np.count_nonzero(step.emits) < len(emitting):
+            emitting, generated = emitting[step.emits], generated[step.emits]
+        requests = self._request_of[emitting]
+        done = self.scheduler.release_finished(step)
+        if len(done):
+            self._has_slot[done] = False
+        steady = all_decode and not len(done)
+        steady = steady and bool((generated < self._outputs.lengths[requests]).all())
+        watched = None if self._watch is None else self._watch.launched(step, self._clock.now)
+        return _Step(step.rows, emitting, requests, end, steady, watched)
+
+    def _admit(self, rows: np.ndarray) -> int:
+        """How many of them take a slot for sampling now."""
+        if not self._setting.host.admit:
+            return 0
+        admitted = len(rows) - int(np.count_nonzero(self._has_slot[rows]))
+        self._has_slot[rows] = True
+        return admitted
+
+    def _move(self, step: Step, moves: int) -> None:
+        """Operations without a batch: the device is at work on them, and the host goes on."""
+        padding, nothing = self._setting.padding, dataclasses.replace(step, moves=())
+        features = step.features(padding)
+        self._moved += (features.saved_slots, features.loaded_slots)
+        took = self._cost.batch_time(features)
+        took -= self._cost.batch_time(nothing.features(padding))
+        self._clock.move(moves, float(took))
+        if self._watch is not None:
+            self._watch.moved(step)
+
+    def _finish(self, step: _Step) -> None:
+        """The step's tokens reach the host; requests that have all of theirs are over."""
+        now = self._clock.land(step.end)
+        if self._watch is not None and step.watched is not None:
+            self._watch.finished(step.watched, now)
+        self._take_in(step, now)
+        self._clock.finish(len(step.emitting))
+
+    def _take_in(self, step: _Step, now: float) -> None:
+        table, outputs = self.scheduler.table, self._outputs
+        rows, requests = step.emitting, step.requests
+        # A request whose last token was still on its way has taken part once more, for nothing.
+        over = outputs.over[requests]
+        if np.count_nonzero(over):
+            rows, requests = rows[~over], requests[~over]
+        before = table.received[rows]
+        outputs.times[outputs.offsets[requests] + before] = now
+        self.scheduler.receive(rows, now)
+        over = before + 1 >= outputs.lengths[requests]
+        if self._setting.routing.looks:
+            first = rows[before == 0]
+            in_time = now - table.arrival[first] <= table.ttft[first]
+            self.lately.began(len(first), int(np.count_nonzero(in_time)))
+            self.lately.ended(outputs.lengths[requests[over]])
+        if np.count_nonzero(over):
+            for row in rows[over].tolist():
+                self._end(row)
+
+    def _end(self, row: int) -> None:
+        number = self._request_of[row]
+        self._outputs.over[number] = True
+        self._has_slot[row] = False
+        self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
+        self.scheduler.finish(row)
+        self.live -= 1
+
+    def _coast(self, last: _Step, horizon: float) -> bool:
+        """Runs as many steps at once as are certain; False if that is none."""
+        table, rows = self.scheduler.table, last.rows
+        pool, overlap = self.scheduler.pool, self._setting.overlap
+        if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
+            return False  # what they hold or read is not what a stretch counts
+        if self._record_rows and np.ptp(table.tier[rows]):
+            return False  # nor what one tier costs the other
+        lengths = self._outputs.lengths[self._request_of[rows]]
+        left = lengths - table.generated[rows]
+        most = int(left.max())
+        early = left[lengths < table.max_tokens[rows]]
+        if overlap and len(early):
+            # Who ends before its limit takes part once more: a stretch ends with its last token.
+            most = min(most, int(early.min()))
+        decoding = Decoding(table.computed[rows], pool.room(rows), left, most)
+        pending = self._pending
+        flying = None if pending is None else InFlight(pending.end, len(pending.emitting))
+        ahead = (self._draws, self._batches)
+        found = stretch(decoding, pool, self._setting, self._clock, flying, horizon, ahead)
+        if found is None:
+            return False
+        if pending is not None:
+            self._take_in(pending, found.reached_first)
+        self._batches += len(found)
+        took = np.minimum(left, len(found))
+        if self._record_rows:
+            self.rows_log += BatchRows.of_decodes(self._request_of[rows], took)
+        self._flush_log()
+        self._log_parts.append(found.log)
+        self._book(rows, took, left, found)
+        return True
+
+    def _book(self, rows: np.ndarray, took: np.ndarray, left: np.ndarray, found: Stretch) -> None:
+        """Leaves the scheduler as if it had planned each of the steps."""
+        scheduler, table, steps = self.scheduler, self.scheduler.table, len(found)
+        reached = np.array(found.reached)
+        there = np.minimum(took, len(reached))  # tokens that are on the host
+        step = np.arange(int(there.sum())) - np.repeat(np.cumsum(there) - there, there)
+        outputs = self._outputs
+        first = outputs.offsets[self._request_of[rows]] + table.received[rows]
+        outputs.times[np.repeat(first, there) + step] = reached[step]
+        scheduler.advance(rows, took)
+        table.received[rows] += there
+        if len(reached):
+            table.last_token[rows] = reached[there - 1]
+        self._clock = found.clock
+        over = (took == left) & (took <= len(reached))
+        if self._setting.routing.looks:
+            lengths = outputs.lengths[self._request_of[rows]]
+            for count in np.unique(took[over]).tolist():
+                self.lately.ended(lengths[over & (took == count)])
+        for row in rows[over][np.argsort(took[over], kind="stable")].tolist():
+            self._end(row)
+        going = rows[~over]
+        drained = table.generated[going] >= table.max_tokens[going]
+        for row in going[drained].tolist():
+            scheduler.pool.release(row)
+        self._has_slot[going[drained]] = False
+        table.move(going[drained], DRAINING)
+        running = going[~drained]
+        scheduler.pool.grow_all(running, table.computed[running])
+        here = rows[took == steps]
+        ended = (took == left)[took == steps].any()
+        requests, end = self._request_of[here], found.clock.device_free
+        self._last = _Step(here, here, requests, end, steady=not ended)
+        self._pending = self._last if self._setting.overlap else None
+
+    # What is kept of the batches.
+
+    def _flush_log(self) -> None:
+        if self._log:
+            self._log_parts.append(np.array(self._log, BATCH))
+            self._log = []
+
+    def _record(self, step: Step, took: float) -> None:
+        """took: what it was predicted to."""
+        requests, gone = self._request_of[step.rows], np.array(self._gone, np.int64)
+        longer = lengthening(step, self.scheduler.view, took)
+        self.rows_log.append(BatchRows(requests, step.plan.num_tokens, step.decodes, gone, longer))

@@ -1,0 +1,75 @@
+"""The scheduler's state in a simulation: the engine's own, with as many rows as live requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cost.reachability import NOTHING, Alone
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.simulation.replica.counted_pool import CountedPool
+from jaxserve.sched.simulation.replica.seed_use import SeedWatch
+from jaxserve.sched.state.request_table import RequestTable
+
+FIRST_ROWS = 64
+
+
+def _columns() -> frozenset[str]:
+    """The attributes of a table that have one entry a row."""
+    small, large = vars(RequestTable(3)), vars(RequestTable(5))
+    return frozenset(
+        name
+        for name, value in small.items()
+        if isinstance(value, np.ndarray) and value.shape[:1] != large[name].shape[:1]
+    )
+
+
+class GrowingTable(RequestTable):
+    """A request table that doubles when it is full, so that its size follows the live requests.
+    Rows are given out in the order in which a table of fixed size gives them."""
+
+    def add(self, request: Request, alone: Alone = NOTHING) -> int:
+        """Gives the request a row and returns it, in a table twice the size if this one is full."""
+        if not self.num_free:
+            self._double()
+        return super().add(request, alone)
+
+    def _double(self) -> None:
+        old, self.capacity = self.capacity, 2 * self.capacity
+        for name in _columns():
+            column = getattr(self, name)
+            more = np.zeros((old, *column.shape[1:]), column.dtype)
+            setattr(self, name, np.concatenate([column, more]))
+        self._free.extend(range(self.capacity - 1, old - 1, -1))
+
+
+class SimulatedScheduler(Scheduler):
+    """A scheduler over a growing table; everything else is as in the engine."""
+
+    def __init__(self, policy: Policy, limits: Limits, **options: Any) -> None:
+        super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
+        self.view: SeedWatch = SeedWatch.of(self.view)
+
+    def _make_table(self, capacity: int) -> RequestTable:
+        return GrowingTable(capacity)
+
+    def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
+        counts = self.policy.counts_blocks and not self.checked  # to check a plan takes ids
+        kind = CountedPool if counts else BlockPool
+        return kind(num_blocks, block_size, capacity, width)
+
+    def advance(self, rows: np.ndarray, steps: np.ndarray) -> None:
+        """Books steps[i] decodes of each row at once, all of them in the latest of the batches that
+        they stand for. Makes no room for them."""
+        table = self.table
+        table.computed[rows] += steps
+        table.generated[rows] += steps
+        latest = rows[steps == steps.max()]
+        order = self._batch_order
+        table.last_batch_order[latest] = np.arange(order, order + len(latest))
+        self._batch_order += len(latest)
+        self._progress.advance(int(steps.max()))

@@ -1,0 +1,137 @@
+"""Where a policy is simulated, and what became of the requests there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import CostModel
+from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.step_residuals import Scatter
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.routing.routers import ROUTERS
+
+REFUSED = -1  # the replica of a request that found the queue full
+
+# A batch, as `BatchRecords` has them.
+BATCH = np.dtype(
+    [("start", np.float64), ("duration", np.float64)]
+    + [
+        (name, np.int64)
+        for name in (
+            *("num_tokens", "num_decodes", "num_prefills", "kv_used", "preemptions", "num_hidden"),
+            *("num_recomputed", "saved_slots", "loaded_slots", "num_shared"),
+        )
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """From `time` on, seconds, the replica's steps take so many times as long, or, where slowdown
+    is inf, it is dead, once the step that its host waits for has ended: the routers notice
+    `notice` seconds after that time. Its requests without a token go
+    elsewhere then, once; those that have some end with what they have. ValueError for others."""
+
+    replica: int
+    time: float
+    slowdown: float = math.inf
+    notice: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.replica < 0 or not 0 <= self.time < math.inf:
+            raise ValueError("a fault needs a replica and a time, both 0 or more")
+        if not self.slowdown >= 1 or not 0 <= self.notice < math.inf:
+            raise ValueError(
+                f"slowdown must be at least 1 and notice 0 or more seconds, got {self.slowdown} "
+                f"and {self.notice}"
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What is before the replicas. name: of `routing.ROUTERS`. routers: each has every so many-th
+    of the replicas, and of the requests. interval: seconds from one snapshot of a replica to the
+    next, 0 for routers that see replicas as they are; age: seconds that one is under way, less than
+    the interval; loss: share that is lost. faults: of different replicas. ValueError for others.
+    """
+
+    name: str = "round_robin"
+    routers: int = 1
+    interval: float = 0.0
+    age: float = 0.0
+    loss: float = 0.0
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in ROUTERS:
+            raise ValueError(f"there is no routing {self.name!r}; known: {', '.join(ROUTERS)}")
+        if self.routers < 1:
+            raise ValueError(f"routers must be at least 1, got {self.routers}")
+        if not 0 <= self.interval < math.inf:
+            raise ValueError(f"interval must be 0 or more seconds, got {self.interval}")
+        if not (self.age == 0 or 0 < self.age < self.interval):
+            raise ValueError(
+                f"age must be 0 or more seconds and less than the interval of {self.interval:g}, "
+                f"got {self.age}"
+            )
+        if not 0 <= self.loss <= 1 or (self.loss and not self.interval):
+            raise ValueError(f"loss must be a share of what is published, got {self.loss}")
+        if len({fault.replica for fault in self.faults}) < len(self.faults):
+            raise ValueError("faults must be of different replicas")
+
+    @property
+    def looks(self) -> bool:
+        """Whether the routers look at snapshots."""
+        return ROUTERS[self.name].looks
+
+    @property
+    def draws(self) -> bool:
+        """Whether where requests go depends on the seed."""
+        return ROUTERS[self.name].draws or (self.looks and self.loss > 0)
+
+    def first_times(self, replicas: int) -> np.ndarray:
+        """When each replica publishes for the first time, one after the other, float64
+        [replicas]."""
+        return self.interval * np.arange(1, replicas + 1) / replicas
+
+
+@dataclass(frozen=True)
+class Setting:
+    """num_blocks, block_size: of each replica's pool. capacity: requests, waiting and running, that
+    each has at most, inf for any number; who comes then is refused. fixed: of the replicas'
+    snapshots, see `routing.observe`. The rest is as `simulate` has it."""
+
+    limits: Limits
+    num_blocks: int
+    block_size: int
+    cost_model: CostModel
+    overlap: bool
+    padding: Padding | None = None
+    host: HostTerms = field(default_factory=HostTerms)
+    replicas: int = 1
+    routing: Routing = field(default_factory=Routing)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    capacity: float = math.inf
+    seed: int = 0
+    keeps_batches: bool = True
+    scatter: Scatter | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """token_times: float64 [sum of output_len], nan for tokens that did not come. preemptions,
+    replica: int64 [n]; the latter REFUSED for who found no room. failed: bool [n], who ended with
+    less than all its tokens since its replica died. batches: of each replica, records with the
+    fields of BATCH."""
+
+    token_times: np.ndarray
+    preemptions: np.ndarray
+    replica: np.ndarray
+    failed: np.ndarray
+    batches: list[np.ndarray]

@@ -1,0 +1,1 @@
+"""Systems to simulate: a model on a device, with its cost model."""

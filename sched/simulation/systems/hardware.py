@@ -1,0 +1,131 @@
+"""Models' shapes and devices' rates, as their papers and data sheets give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.sched.cache.cache_kinds import (
+    ABSORBED,
+    HIDDEN_READS,
+    default_hidden_read,
+    why_no_hidden_caches,
+)
+
+READ_EFFICIENCY = 0.94  # of memory bandwidth: llama-2-7b@a100's decode KV slope, 1.92 of 2.04 TB/s
+# Of the link to the host. Reported: 25 of an A100's 32 GB/s (github.com/ZaidQureshi/bam/issues/54),
+# and 52.8 from, but 35 to, an H100 of 64 GB/s (github.com/NVIDIA/nvbandwidth/issues/24).
+HOST_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer's shape. gated: three matrices in the feed-forward, not two;
+    rotary: positions are rotations of queries and keys."""
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+    rotary: bool = True
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = 2 * self.d_model * self.head_dim * (self.heads + self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.d_model * self.d_ff
+
+    @property
+    def params(self) -> int:
+        """Embedding and output matrices included, as if they were two."""
+        return self.layers * self.layer_params + 2 * self.vocab * self.d_model
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token in one layer, 16-bit."""
+        return 2 * self.kv_heads * self.head_dim * 2
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The hidden vector of one token in one layer, 16-bit."""
+        return self.d_model * 2
+
+
+@dataclass(frozen=True)
+class Device:
+    """count accelerators of one kind under tensor parallelism. flops: dense 16-bit peak of one,
+    1/s; bandwidth: of its memory, bytes/s; memory: bytes; link: bytes/s that it sends to the
+    others; host_bandwidth: bytes/s to or from the host, of each. kind: whose fitted figures say how
+    close it gets to these (`layers.figures_of`); measured: whether they are its own."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    host_bandwidth: float
+    count: int = 1
+    kind: str = "a100"
+    measured: bool = False
+
+
+MODELS = {
+    "opt-125m": Model(12, 768, 3072, 12, 12, 64, 50272, gated=False, rotary=False),
+    "opt-1.3b": Model(24, 2048, 8192, 32, 32, 64, 50272, gated=False, rotary=False),
+    "opt-6.7b": Model(32, 4096, 16384, 32, 32, 128, 50272, gated=False, rotary=False),
+    "opt-13b": Model(40, 5120, 20480, 40, 40, 128, 50272, gated=False, rotary=False),
+    "opt-30b": Model(48, 7168, 28672, 56, 56, 128, 50272, gated=False, rotary=False),
+    "opt-66b": Model(64, 9216, 36864, 72, 72, 128, 50272, gated=False, rotary=False),
+    "opt-175b": Model(96, 12288, 49152, 96, 96, 128, 50272, gated=False, rotary=False),
+    "llama-2-7b": Model(32, 4096, 11008, 32, 32, 128, 32000),
+    "llama-2-13b": Model(40, 5120, 13824, 40, 40, 128, 32000),
+    "llama-2-70b": Model(80, 8192, 28672, 64, 8, 128, 32000),
+    "llama-3-8b": Model(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3-70b": Model(80, 8192, 28672, 64, 8, 128, 128256),
+    "mistral-7b": Model(32, 4096, 14336, 32, 8, 128, 32000),
+    "yi-6b": Model(32, 4096, 11008, 32, 4, 128, 64000),
+    "yi-34b": Model(60, 7168, 20480, 56, 8, 128, 64000),
+    "qwen2-7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
+}
+
+DEVICES = {
+    # Data sheets: dense bf16 tensor FLOP/s, memory bytes/s, memory bytes, and half of what NVIDIA
+    # says of NVLink (an L4 has PCIe 4.0 x16) and Google of the chips' interconnect, which is the
+    # sum of both directions. To the host: PCIe x16, of generation 4 or 5; of TPUs what "How to
+    # Scale Your Model" (Google DeepMind, 2025, part 2) says of a chip.
+    "a100": Device(312e12, 2.039e12, 80e9, 300e9, 32e9, measured=True),
+    "a100-40g": Device(312e12, 1.555e12, 40e9, 300e9, 32e9),
+    "h100": Device(989e12, 3.35e12, 80e9, 450e9, 64e9, kind="h100", measured=True),
+    "h200": Device(989e12, 4.8e12, 141e9, 450e9, 64e9, kind="h100"),
+    "l4": Device(121e12, 0.3e12, 24e9, 32e9, 32e9),
+    "v5e": Device(197e12, 0.819e12, 16e9, 200e9, 16e9),
+    "v5p": Device(459e12, 2.765e12, 95e9, 600e9, 16e9),
+    "v6e": Device(918e12, 1.64e12, 32e9, 400e9, 32e9),
+}
+
+
+def moved_slot(model: Model, device: Device) -> dict[str, float]:
+    """What the cost model's coefficients have of moves: seconds a layer for a slot of one plane
+    that is copied in device memory, read and written, or goes to or from the host. The devices
+    share it by heads, each over its own link."""
+    plane = model.kv_bytes / 2 / device.count
+    return {
+        "copied_slot": 2 * plane / (READ_EFFICIENCY * device.bandwidth),
+        "swapped_slot": plane / (HOST_EFFICIENCY * device.host_bandwidth),
+    }
+
+
+def hidden_read_of(model: Model, wanted: str = "auto") -> str | None:
+    """How the model's hidden caches are read; None where it has none (`why_no_hidden_caches`).
+    wanted: auto or one of HIDDEN_READS. ValueError for a read that the model does not have."""
+    if wanted not in ("auto", *HIDDEN_READS):
+        known = ", ".join(("auto", *HIDDEN_READS))
+        raise ValueError(f"hidden_read must be one of {known}, got {wanted!r}")
+    if wanted == ABSORBED and model.rotary:
+        raise ValueError("hidden_read=absorbed needs a model without rotary positions")
+    shape = model.d_model, model.heads, model.kv_heads, model.head_dim
+    if why_no_hidden_caches(*shape) is not None:
+        return None
+    return default_hidden_read(rotary=model.rotary) if wanted == "auto" else wanted

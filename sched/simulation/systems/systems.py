@@ -1,0 +1,145 @@
+"""Systems by name: a model on a device, with its cost model.
+
+Two come with constants fitted by InferMax's authors; any other is scaled from its arithmetic and
+its bytes, with figures fitted to measured tables where there are any; a measured one is read from a
+profile (`jaxserve profile`). docs/systems.md has them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.simulation.systems.hardware import (
+    DEVICES,
+    MODELS,
+    READ_EFFICIENCY,
+    Device,
+    Model,
+    hidden_read_of,
+    moved_slot,
+)
+from jaxserve.sched.simulation.systems.layers import LayerWork, figures_of
+from jaxserve.sched.simulation.systems.presets import LLAMA_2_7B, PRESETS
+from jaxserve.sched.simulation.systems.profiles import System, UnknownSystem, load
+
+# What attention and hidden caches take, as the first preset has it; no table says better.
+_PROJECTION_EFFICIENCY = 0.68  # of peak FLOP/s: its token slope, 212 of 312 TFLOP/s
+_ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
+_MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
+
+
+def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto") -> System:
+    """A system from FLOPs and bytes, at the rates that measurements show.
+
+    Beside attention: `layers.Figures`, fitted to Vidur's tables of A100s and H100s, all-reduces
+    included; other devices get those of one of the two as shares of their own data sheets. The
+    output matrix counts with its bytes once a step, and its FLOPs for each request. Attention: a
+    decode's K and V and a chunk's cached K and V at 94% of bandwidth, prefill attention 2 x heads x
+    head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak, the kernels' biases and per-request terms
+    as the Llama-2-7B preset has them. Several devices share that evenly. Moves of caches: see
+    `moved_slot`; those to and from the host go on beside the steps. hidden_read: see
+    `hidden_read_of` and `_hidden_terms`. ValueError if the weights do not fit, or for a read that
+    the model does not have.
+
+    How wrong it is beside attention, against the tables it is fitted to (1 to 4,096 tokens): 8,
+    6, 4 and 3% mean relative error on 1, 2, 4 and 8 A100s, 9, 7, 6 and 4% on H100s, and 47% at
+    worst, at the roofline's knee (docs/systems.md). Of attention little is known; see there.
+    """
+    n = device.count
+    flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
+    room = device.memory * n * _MEMORY_FOR_USE - 2 * model.params
+    kv_tokens = int(room // (model.kv_bytes * model.layers))
+    if kv_tokens < 1:
+        raise ValueError(
+            f"{name or 'the model'}: weights of {2 * model.params / 1e9:.0f} GB do not fit into "
+            f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
+        )
+    base, figures = LLAMA_2_7B.coefficients, figures_of(device.kind)
+    step, token = figures.seconds(LayerWork.of(model, n), device)
+    # The output matrix, FLOPs a token and bytes alike; it is no layer's.
+    output = 2 * model.vocab * model.d_model / n / model.layers
+    each = output / (figures.matmul * device.flops)
+    kv = model.kv_bytes / bandwidth
+    read = hidden_read_of(model, hidden_read)
+    terms = _hidden_terms(model, read, flops, bandwidth) if read else (0.0, 0.0, 0.0)
+    hidden, hidden_chunk, projected = terms
+    coefficients = Coefficients(
+        per_token=token,
+        token_bias=step + output / (figures.read * device.bandwidth),
+        decode_kv=kv,
+        decode_bias=base.decode_bias,
+        per_decode=base.per_decode + each,
+        prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
+        prefill_bias=base.prefill_bias,
+        per_prefill=base.per_prefill + each,
+        prefill_m=kv,
+        hidden_token=hidden,
+        hidden_prefill=hidden_chunk,
+        projected_token=projected,
+        **moved_slot(model, device),
+    )
+    source = "measured tables (Vidur, MIT)" if device.measured else "specification"
+    about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}
+    if read:
+        about["hidden_read"] = read
+    rho = model.layers * (hidden - kv) if read else None
+    cost_model = LinearCostModel(coefficients, model.layers, overlapped=True)
+    projects = read == "projected"
+    return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
+
+
+def _hidden_terms(
+    model: Model, read: str, flops: float, bandwidth: float
+) -> tuple[float, float, float]:
+    """Seconds a layer for one cached token of a hidden cache that a decode reads, one that a chunk
+    reads, which is projected, and one that becomes K and V. flops: peak, bandwidth: bytes/s that a
+    kernel reads.
+
+    Projected (Apt-Serve section 3.1: K and V are restored for every step): 2 x d_model x the width
+    of K and V FLOPs at the matrix products' 68% of peak, and the vector's bytes. Fused into the
+    attention, so that K and V do not go through memory. Becoming K and V costs that and their
+    bytes.
+
+    Absorbed (Wk folded into the query, Wv applied to the weighted sum): every head attends over the
+    vectors themselves, heads x d_model multiply-adds for the scores and as many for the sum, at
+    the attention kernels' 15.7% of peak; a GPU's registers do not hold the sum, so two passes read
+    the vector. The longer of the two counts, as they overlap.
+    """
+    width = 2 * model.kv_heads * model.head_dim
+    project = 2 * model.d_model * width / (_PROJECTION_EFFICIENCY * flops)
+    project += model.hidden_bytes / bandwidth
+    becomes_kv = project + model.kv_bytes / bandwidth
+    if read == "projected":
+        return project, project, becomes_kv
+    arithmetic = 4 * model.heads * model.d_model / (_ATTENTION_EFFICIENCY * flops)
+    return max(arithmetic, 2 * model.hidden_bytes / bandwidth), project, becomes_kv
+
+
+def system(name: str, hidden_read: str = "auto") -> System:
+    """A system by name: a preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the
+    path of a profile. hidden_read: how hidden caches are read, see `hidden_read_of`; a preset has
+    none, a profile those it was measured with. UnknownSystem says what is known."""
+    model, at, place = name.partition("@")
+    if name in PRESETS or name.endswith(".json"):
+        if hidden_read != "auto":
+            raise UnknownSystem(f"{name}: hidden_read is for MODEL@DEVICE, not for fixed systems")
+        return PRESETS[name] if name in PRESETS else load(name)
+    if at and model in MODELS:
+        number, times, device = place.partition("x")
+        if not (times and number.isdigit()):
+            number, device = "1", place
+        if device in DEVICES and 1 <= int(number) <= 64:
+            one = DEVICES[device]
+            many = dataclasses.replace(one, count=int(number))
+            try:
+                return scale(MODELS[model], many, name, hidden_read)
+            except ValueError as error:
+                raise UnknownSystem(str(error)) from error
+    near = difflib.get_close_matches(name, [*PRESETS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UnknownSystem(
+        f"there is no system {name!r}{hint}. Give MODEL@DEVICE or MODEL@4xDEVICE with a model of "
+        f"{', '.join(MODELS)} and a device of {', '.join(DEVICES)}, or a profile's path (.json)"
+    )

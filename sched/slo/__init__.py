@@ -1,0 +1,1 @@
+"""Service-level objectives: targets, verdicts, predicted waits, admission, metrics."""

@@ -1,0 +1,150 @@
+"""What a scheduler has before it, copied at one moment: all that waits are predicted from
+(`sched/slo/ttft_estimator.py`), by any thread, without the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
+from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.cost.reachability import Alone, targets_that_count
+from jaxserve.sched.fairness.fair_share import Share
+from jaxserve.sched.policy import Limits, Policy
+from jaxserve.sched.request import Request
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.state.request_table import RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What `Policy.standing` may know of requests, by the names of `keys.Columns`: arrays [n].
+    Times in seconds, lengths in tokens."""
+
+    arrival: Any
+    last_token: Any
+    ttft: Any
+    tbt: Any
+    jct: Any
+    seq: Any
+    prompt_len: Any
+    generated: Any
+    computed: Any
+    tier: Any
+    alone: Any
+    most_output: Any
+    waiting: Any
+    decoding: Any
+    seed: int = 0
+    given: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
+        """One that comes now. alone: on this engine. seq: how many have come before it."""
+
+        def one(value: Any) -> np.ndarray:
+            return np.array([value])
+
+        ttft, tbt, jct = targets_that_count(request.slo, alone)
+        return cls(
+            *(one(now), one(now), one(ttft), one(tbt), one(jct)),
+            *(one(seq), one(len(request.prompt)), _ZERO, _ZERO),
+            *(one(int(request.tier)), one(alone.ttft), one(request.sampling.max_tokens)),
+            waiting=_YES,
+            decoding=~_YES,
+            seed=seed,
+        )
+
+
+_ZERO, _YES = np.zeros(1, np.int64), np.ones(1, bool)
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """Requests [n] that are there and not done, with what they hold, and what serves them.
+
+    time: when this was so. free_at: when the device is predicted to be done with the steps that it
+    has been given; their tokens count as computed. received: requests so far, those that have
+    ended included. blocks: int64 [n], held by each. tenants: int64 [n], places in `shares`, which
+    has all that ever came, by name. output_lengths: `OutputLengths.counted`. The cost model may be
+    one that goes on learning.
+    """
+
+    time: float
+    free_at: float
+    received: int
+    known: Known
+    blocks: np.ndarray
+    tenants: np.ndarray
+    shares: dict[str, Share]
+    free_blocks: int
+    block_size: int
+    limits: Limits
+    policy: Policy
+    cost_model: CostModel
+    padding: Padding | None
+    output_lengths: tuple[np.ndarray, np.ndarray]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
+        """Of a scheduler, on the thread that plans."""
+        view, table, pool = scheduler.view, scheduler.table, scheduler.pool
+        waiting = table.queued()
+        rows = np.concatenate([table.in_state(RUNNING), waiting])
+        waits = np.zeros(len(rows), bool)
+        waits[len(rows) - len(waiting) :] = True
+        computed = table.computed[rows]
+        if scheduler.host.num_used:  # what is there is not computed again
+            computed = np.maximum(computed, scheduler.host.tokens[rows])
+        known = Known(
+            *(table.arrival[rows], table.last_token[rows]),
+            *(table.ttft[rows], table.tbt[rows], table.jct[rows]),
+            *(table.seq[rows], table.prompt_len[rows]),
+            *(table.generated[rows], computed),
+            *(table.tier[rows].astype(np.int64), table.alone[rows]),
+            *(view.most_output(rows), waits),
+            decoding=table.decoding(rows),
+            seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
+        )
+        return cls(
+            *(now, max(now, free_at), table.num_added, known),
+            blocks=np.where(waits, 0, pool.held[rows]),
+            tenants=table.tenant[rows],
+            shares=scheduler.shares.shares(),
+            free_blocks=pool.num_free,
+            block_size=pool.block_size,
+            limits=view.limits,
+            policy=scheduler.policy,
+            cost_model=view.cost_model,
+            padding=view.padding,
+            output_lengths=table.output_lengths.counted(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def step_time(self, batch: BatchFeatures) -> Any:
+        """Seconds of a batch, as `View.step_time`."""
+        if self.padding is not None:
+            batch = batch.padded(self.padding)
+        return self.cost_model.batch_time(batch)
+
+    def standing(self, known: Known, now: float) -> np.ndarray | None:
+        """As the policy has it, float64 [n]; None where it says nothing."""
+        with np.errstate(all="ignore"):
+            found = self.policy.standing(known, now)
+        if found is None:
+            return None
+        return np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that may hold cache, where the policy has a limit of its own, too."""
+        return self.policy.row_limit(self.limits)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How far prompts may fill a batch."""
+        return self.policy.prefill_limit(self.limits)

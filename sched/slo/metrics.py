@@ -1,0 +1,356 @@
+"""What a load test or a simulation reports, computed from the times at which tokens arrived.
+
+TTFT: due time to first token. TBT: between two tokens of one request. JCT, or end to end: due time
+to last token. Normalised latency: JCT over the number of tokens. A request attains its SLO if its
+TTFT, the 99th percentile of its own TBTs (Apt-Serve section 1) and its JCT (AccelGen section 2) are
+within its own targets; one that was refused or failed attains none. One that had not ended when
+the run was cut off is judged as if its next token came then: it attains a target whose time has not
+passed. Goodput: requests that have ended and attain their SLO, a second. Percentiles interpolate
+linearly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.request import Tier
+from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+
+
+@dataclass(frozen=True)
+class Times:
+    """n requests, in seconds on one clock.
+
+    due: float64 [n], when each was to be sent, which is earlier than when it was if the sender fell
+    behind. token_times: float64 [sum of tokens], the first request's ascending, then the second's,
+    and so on. tokens: int64 [n], how many each has; at least 1 if finished. finished: bool [n],
+    false for those that were refused, failed or had not ended when the run was cut off, at `end`;
+    the latter are `going`, bool [n], None for nobody.
+    """
+
+    due: np.ndarray
+    token_times: np.ndarray
+    tokens: np.ndarray
+    finished: np.ndarray
+    going: np.ndarray | None = None
+    end: float = math.inf
+
+    @classmethod
+    def of(
+        cls, due: Sequence[float], token_times: Sequence[Sequence[float]], finished: Sequence[bool]
+    ) -> Times:
+        """From lists, one entry a request."""
+        flat = [time for times in token_times for time in times]
+        return cls(
+            np.asarray(due, np.float64),
+            np.asarray(flat, np.float64),
+            np.array([len(times) for times in token_times], np.int64),
+            np.asarray(finished, bool),
+        )
+
+    def __len__(self) -> int:
+        return len(self.due)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each request's tokens begin in token_times, int64 [n]."""
+        return np.asarray(np.cumsum(self.tokens) - self.tokens)
+
+    @property
+    def first_token(self) -> np.ndarray:
+        """When it came, float64 [n]; nan without a token."""
+        return self._time_of(self.offsets)
+
+    @property
+    def last_token(self) -> np.ndarray:
+        """When it came, float64 [n]; nan without a token."""
+        return self._time_of(self.offsets + self.tokens - 1)
+
+    @property
+    def ttft(self) -> np.ndarray:
+        """float64 [n]; nan without a token."""
+        return self.first_token - self.due
+
+    @property
+    def e2e(self) -> np.ndarray:
+        """float64 [n]; nan without a token."""
+        return self.last_token - self.due
+
+    @property
+    def normalised_latency(self) -> np.ndarray:
+        """Seconds a token, float64 [n]; nan without a token."""
+        return np.asarray(self.e2e / np.maximum(self.tokens, 1))
+
+    @property
+    def tbt(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times between tokens of all requests, one request after the other, and how many of them
+        each has: float64 [sum of shares], int64 [n]."""
+        gaps = np.diff(self.token_times, prepend=0.0)
+        within = np.ones(len(gaps), bool)
+        within[self.offsets[self.tokens > 0]] = False
+        return gaps[within], np.maximum(self.tokens - 1, 0)
+
+    def take(self, which: np.ndarray) -> Times:
+        """Those of some requests. which: bool [n]."""
+        return dataclasses.replace(
+            self,
+            due=self.due[which],
+            token_times=self.token_times[np.repeat(which, self.tokens)],
+            tokens=self.tokens[which],
+            finished=self.finished[which],
+            going=None if self.going is None else self.going[which],
+        )
+
+    def judged(self) -> Times:
+        """With another token, at the end, for each of those who go on."""
+        if self.going is None or not self.going.any():
+            return self
+        behind = (self.offsets + self.tokens)[self.going]
+        return dataclasses.replace(
+            self,
+            token_times=np.insert(self.token_times, behind, self.end),
+            tokens=self.tokens + self.going,
+            finished=self.finished | self.going,
+        )
+
+    def _time_of(self, token: np.ndarray) -> np.ndarray:
+        found = np.full(len(self), np.nan)
+        some = self.tokens > 0
+        found[some] = self.token_times[token[some]]
+        return found
+
+
+@dataclass(frozen=True)
+class Attained:
+    """Which requests are within their targets, bool [n] each; whoever finished without a target is
+    within it."""
+
+    ttft: np.ndarray
+    tbt: np.ndarray
+    jct: np.ndarray
+
+    @property
+    def slo(self) -> np.ndarray:
+        """All three, bool [n]."""
+        return np.asarray(self.ttft & self.tbt & self.jct)
+
+    def take(self, which: np.ndarray) -> Attained:
+        """Those of some requests. which: bool [n]."""
+        return Attained(self.ttft[which], self.tbt[which], self.jct[which])
+
+
+def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[str, float] | None:
+    """mean, p50, p90, p99 and max of the values times `scale`; None if there are none."""
+    if len(values) == 0:
+        return None
+    scaled = np.asarray(values, np.float64) * scale
+    p50, p90, p99 = np.percentile(scaled, (50, 90, 99)).tolist()
+    return {
+        "mean": float(scaled.mean()),
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "max": float(scaled.max()),
+    }
+
+
+def attained(times: Times, terms: Terms) -> Attained:
+    """Each request judged by its own targets. terms: of the same requests."""
+    times = times.judged()
+    done = times.finished
+    ttft, jct = times.ttft, times.e2e
+    tbt, shares = times.tbt
+    return Attained(
+        done & ~(ttft > terms.ttft),
+        done & _within_tbt(tbt, shares, terms.tbt),
+        done & ~(jct > terms.jct),
+    )
+
+
+def tokens_in_time(times: Times, terms: Terms) -> tuple[int, int]:
+    """How many tokens came within their own target, TTFT for a request's first one and TBT for the
+    others, and of how many: AccelGen's iteration-level attainment (section 3.2) is the ratio. Who
+    was refused or failed misses one; who goes on misses one if its next token is late at the
+    end."""
+    tbt, shares = times.tbt
+    have = times.tokens > 0
+    met = int((times.ttft[have] <= terms.ttft[have]).sum())
+    met += int((tbt <= np.repeat(terms.tbt, shares)).sum())
+    since = np.where(have, times.last_token, times.due)
+    target = np.where(have, terms.tbt, terms.ttft)
+    going = np.zeros(len(times), bool) if times.going is None else times.going
+    lost = ~times.finished & (~going | (times.end - since > target))
+    return met, len(times.token_times) + int(lost.sum())
+
+
+def group_metrics(
+    times: Times, terms: Terms, met: Attained, duration: float | None = None
+) -> dict[str, Any]:
+    """The numbers of some requests; latencies are of the finished ones. duration: seconds that
+    rates are of, by default from first due time to last token. `slo` is None where nobody has a
+    target."""
+    done = times.take(times.finished)
+    tbt, _ = done.tbt
+    duration = span(times) if duration is None else duration
+    return {
+        "requests": len(times),
+        "finished": len(done),
+        "finished_per_s": rate(len(done), duration),
+        "output_tokens": len(times.token_times),
+        "ttft_ms": summarise(done.ttft, 1e3),
+        "tbt_ms": summarise(tbt, 1e3),
+        "e2e_ms": summarise(done.e2e, 1e3),
+        "normalised_latency_ms": summarise(done.normalised_latency, 1e3),
+        "slo": _slo_metrics(met, times.finished, duration) if has_targets(terms) else None,
+    }
+
+
+def split_metrics(
+    times: Times, terms: Terms, met: Attained, total: dict[str, Any]
+) -> dict[str, Any]:
+    """`group_metrics` of every tier and of every class that has requests, by name; rates are of the
+    duration of all. total: the same of all requests."""
+    duration = span(times)
+
+    def group(which: np.ndarray) -> dict[str, Any]:
+        if which.all():
+            return dict(total)
+        return group_metrics(times.take(which), terms.take(which), met.take(which), duration)
+
+    tiers = {tier.name.lower(): terms.tier == tier for tier in Tier}
+    classes = {name: terms.slo_class == index for index, name in enumerate(terms.classes)}
+    return {
+        "tiers": {name: group(which) for name, which in tiers.items() if which.any()},
+        "classes": {name: group(which) for name, which in classes.items() if which.any()},
+    }
+
+
+def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
+    """All numbers of one load test, of all requests and by tier and class; times in the unit that
+    their name ends with.
+
+    Latencies are of the finished requests only. duration_s: first due time to last token.
+    """
+    met, duration = attained(times, terms), span(times)
+    done = times.take(times.finished)
+    total = group_metrics(times, terms, met)
+    return {
+        "duration_s": duration,
+        "output_tokens": total["output_tokens"],
+        "output_tokens_per_s": rate(total["output_tokens"], duration),
+        "finished_per_s": total["finished_per_s"],
+        **{name: total[name] for name in ("ttft_ms", "tbt_ms", "e2e_ms", "slo")},
+        "request_p99_tbt_ms": summarise(request_p99_tbt(done), 1e3),
+        "normalised_latency_ms": total["normalised_latency_ms"],
+        **split_metrics(times, terms, met, total),
+    }
+
+
+def overtaken(times: Times, group: np.ndarray) -> float:
+    """The longest that a request waited while later ones of its own group were served.
+
+    It waits from its arrival to its first token, from each token to the next, and from its last one
+    to the end where the run was cut off. What counts is the time from the beginning of such a wait
+    to the last token in it of a request of the group that came later.
+
+    Args:
+        times: of n requests.
+        group: int64 [n], which group each is of, as its tier or class.
+
+    Returns:
+        Seconds; 0 if nobody was ever overtaken.
+    """
+    return max((_overtaken(times.take(group == one)) for one in np.unique(group)), default=0.0)
+
+
+def _overtaken(times: Times) -> float:
+    """As `overtaken`, of one group."""
+    order = np.argsort(times.token_times, kind="stable")
+    when, place = times.token_times[order], np.argsort(np.argsort(times.due, kind="stable"))
+    came = np.repeat(place, times.tokens)[order]
+    judged = times.judged()
+    begin = np.insert(judged.token_times, judged.offsets, judged.due)
+    begin = np.delete(begin, judged.offsets + judged.tokens + np.arange(len(judged)))
+    low, high = np.searchsorted(when, begin, "right"), np.searchsorted(when, judged.token_times)
+    mine, wait, longest = np.repeat(place, judged.tokens), judged.token_times - begin, 0.0
+    some = np.flatnonzero(low < high)  # others were served in between
+    for i in some[np.argsort(-wait[some], kind="stable")].tolist():
+        if wait[i] <= longest:
+            break
+        later = np.flatnonzero(came[low[i] : high[i]] > mine[i])
+        if len(later):
+            longest = max(longest, float(when[low[i] + later[-1]] - begin[i]))
+    return longest
+
+
+def span(times: Times) -> float:
+    """Seconds from the first due time to the last token, or to the end where the run was cut off;
+    0 without a token."""
+    begin = float(times.due.min())
+    if times.end < math.inf:
+        return times.end - begin
+    return float(times.token_times.max()) - begin if len(times.token_times) else 0.0
+
+
+def has_targets(terms: Terms) -> bool:
+    """Whether any request has one."""
+    return any(bool(np.isfinite(getattr(terms, name)).any()) for name in TARGETS)
+
+
+def request_p99_tbt(times: Times) -> np.ndarray:
+    """The 99th percentile of each request's own TBTs, seconds, of those with two tokens or more."""
+    tbt, shares = times.tbt
+    parts = np.split(tbt, np.cumsum(shares)[:-1])
+    return np.array([percentile_99(part.tolist()) for part in parts if len(part)])
+
+
+def percentile_99(values: Sequence[float]) -> float:
+    """The 99th percentile of at least one value, interpolated linearly. In plain Python, as the
+    engine's thread asks for it too (`sched/slo/verdict.py`), of one request at a time."""
+    ordered = sorted(values)
+    place = 0.99 * (len(ordered) - 1)
+    low = int(place)
+    share, below, above = place - low, ordered[low], ordered[min(low + 1, len(ordered) - 1)]
+    if share < 0.5:  # as NumPy rounds it
+        return below + (above - below) * share
+    return above - (above - below) * (1 - share)
+
+
+def _slo_metrics(met: Attained, finished: np.ndarray, duration: float) -> dict[str, Any]:
+    shares = {
+        f"{field.name}_attainment": float(getattr(met, field.name).mean())
+        for field in dataclasses.fields(met)
+    }
+    return {
+        "attainment": float(met.slo.mean()),
+        **shares,
+        "goodput_per_s": rate(int((met.slo & finished).sum()), duration),
+    }
+
+
+def rate(count: int, duration: float) -> float | None:
+    """1/s; None over no time. duration: seconds."""
+    return count / duration if duration > 0 else None
+
+
+def _within_tbt(tbt: np.ndarray, shares: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Whose 99th percentile is within the target, bool [n]; a request of one token has no TBT to
+    miss. tbt, shares: as in `Times.tbt`. Sorts only where it has to."""
+    slow = np.zeros(len(shares), np.int64)
+    owner = np.repeat(np.arange(len(shares)), shares)
+    np.add.at(slow, owner[tbt > target[owner]], 1)
+    # The percentile lies between the sorted values of ranks floor(h) and floor(h) + 1.
+    low = np.floor(0.99 * (shares - 1)).astype(np.int64)
+    within = shares - slow  # values within the target
+    met = (shares == 0) | (within > low)
+    ends = np.cumsum(shares)
+    for i in np.flatnonzero(met & (shares > 0) & (within == low + 1) & (slow > 0)).tolist():
+        mine = tbt[ends[i] - shares[i] : ends[i]]
+        met[i] = percentile_99(mine.tolist()) <= target[i]
+    return np.asarray(met)

@@ -1,0 +1,58 @@
+"""What real-time and best-effort requests that are served together have of each other (BROS)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.plan import Join
+from jaxserve.sched.policy import View
+from jaxserve.sched.request import Tier
+from jaxserve.sched.step import Step, Widen
+
+SHARED = "shared"
+_NAMES = np.array([*(tier.name.lower() for tier in Tier), SHARED])
+
+
+def lengthening(step: Step, view: View, took: float) -> float:
+    """Seconds that best-effort requests make a step longer for the real-time ones in it: `took`,
+    which it is predicted to take, less what `View.step_time` says of those alone. Where best-effort
+    caches are moved for it, all that is moved counts as their doing. 0 where they have no part in
+    it. Asked when the step is booked, while its rows are still its requests'."""
+    tier, moved = view.table.tier, [op for op in step.plan.operations if not isinstance(op, Join)]
+    alone = tier[step.rows] == Tier.REALTIME
+    theirs = [step.rows, *(op.rows for op in moved)]
+    if not alone.any() or all((tier[rows] == Tier.REALTIME).all() for rows in theirs):
+        return 0.0
+    plan, emitting = step.plan, step.rows[alone & step.emits]
+    batch = BatchFeatures.of(
+        plan.num_tokens[alone],
+        step.start[alone],
+        step.decodes[alone],
+        padding=view.padding,
+        hidden=None if step.hidden is None else step.hidden[alone],
+        projected_tokens=_widened(step, step.rows[alone]),
+        sampling=not view.table.greedy[emitting].all(),
+    )
+    return max(0.0, took - float(view.step_time(batch)))
+
+
+def _widened(step: Step, rows: np.ndarray) -> int:
+    """Cached tokens of these rows whose hidden vectors become K and V for the step."""
+    moves = (move for move in step.moves if isinstance(move, Widen))
+    return sum(int(move.cached[np.isin(move.rows, rows)].sum()) for move in moves)
+
+
+def blocks_used(pool: BlockPool, tier: np.ndarray) -> dict[tuple[str, str], int]:
+    """How many used blocks hold what for whom: by kind of cache, and by tier of the one holder, or
+    SHARED where a block is filled from both ends. Each counts once. tier: by row of the table."""
+    ids, rows = pool.holders()
+    whose = np.where(np.isin(ids, pool.both_ends()), len(Tier), tier[rows])
+    kinds = pool.kind[rows]
+    return {
+        (kind.name.lower(), str(name)): int(np.count_nonzero((kinds == kind) & (whose == number)))
+        for kind in CacheKind
+        for number, name in enumerate(_NAMES)
+    }

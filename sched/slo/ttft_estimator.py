@@ -1,0 +1,347 @@
+"""How long a request that comes now would wait for its first token.
+
+A fluid estimate from a `Backlog`, without looking at what a policy decides from step to step. The
+first token comes after as many steps as the prompt tokens before it and its own take, or as many
+decodes as it takes until those that run have left rows and blocks to it and all before it,
+whichever are more. Both are priced by the cost model that the scheduler plans with. Where
+something cannot be known before, it errs to the short side, so that who refuses late requests
+refuses too few: policies that say nothing of their order (`Policy.standing`) are taken to serve the
+newcomer first, caches do not grow, and nobody is preempted for their growth.
+
+A router has a coarser one of the same view (`routing/estimate.py`), for all replicas at once and
+from sums, since a snapshot has no requests in it: it knows tiers where this knows places in the
+policy's order, lets blocks and rows come free evenly where this follows how long outputs get, and
+shares out a step's own price by token where this counts steps. Neither can do the other's work:
+this one takes a backlog and 25 us for one engine. Where nothing is short and all come in order, the
+two are a step and what is rounded to whole tokens apart; a test holds them to that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.cost.reachability import Alone
+from jaxserve.sched.fairness.fair_share import Share
+from jaxserve.sched.request import Request
+from jaxserve.sched.slo.backlog import Backlog, Known
+from jaxserve.sched.state.output_lengths import Survival
+
+_POINTS = 48  # of time, at which it is asked who has left
+_SPAN = 3.0  # mean outputs until the last of them
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Seconds until a request's first token: as things are, and on an idle engine."""
+
+    seconds: float
+    alone: float
+
+
+class _Work(NamedTuple):
+    """Prompts to compute: how many, their tokens and the cost model's sums over them; how many of
+    them have not begun, and the blocks that those take."""
+
+    prompts: int
+    tokens: int
+    quad: int
+    cached: int
+    starts: int
+    blocks: int
+
+
+class _Came:
+    """Work by standing, in arrays that double: as many may come in a step as the queue holds."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._standing = np.empty(16)
+        self._work = np.empty((16, len(_Work._fields)), np.int64)
+
+    def add(self, standing: float, work: _Work) -> None:
+        """One more."""
+        if self._count == len(self._standing):
+            twice = (np.concatenate([a, a]) for a in (self._standing, self._work))
+            self._standing, self._work = twice
+        self._standing[self._count], self._work[self._count] = standing, work
+        self._count += 1
+
+    def until(self, place: float) -> np.ndarray:
+        """Of those that stand no later, the sums, int64 [6]."""
+        before = self._standing[: self._count] <= place
+        return self._work[: self._count][before].sum(axis=0)
+
+
+class FirstToken:
+    """Predicts from one backlog. What takes long is done once, when it is first asked for; then
+    each question takes two bisections. Any thread may ask, one at a time."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+        self._came: dict[str, _Came] = {}  # since, by tenant
+        self._count = backlog.received
+        self._free_at = backlog.free_at
+
+    def arrived(self, request: Request, now: float) -> None:
+        """One has come since the backlog was taken, and is in the queue. now: seconds, on the
+        backlog's clock."""
+        if not len(self._backlog) and self._count == self._backlog.received:
+            self._free_at = max(self._free_at, now)  # it had nothing to do until now
+        place = self._place(request, now)
+        self._count += request.sampling.n
+        if place is not None:
+            own = _Work(*(request.sampling.n * part for part in self._own(request)))
+            self._came.setdefault(request.tenant, _Came()).add(place, own)
+
+    def wait(self, request: Request, now: float) -> Wait:
+        """Of a request that comes now. Of its continuations, of the first."""
+        backlog, own = self._backlog, self._own(request)
+        place = self._place(request, now)
+        alone = self._prefill(own, 0, 0.0)[0]
+        total = _sum(own, self._before(place, request, own))
+        rows, blocks = self._given_up(place)
+        lacking = total.starts - rows - (backlog.max_rows - self._holders)
+        short = total.blocks - blocks - backlog.free_blocks
+        seconds = self._seconds(total, self._steps_until(lacking, short, total.starts))
+        return Wait(max(alone, seconds + (self._free_at - now)), alone)
+
+    # Who is before it.
+
+    def _place(self, request: Request, now: float) -> float | None:
+        backlog = self._backlog
+        alone = Alone.of(request, backlog.step_time, backlog.prefill_tokens)
+        known = Known.of(request, alone, now, self._count, backlog.known.seed)
+        found = backlog.standing(known, now)
+        return None if found is None else float(found[0])
+
+    def _own(self, request: Request) -> _Work:
+        size = len(request.prompt)
+        blocks = int(blocks_for(size, self._backlog.block_size))
+        return _Work(1, size, size * size, 0, 1, blocks)
+
+    def _before(self, place: float | None, request: Request, own: _Work) -> _Work:
+        """What is computed before it: what has begun, and of those that wait, of its own tenant's
+        all that stand no later, of another's no more than its share meanwhile."""
+        if place is None:
+            return _NOTHING
+        tenant, shares = request.tenant, self._backlog.shares
+        before = self._until(tenant, place)
+        mine = _sum(before, own).tokens
+        before = _sum(before, self._until(None, place))
+        us = shares.get(tenant, Share())
+        weight = us.weight if request.weight is None else request.weight
+        for name in {*self._queues, *self._came} - {tenant, None}:
+            assert name is not None
+            theirs = self._until(name, place)
+            ahead = mine / weight + self._counter(tenant) - self._counter(name)
+            most = max(0.0, ahead) * shares.get(name, Share()).weight
+            if theirs.tokens > most:
+                theirs = _Work(*(int(part * most / theirs.tokens) for part in theirs))
+            before = _sum(before, theirs)
+        return before
+
+    def _counter(self, tenant: str) -> float:
+        """Of that share. Who had nothing to do has saved up nothing (`FairShares.join`)."""
+        counter = self._backlog.shares.get(tenant, Share()).counter
+        return counter if tenant in self._queues else max(counter, self._least)
+
+    @cached_property
+    def _least(self) -> float:
+        """The least counter of those that wait; the largest of all where nobody does."""
+        shares = self._backlog.shares
+        waiting = [shares[name].counter for name in self._queues if name is not None]
+        return min(waiting, default=max((one.counter for one in shares.values()), default=0.0))
+
+    def _until(self, tenant: str | None, place: float) -> _Work:
+        """Of a tenant's that wait and stand no later than that, or None: of those that run."""
+        found = np.zeros(6, np.int64)
+        if tenant in self._queues:
+            standing, sums = self._queues[tenant]
+            found += sums[:, int(np.searchsorted(standing, place, side="right"))]
+        if tenant is not None and tenant in self._came:
+            found += self._came[tenant].until(place)
+        return _Work(*map(int, found))
+
+    @cached_property
+    def _queues(self) -> dict[str | None, tuple[np.ndarray, np.ndarray]]:
+        """By tenant of those that wait, and None for those that run, those with more to compute
+        than a decode."""
+        backlog, known = self._backlog, self._backlog.known
+        pending = np.flatnonzero(~known.decoding)
+        waits = known.waiting[pending]
+        found: dict[str | None, tuple[np.ndarray, np.ndarray]] = {}
+        found[None] = self._queue(pending[~waits])
+        names, waiting = list(backlog.shares), pending[waits]
+        for number in np.unique(backlog.tenants[waiting]).tolist():
+            found[names[number]] = self._queue(waiting[backlog.tenants[waiting] == number])
+        return found
+
+    def _queue(self, pending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """These, by standing, [m], and sums of `_Work` over the first 0, 1, ... m of them,
+        int64 [6, m + 1]."""
+        backlog, known = self._backlog, self._backlog.known
+        standing = self._standing
+        if standing is not None:
+            pending = pending[np.argsort(standing[pending], kind="stable")]
+        cached = known.computed[pending]
+        length = known.prompt_len[pending] + known.generated[pending]
+        tokens, starts = length - cached, known.waiting[pending]
+        sums = np.zeros((6, len(pending) + 1), np.int64)
+        parts = (
+            np.ones(len(pending), np.int64),
+            tokens,
+            tokens * (tokens + 2 * cached),
+            cached,
+            starts,
+            starts * blocks_for(length, backlog.block_size),
+        )
+        np.cumsum(np.stack(parts), axis=1, out=sums[:, 1:])
+        return (np.zeros(0) if standing is None else standing[pending]), sums
+
+    @cached_property
+    def _standing(self) -> np.ndarray | None:
+        return self._backlog.standing(self._backlog.known, self._backlog.time)
+
+    def _given_up(self, place: float | None) -> tuple[int, int]:
+        """Rows and blocks that those that run would lose to it."""
+        backlog = self._backlog
+        if place is None:  # it is taken to be served first, so all make room for it
+            return self._holders, int(backlog.blocks.sum())
+        if not backlog.policy.takes_room:
+            return 0, 0
+        standing, blocks = self._losers
+        at = int(np.searchsorted(standing, place, side="right"))
+        return len(standing) - at, int(blocks[-1] - blocks[at])
+
+    @cached_property
+    def _losers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those that run, by standing, and the blocks of the first 0, 1, ... of them."""
+        backlog = self._backlog
+        runs = np.flatnonzero(~backlog.known.waiting)
+        standing = self._standing
+        assert standing is not None
+        runs = runs[np.argsort(standing[runs], kind="stable")]
+        return standing[runs], np.concatenate([[0], np.cumsum(backlog.blocks[runs])])
+
+    # What it takes.
+
+    def _seconds(self, work: _Work, steps: float) -> float:
+        """Of the prompts, and of decodes until so many steps have gone by."""
+        prefill, taken = self._prefill(work, self._decodes, self._read)
+        if steps <= 0:
+            return prefill
+        # By then those have started that there was room for.
+        rows = min(self._backlog.max_rows, self._holders + work.starts)
+        mean = self._read / self._decodes if self._decodes else work.tokens / work.prompts
+        decode = self._backlog.step_time(BatchFeatures(rows, rows, rows * mean, rows, 0, 0, 0))
+        if self._backlog.policy.mixed_batches:
+            steps = max(0.0, steps - taken)
+        return prefill + decode * steps
+
+    def _prefill(self, work: _Work, decodes: int, read: float) -> tuple[float, int]:
+        """Seconds of the steps that compute prompts, beside so many decodes, and their number."""
+        backlog = self._backlog
+        if not backlog.policy.mixed_batches:
+            decodes, read = 0, 0.0
+        room = max(1, backlog.prefill_tokens - decodes)
+        steps = max(1, -(-work.tokens // room))
+        tokens = -(-work.tokens // steps) + decodes
+        prompts = max(1.0, work.prompts / steps)
+        quad, cached = work.quad / steps, work.cached / steps
+        batch = BatchFeatures(tokens, tokens, read, decodes, quad, prompts, cached)
+        return steps * backlog.step_time(batch), steps
+
+    # When there is room.
+
+    @cached_property
+    def _holders(self) -> int:
+        return int(np.count_nonzero(~self._backlog.known.waiting))
+
+    @cached_property
+    def _decodes(self) -> int:
+        return int(np.count_nonzero(self._backlog.known.decoding))
+
+    @cached_property
+    def _read(self) -> float:
+        known = self._backlog.known
+        return float((known.computed[known.decoding] + 1).sum())
+
+    def _steps_until(self, rows: float, blocks: float, starts: int) -> float:
+        """Decodes until so many rows and blocks more have been left. starts: requests that begin
+        until then, which leave again themselves."""
+        if rows <= 0 and blocks <= 0:
+            return 0.0
+        times, left, freed = self._leaving
+        every = max(1, min(self._backlog.max_rows, self._holders + starts))
+        found = 0.0
+        for lack, curve, share in (
+            (rows, left, every),
+            (blocks, freed, max(1.0, every * self._mean_blocks)),
+        ):
+            if lack <= 0:
+                continue
+            if lack <= curve[-1]:
+                found = max(found, float(np.interp(lack, curve, times)))
+            else:  # in as many decodes as an output has all that there is is left once
+                rest = (lack - curve[-1]) / share * self._mean
+                found = max(found, float(times[-1]) + rest)
+        return found
+
+    @cached_property
+    def _mean_blocks(self) -> float:
+        runs = ~self._backlog.known.waiting
+        return float(self._backlog.blocks[runs].mean()) if runs.any() else 0.0
+
+    @cached_property
+    def _leaving(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Decodes from now, [_POINTS], and by then the mean number of requests that have ended, and
+        of blocks that are free for it, those included that started in the place of others."""
+        backlog, known = self._backlog, self._backlog.known
+        runs, longer, mean = np.flatnonzero(~known.waiting), self._outputs.longer, self._mean
+        times = np.linspace(0.0, _SPAN * self._outputs.mean, _POINTS)
+        if not self._holders:
+            return times, np.zeros(_POINTS), np.zeros(_POINTS)
+        had = known.generated[runs][:, None]
+        alive = longer(had + times) / np.maximum(longer(had), 1e-12)
+        alive[(had + times >= known.most_output[runs][:, None])] = 0.0
+        alive[(longer(had) <= 0)[:, 0], 1:] = 0.0
+        gone = (1.0 - alive).sum(axis=0)
+        # Renewals: of those that start, as many as outputs end within the time that is left.
+        going = longer(times)
+        if len(self._limits):
+            going = going * (self._limits[:, None] > times).mean(axis=0)
+        again = np.maximum(1.0 - going, times / mean - 0.5)
+        new = np.convolve(np.diff(gone, prepend=0.0), again)[:_POINTS]
+        freed = backlog.blocks[runs] @ (1.0 - alive) + new * self._mean_blocks
+        return times, np.maximum.accumulate(gone + new), np.maximum.accumulate(freed)
+
+    @cached_property
+    def _limits(self) -> np.ndarray:
+        """How much those that wait may write."""
+        known = self._backlog.known
+        return np.asarray(known.most_output[known.waiting])
+
+    @cached_property
+    def _mean(self) -> float:
+        """Tokens of an output of those that wait."""
+        if not len(self._limits):
+            return self._outputs.mean
+        return max(1.0, float(self._outputs.within(self._limits).mean()))
+
+    @cached_property
+    def _outputs(self) -> Survival:
+        known = self._backlog.known
+        return Survival(*self._backlog.output_lengths, known.generated[known.generated > 0])
+
+
+_NOTHING = _Work(0, 0, 0, 0, 0, 0)
+
+
+def _sum(a: _Work, b: _Work) -> _Work:
+    return _Work(*(ours + theirs for ours, theirs in zip(a, b, strict=True)))

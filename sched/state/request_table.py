@@ -1,0 +1,171 @@
+"""The state of every request in the engine, one NumPy array a property.
+
+A policy ranks thousands of requests with array operations; nothing here is per object.
+Tokens are counted in three numbers: `prompt_len + generated` are known, `computed` of them are in
+the cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after a
+preemption and a decode are all "compute the next c of the pending tokens".
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from jaxserve.sched.cost.reachability import NOTHING, Alone, targets_that_count
+from jaxserve.sched.request import Request
+from jaxserve.sched.state.ordered_rows import Listing
+from jaxserve.sched.state.output_lengths import OutputLengths
+
+
+class State(enum.IntEnum):
+    """WAITING holds no cache, RUNNING holds some. DRAINING has launched its last token and waits
+    for it to arrive, HELD waits while it is the turn of other tenants
+    (`sched/fairness/fair_queue.py`); no policy sees either."""
+
+    FREE = 0
+    WAITING = 1
+    RUNNING = 2
+    DRAINING = 3
+    HELD = 4
+
+
+# Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
+FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
+
+
+class RequestTable:
+    """Struct of arrays over `capacity` rows. Times in seconds, lengths in tokens.
+
+    generated counts tokens from the moment the step that makes them is launched; computed
+    likewise. last_token is the time at which the last token reached the host (the arrival before
+    the first). alone is what an idle engine takes to the first token, 0 where there are no targets.
+    ttft, tbt and jct are the targets that count: an absent one is infinite, and one that an idle
+    engine would miss is what that takes. `state` changes through `add`, `move` and `remove` only.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.state = np.zeros(capacity, np.int8)
+        self.seq = np.zeros(capacity, np.int64)  # order of arrival
+        self.last_batch_order = np.zeros(capacity, np.int64)  # order of the last times in a batch
+        self.preempted_order = np.zeros(capacity, np.int64)  # of its last preemption, from 1
+        self.arrival = np.zeros(capacity)
+        self.last_token = np.zeros(capacity)
+        self.prompt_len = np.zeros(capacity, np.int64)
+        self.max_tokens = np.zeros(capacity, np.int64)
+        self.generated = np.zeros(capacity, np.int64)
+        self.received = np.zeros(capacity, np.int64)  # generated tokens that reached the host
+        self.computed = np.zeros(capacity, np.int64)
+        self.preemptions = np.zeros(capacity, np.int64)
+        self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
+        self.tier = np.zeros(capacity, np.int8)
+        self.greedy = np.ones(capacity, bool)  # takes the most likely token, as it is
+        self.ttft = np.full(capacity, np.inf)
+        self.tbt = np.full(capacity, np.inf)
+        self.jct = np.full(capacity, np.inf)
+        self.alone = np.zeros(capacity)
+        self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
+        self.output_lengths = OutputLengths()
+        self._free = list(range(capacity - 1, -1, -1))
+        self._next_seq = 0
+        self.num_sampling = 0  # requests that are not greedy
+        self.num_timed = 0  # requests that have a TTFT or a TBT
+        self._waiting, self._running = Listing(WAITING), Listing(RUNNING)
+        self._requeued = Listing(WAITING)
+        self._listings = (self._waiting, self._requeued, self._running)
+
+    @property
+    def num_free(self) -> int:
+        """Rows without a request: how often `add` still works."""
+        return len(self._free)
+
+    @property
+    def num_added(self) -> int:
+        """Requests so far, those that have been removed included."""
+        return self._next_seq
+
+    def add(self, request: Request, alone: Alone = NOTHING) -> int:
+        """Gives the request a row and returns it. alone: what an idle engine takes for it.
+        IndexError when the table is full."""
+        row = self._free[-1]  # not taken yet: what follows may fail
+        self.seq[row] = self._next_seq
+        self.arrival[row] = self.last_token[row] = request.arrival
+        self.prompt_len[row] = len(request.prompt)
+        self.max_tokens[row] = request.sampling.max_tokens
+        for column in (self.generated, self.received, self.computed):
+            column[row] = 0
+        self.preemptions[row] = self.lost_from[row] = 0
+        self.last_batch_order[row] = self.preempted_order[row] = 0
+        self.tier[row] = request.tier
+        self.greedy[row] = request.sampling.is_plain_greedy
+        self.alone[row] = alone.ttft
+        targets = targets_that_count(request.slo, alone)
+        self.ttft[row], self.tbt[row], self.jct[row] = targets
+        self._free.pop()
+        self._next_seq += 1
+        self.num_sampling += not self.greedy[row]
+        self.num_timed += self._is_timed(row)
+        self.move(np.array([row]), WAITING)
+        return row
+
+    def remove(self, row: int) -> None:
+        """Frees the row for another request; what its columns hold is stale then. ValueError if it
+        is free already."""
+        if self.state[row] == FREE:
+            raise ValueError(f"row {row} is free already")
+        self.num_sampling -= not self.greedy[row]
+        self.num_timed -= self._is_timed(row)
+        self.move(np.array([row]), FREE)
+        self._free.append(row)
+
+    def move(self, rows: np.ndarray, to: int) -> None:
+        """Gives the rows another state."""
+        if not len(rows):
+            return
+        before = self.state[rows]
+        for listing in self._listings:
+            if not listing.stale:
+                listing.stale = bool(np.count_nonzero(before == listing.state))
+        self.state[rows] = to
+        for listing in self._listings:
+            if listing.state == to:
+                listing.join(rows)
+
+    def _is_timed(self, row: int) -> bool:
+        return bool(min(self.ttft[row], self.tbt[row]) < np.inf)
+
+    def queued(self) -> np.ndarray:
+        """Rows that hold no cache, held back or not, in order of arrival."""
+        held = np.flatnonzero(self.state == HELD)
+        waiting = self.in_state(WAITING)
+        if not len(held):
+            return waiting
+        rows = np.concatenate([waiting, held])
+        return np.asarray(rows[np.argsort(self.seq[rows])])
+
+    def pending(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens known but not in the cache, [len(rows)]."""
+        return self.prompt_len[rows] + self.generated[rows] - self.computed[rows]
+
+    def decoding(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows have all but their newest generated token in the cache, bool [len(rows)]."""
+        return (self.generated[rows] > 0) & (self.pending(rows) == 1)
+
+    def in_state(self, state: int) -> np.ndarray:
+        """Rows in `state` (WAITING or RUNNING), in order of arrival. Not to be written to; the same
+        array as long as they are the same."""
+        listing = self._waiting if state == WAITING else self._running
+        return listing.rows(self.state, self._by_arrival)
+
+    def requeued(self) -> np.ndarray:
+        """Rows that wait, in order of arrival, but that the preempted ones are at the head, the
+        latest of them first. Not to be written to; as `in_state`."""
+        return self._requeued.rows(self.state, self._by_preemption)
+
+    def _by_arrival(self, rows: np.ndarray) -> np.ndarray:
+        return self.seq[rows]
+
+    def _by_preemption(self, rows: np.ndarray) -> np.ndarray:
+        order = self.preempted_order[rows]
+        return np.where(order > 0, -order, self.seq[rows])

@@ -1,0 +1,1 @@
+"""InferMax Algorithm 1: the unified scheduler, of which most policies are settings."""

@@ -1,0 +1,331 @@
+"""What still fits into the batch being planned, and what is in it so far.
+
+Counts only; the pool itself is changed by `Scheduler` once the plan is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan, Operation, Preempt
+from jaxserve.sched.policy import View
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What requests will take. peak: rows -> cache tokens that each is expected to end with, int64
+    [n]. of_running: whether a start leaves free, besides its own peak, what those that run are
+    expected to take yet."""
+
+    peak: Callable[[np.ndarray], np.ndarray]
+    of_running: bool = False
+
+
+@dataclass
+class Candidates:
+    """Parallel arrays [n], most urgent first. tokens: to compute now; reserve: cache tokens to
+    have room for; kinds: `CacheKind`; prefill: whether P applies. new: free blocks that each takes,
+    once `BatchBudget.new_blocks` has been asked."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    reserve: np.ndarray
+    kinds: np.ndarray
+    prefill: np.ndarray
+    new: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice | np.ndarray) -> Candidates:
+        """A slice of them, or those that a mask or indices choose."""
+        return Candidates(
+            self.rows[part],
+            self.tokens[part],
+            self.reserve[part],
+            self.kinds[part],
+            self.prefill[part],
+            None if self.new is None else self.new[part],
+        )
+
+
+class BatchBudget:
+    """A batch in the making. The checks are those of InferMax section 3.1, CanAllocate: C, P, M,
+    and the number of rows.
+
+    max_rows, prefill_tokens: the policy's own limits where they differ from the view's (never more
+    than its max_rows and C). expected: a start then needs room for its peak.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        max_rows: int | None = None,
+        prefill_tokens: int | None = None,
+        expected: Expected | None = None,
+    ) -> None:
+        self.view = view
+        limits = view.limits
+        rows = limits.max_rows if max_rows is None else max_rows
+        prefill = limits.max_prefill_tokens if prefill_tokens is None else prefill_tokens
+        running = view.table.in_state(RUNNING)
+        self.batch_left = limits.max_batch_tokens
+        self.prefill_left = prefill
+        self.rows_left = rows
+        self.free = view.pool.num_free
+        self.slots_left = max(rows - len(running), 0)
+        self.chosen: list[Candidates] = []
+        self.preempted: list[int] = []
+        # By row: in the batch, or preempted for it. Neither may be preempted (again).
+        self.decided = np.zeros(view.table.capacity, bool)
+        self._holders = len(running)
+        # What two of the preempted share is free after the second.
+        self._refs = view.pool.refs.copy() if view.pool.shares else None
+        self._expected = expected
+        # By row: blocks that it is expected to take yet. Their sum over those that run.
+        self._promises = expected is not None and expected.of_running
+        self._growth, self._promised = _NOTHING, 0
+        if self._promises:
+            self._growth = np.zeros(view.table.capacity, np.int64)
+            self._growth[running] = growth = self._growth_of(running)
+            self._promised = int(growth.sum())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chosen))
+
+    @property
+    def alone(self) -> bool:
+        """Nobody holds cache: whoever comes next has the pool to itself."""
+        return self._holders == 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether memory is the sum of what each has: nobody shares, nobody is expected to grow."""
+        return self._refs is None and self._expected is None
+
+    def new_blocks(self, cands: Candidates) -> np.ndarray:
+        """Free blocks each candidate takes, [n]."""
+        if cands.new is None:
+            cands.new = self.view.pool.needed(cands.rows, cands.reserve, cands.kinds)
+        return cands.new
+
+    def add(self, cands: Candidates, keep_free: int = 0) -> int:
+        """Puts as many candidates, taken in order, into the batch as stay within C, P and its rows
+        and find their blocks and a slot: how many. keep_free: blocks that those who start leave
+        free. The only one to hold cache leaves none."""
+        if self.add_all(cands, keep_free):
+            return len(cands)
+        each = OneByOne(self, cands, keep_free)
+        count = 0
+        while self.rows_left and each.fits_budget(count) and each.fits_memory(count):
+            each.take(count)
+            count += 1
+        each.close()
+        return count
+
+    def add_all(self, cands: Candidates, keep_free: int = 0) -> bool:
+        """Puts all of them into the batch, if their sums show that they fit; whether they do.
+        keep_free: see `add`."""
+        rows, tokens, count = cands.rows, int(np.add.reduce(cands.tokens)), len(cands.rows)
+        if tokens > self.batch_left or count > self.rows_left:
+            return False
+        if tokens > self.prefill_left and np.count_nonzero(cands.prefill):
+            return False
+        new = self.new_blocks(cands)
+        total = int(np.add.reduce(new))
+        starting = int(np.count_nonzero(self.view.table.state[rows] == WAITING))
+        if starting and (starting > self.slots_left or self._expected is not None):
+            return False
+        if total + (keep_free if starting else 0) > self.free:
+            return False
+        self.batch_left -= tokens
+        self.prefill_left -= tokens
+        self.rows_left -= count
+        self.slots_left -= starting
+        self._holders += starting
+        self.free -= total
+        if self._promises:
+            growth = self._growth[rows]
+            self._promised += int((np.maximum(growth - new, 0) - growth).sum())
+        if count:
+            self.decided[rows] = True
+            self.chosen.append(cands)
+        return True
+
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
+        where nobody shares any."""
+        self.free += self.view.pool.returned(row, self._refs) if gives is None else gives
+        self.slots_left += 1
+        self._holders -= 1
+        if self._promises:
+            self._promised -= int(self._growth[row])
+        self.decided[row] = True
+        self.preempted.append(row)
+
+    def finish(self) -> BatchPlan:
+        """The plan."""
+        operations: tuple[Operation, ...] = ()
+        if self.preempted:
+            operations = (Preempt.whole(np.asarray(self.preempted, np.int64)),)
+        if not self.chosen:
+            return BatchPlan(operations=operations)
+        if len(self.chosen) == 1:
+            only = self.chosen[0]
+            return BatchPlan(only.rows, only.tokens, only.reserve, only.kinds, operations)
+        return BatchPlan(
+            np.concatenate([c.rows for c in self.chosen]),
+            np.concatenate([c.tokens for c in self.chosen]),
+            np.concatenate([c.reserve for c in self.chosen]),
+            np.concatenate([c.kinds for c in self.chosen]),
+            operations,
+        )
+
+    def _growth_of(self, rows: np.ndarray) -> np.ndarray:
+        """Free blocks that each is expected to take yet, [n]."""
+        assert self._expected is not None
+        return self.view.pool.needed(rows, self._expected.peak(rows), self.view.pool.kind[rows])
+
+
+# The place of a request in the ranking, the blocks that it lacks, and whether it lacks a slot, to
+# the blocks and slots that preempted requests have freed for it, and the place from which on nobody
+# starts any more; None if they do not free enough.
+Room = Callable[[int, int, bool], tuple[int, int, int] | None]
+
+
+class OneByOne:
+    """Candidates that are looked at, and put into the batch, one after the other. They are plain
+    numbers here: of a single one an array operation takes longer than all there is to do.
+
+    rows, tokens, prefill, new [n]: as in `Candidates`. starts [n]: who holds no cache yet.
+    """
+
+    def __init__(self, budget: BatchBudget, cands: Candidates, keep_free: int) -> None:
+        self._budget, self._cands, self._keep_free = budget, cands, keep_free
+        new = budget.new_blocks(cands)
+        self.rows, self.tokens = cands.rows.tolist(), cands.tokens.tolist()
+        self.prefill, self.new = cands.prefill.tolist(), new.tolist()
+        self.starts = (budget.view.table.state[cands.rows] == WAITING).tolist()
+        # Blocks that each is expected to end with, besides those that it has.
+        self._peak = self.new
+        if budget._expected is not None:
+            self._peak = np.maximum(budget._growth_of(cands.rows), new).tolist()
+        self._taken: list[int] = []
+        self._places: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def places(self, place: np.ndarray) -> list[int]:
+        """Where each of them is in a ranking. place: of that, int64 by row; always the same."""
+        if self._places is None:
+            self._places = place[self._cands.rows].tolist()
+        return self._places
+
+    def fits_budget(self, i: int) -> bool:
+        """Whether number i stays within C and P."""
+        tokens, budget = self.tokens[i], self._budget
+        return tokens <= budget.batch_left and (
+            not self.prefill[i] or tokens <= budget.prefill_left
+        )
+
+    def fits_memory(self, i: int) -> bool:
+        """Whether number i finds its blocks and a slot."""
+        budget, new = self._budget, self.new[i]
+        if not self.starts[i]:
+            return bool(new <= budget.free)
+        if new > budget.free or not budget.slots_left:
+            return False
+        promised = budget._promised if budget._promises else 0
+        return budget.alone or promised + self._peak[i] <= budget.free - self._keep_free
+
+    def take(self, i: int) -> None:
+        """Puts number i into the batch; the caller has asked whether it fits."""
+        budget, tokens, new = self._budget, self.tokens[i], self.new[i]
+        budget.batch_left -= tokens
+        budget.prefill_left -= tokens
+        budget.rows_left -= 1
+        budget.free -= new
+        if self.starts[i]:
+            budget.slots_left -= 1
+            budget._holders += 1
+            if budget._promises:
+                budget._promised += self._peak[i] - new
+        elif budget._promises:
+            budget._promised -= min(new, int(budget._growth[self.rows[i]]))
+        budget.decided[self.rows[i]] = True
+        self._taken.append(i)
+
+    def take_run(self, which: list[int]) -> int:
+        """Puts as many of these as run already and fit into the batch, one after the other, up to
+        one who does not, or has been preempted: how many."""
+        budget, promises = self._budget, self._budget._promises
+        rows, tokens, prefill, new, starts = (
+            self.rows, self.tokens, self.prefill, self.new, self.starts
+        )  # fmt: skip
+        batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
+        gone = budget.decided if budget.preempted else None
+        count = 0
+        for i in which[: budget.rows_left]:
+            if starts[i] or new[i] > free or tokens[i] > batch:
+                break
+            if (prefill[i] and tokens[i] > prefills) or (gone is not None and gone[rows[i]]):
+                break
+            batch, prefills, free = batch - tokens[i], prefills - tokens[i], free - new[i]
+            if promises:
+                budget._promised -= min(new[i], int(budget._growth[rows[i]]))
+            count += 1
+        if count:
+            self._taken += which[:count]
+            budget.decided[[rows[i] for i in which[:count]]] = True
+            budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
+            budget.rows_left -= count
+        return count
+
+    def take_starts(
+        self, which: list[int], places: list[int] | None, last: int, room: Room | None
+    ) -> int:
+        """Puts as many of these as wait and fit, where memory `sums`, into the batch, one after the
+        other, up to one who does not: how many, with those who are passed over, at place `last` or
+        behind it. places [n]: of all candidates; None if nobody asks. room: see `Room`."""
+        budget, keep, decided = self._budget, self._keep_free, self._budget.decided
+        rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
+        batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
+        slots, holders, left = budget.slots_left, budget._holders, budget.rows_left
+        passed, starts, taken = 0, self.starts, []
+        for i in which:
+            if not (left and starts[i]):
+                break
+            if places is None or places[i] < last:
+                if tokens[i] > batch or (prefill[i] and tokens[i] > prefills):
+                    break
+                short = new[i] - free + (keep if holders else 0)
+                if short > 0 or slots <= 0:
+                    made = room and places and room(places[i], short, slots <= 0)
+                    if not made:
+                        break
+                    free, slots, holders = free + made[0], slots + made[1], holders - made[1]
+                    last = made[2]
+                batch, prefills, free = batch - tokens[i], prefills - tokens[i], free - new[i]
+                slots, holders, left = slots - 1, holders + 1, left - 1
+                taken.append(i)
+            passed += 1
+        if taken:
+            self._taken += taken
+            decided[[rows[i] for i in taken]] = True
+        budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
+        budget.slots_left, budget._holders, budget.rows_left = slots, holders, left
+        return passed
+
+    def close(self) -> None:
+        """Lists those that were taken in the plan; it may go on."""
+        if self._taken:
+            self._budget.chosen.append(self._cands[np.array(self._taken)])
+            self._taken = []

@@ -1,0 +1,158 @@
+"""What a key, by which a unified policy orders requests, may know of them.
+
+A key is a function of one argument whose attributes are columns, `Columns` here. It uses
+operators, NumPy's functions and `where` on them, no `if` and no indices, so that where numba is the
+compiled simulation runs the very same function on the numbers of one request at a time. What is no
+number (0 / 0, inf - inf) counts as inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.policy import View
+from jaxserve.sched.state.request_table import RUNNING
+
+# Columns, of some requests or of one, to a number each: the smallest is the most urgent.
+Key = Callable[[Any], Any]
+
+
+def where(condition: Any, then: Any, otherwise: Any) -> Any:
+    """`numpy.where`, for keys."""
+    return np.where(condition, then, otherwise)
+
+
+@dataclass(frozen=True)
+class Lapse:
+    """Of a key that is the time at which something is due: when that can be no more, and what the
+    key is then. lead: seconds that it takes at least, so that it lapses so long before. later: the
+    time at which it is due instead, where that is later. Both know of a request what a key knows,
+    and of one that waits they change only when a token of its comes."""
+
+    lead: Key
+    later: Key
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a unified policy does beside what its fields say, for a simulation that has the
+    algorithm compiled.
+
+    key: instead of the policy's own; lapse: of it, if it has one. given: float64 by the requests'
+    numbers in the workload, the column of that name; None for zeros. expects: starts find room for
+    all that they are expected to end with, once `enough` outputs have ended. promises: and for what
+    those that run are expected to take yet.
+    """
+
+    key: Key | None
+    given: np.ndarray | None = None
+    expects: bool = False
+    promises: bool = False
+    enough: int = 0
+    lapse: Lapse | None = None
+
+
+# As they are in the table, by name.
+FLOATS = ("arrival", "last_token", "ttft", "tbt", "jct", "alone")
+INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
+
+
+class Columns:
+    """Of the requests in `rows` [n], arrays [n].
+
+    Of `RequestTable`: arrival, last_token, ttft, tbt, jct, alone, seconds; seq, the order of
+    arrival; prompt_len, generated, computed, tokens; tier. alone: seconds to the first token on an
+    idle engine, and each target is at least what that takes. most_output: tokens that it may write
+    at most, see `View.most_output`. waiting, decoding: bool, its phase; neither is a prefill.
+    given: what a policy that knows each of them was given for it, else 0. seed: the view's, the
+    same for all.
+    """
+
+    def __init__(self, view: View, rows: np.ndarray, given: np.ndarray | float) -> None:
+        self._view, self._rows, self.given = view, rows, given
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in FLOATS and name not in INTEGERS:
+            raise AttributeError(_unknown(name))
+        column = getattr(self._view.table, name)[self._rows]
+        # A tier is small in the table, where no arithmetic is done with it.
+        column = np.asarray(column, np.float64 if name in FLOATS else np.int64)
+        setattr(self, name, column)
+        return column
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self._view.seed
+
+    @cached_property
+    def most_output(self) -> np.ndarray:
+        """int64 [n]."""
+        return self._view.most_output(self._rows)
+
+    @cached_property
+    def waiting(self) -> np.ndarray:
+        """bool [n]."""
+        return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or it is held back
+
+    @cached_property
+    def decoding(self) -> np.ndarray:
+        """bool [n]."""
+        return self._view.table.decoding(self._rows)
+
+
+def knows_the_seed(key: Key) -> bool:
+    """Whether the key looks at the seed. What it may not do, such as `if` or another column, raises
+    here as it does where the key is evaluated, also where numba would have taken it."""
+    asked = _Asked()
+    with np.errstate(all="ignore"):
+        key(asked)
+    return asked.seed_read
+
+
+class _Asked:
+    """Columns of two requests that there are not."""
+
+    seed_read = False
+    most_output = np.ones(2, np.int64)
+    given = np.ones(2)
+    waiting = decoding = np.ones(2, bool)
+
+    @property
+    def seed(self) -> int:
+        """As in `Columns`; noted."""
+        self.seed_read = True
+        return 1
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name not in FLOATS and name not in INTEGERS:
+            raise AttributeError(_unknown(name))
+        return np.ones(2, np.float64 if name in FLOATS else np.int64)
+
+
+def _unknown(name: str) -> str:
+    return f"a key knows no column {name!r} of requests"
+
+
+def evaluate(key: Key, view: View, rows: np.ndarray, given: np.ndarray | float = 0.0) -> np.ndarray:
+    """The key of each row, float64 [n]. given: see `Columns`, of these rows."""
+    return np.broadcast_to(_number(key, Columns(view, rows, given)), rows.shape)
+
+
+def current(key: Key, lapse: Lapse | None, requests: Any, now: float) -> Any:
+    """The key of these requests, or what it is since it lapsed. requests: `Columns`, or what has
+    the same attributes. now: seconds."""
+    due = _number(key, requests)
+    if lapse is None:
+        return due
+    lapsed = now > due - _number(lapse.lead, requests)
+    return np.where(lapsed, np.maximum(due, _number(lapse.later, requests)), due)
+
+
+def _number(key: Key, requests: Any) -> np.ndarray:
+    return np.asarray(np.fmin(np.asarray(key(requests), np.float64), np.inf))  # nan: inf

@@ -1,0 +1,60 @@
+"""Who may be preempted for others in a batch being planned, and how many of them that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxserve.sched.unified.batch_budget import BatchBudget
+from jaxserve.sched.unified.ranking import Ranking
+
+# A running request, its place in the ranking, and the blocks that it gives: nobody can say that
+# alone where blocks are shared.
+Victim = tuple[int, int, int | None]
+
+
+class Victims:
+    """Those that run and may be preempted, the lowest in the ranking first, as plain numbers: of a
+    dozen of them an array operation takes longer than all there is to do."""
+
+    def __init__(self, budget: BatchBudget, ranking: Ranking) -> None:
+        self._budget, self._ranking = budget, ranking
+        self._left: list[Victim] | None = None  # but those at the end that are decided
+
+    def behind(self, place: int) -> Iterator[Victim]:
+        """Those at that place or behind it."""
+        decided = self._budget.decided
+        for victim in reversed(self._undecided()):
+            if victim[1] < place:
+                return
+            if not decided[victim[0]]:
+                yield victim
+
+    def giving(self, place: int, blocks: int, *, slot: bool) -> list[Victim] | None:
+        """As many of those at that place or behind it as free so many blocks, and a slot if one is
+        wanted; all of them where blocks are shared. None if even all do not."""
+        pool = self._budget.view.pool
+        if pool.shares:
+            found = list(self.behind(place))
+            rows = np.array([row for row, _, _ in found], np.int64)
+            enough = int(pool.returned_by(rows).sum()) >= blocks and (bool(found) or not slot)
+            return found if enough else None
+        found = []
+        for victim in self.behind(place):
+            if not (slot or blocks > 0):
+                break
+            found.append(victim)
+            blocks, slot = blocks - (victim[2] or 0), False
+        return None if slot or blocks > 0 else found
+
+    def _undecided(self) -> list[Victim]:
+        running, decided = self._ranking.running, self._budget.decided
+        if self._left is None:
+            pool, places = self._budget.view.pool, self._ranking.place[running].tolist()
+            gives = [None] * len(running) if pool.shares else pool.blocks_held(running).tolist()
+            self._left = list(zip(running.tolist(), places, gives, strict=True))
+        left = self._left
+        while left and decided[left[-1][0]]:
+            left.pop()
+        return left

@@ -1,0 +1,227 @@
+"""The GPU bench's parts at toy size on the CPU; the command itself needs a GPU and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.bench import cli
+from jaxserve.bench.kernels import device_timing, gpu, gpu_report
+from jaxserve.bench.kernels.end_to_end import Load, StepSize, decode_steps
+from jaxserve.bench.kernels.gpu_outcome import Outcome, Plan
+from jaxserve.bench.kernels.gpu_rivals import Trial
+from jaxserve.bench.kernels.kernel_cases import Workload
+from jaxserve.bench.kernels.kernel_checks import (
+    Check,
+    check_decodes,
+    check_kernels,
+    relative_error,
+    wrong_share,
+)
+from jaxserve.bench.kernels.kernel_inputs import Heads
+from jaxserve.bench.kernels.kernels import Ceilings, Measured
+from jaxserve.pallas_kernels import backends
+
+SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
+ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
+SECTIONS = ("checks", "kernels", "decodes by others", "decode step", "throughput")
+TOY = Plan(
+    backend="xla",
+    dtypes=("float32",),
+    shapes=(SMALL,),
+    models=("tiny",),
+    workload=Workload(
+        rows=2, context=20, prefill=24, moves=6, layers=2, block_size=16, dtype="float32"
+    ),
+    matrix=64,
+    step=StepSize("tiny", rows=2, context=16, dtype="float32"),
+    rivals=("xla", "mosaic-gpu"),
+    load=Load("tiny", requests=2, input_len=8, output_len=4, dtype="float32", batch_tokens=16),
+)
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu"]) == 1
+    assert capsys.readouterr().err == (
+        "jaxserve bench gpu: there is no GPU here: jax sees cpu only\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--minutes=0", "--minutes must be positive, got 0.0"),
+        ("--markdown=/no/such/gpu.md", "--markdown: there is no folder /no/such"),
+        ("--json_file=/no/such/gpu.json", "--json_file: there is no folder /no/such"),
+    ],
+)
+def test_a_wrong_flag_is_explained_before_anything_is_measured(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.parse([flag])
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    """Everything, at toy size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_timing, "MOST", 3)
+        return gpu.run(TOY, lambda text: None)
+
+
+@pytest.mark.slow
+def test_every_section_runs(outcome: Outcome) -> None:
+    assert list(outcome.seconds) == list(SECTIONS)
+    assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
+    assert {check.kernel for check in outcome.checks} == {
+        "decode attention",
+        "decode attention, window and cap",
+        "prefill attention",
+        "absorbed",
+        "projected decode",
+        "projected prefill",
+        "write",
+        "move",
+        "stage out",
+        "stage in",
+    }
+    assert [step.cache for step in outcome.steps] == ["KV", "hidden, absorbed"]
+    assert outcome.steps[0].floor_bytes > outcome.steps[1].floor_bytes > 0
+    assert outcome.load["output_tokens_per_s"]["median"] > 0
+    assert json.loads(json.dumps(gpu.as_json(TOY, outcome)))["outcome"]["device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
+    page = gpu_report.page(TOY, outcome, ABOUT)
+    for part in ("on cpu, 2000-01-01, jax 0", "| tiny | absorbed hidden decode |", "2 x 20"):
+        assert part in page
+    assert f"{len(outcome.checks)} checks" in page
+
+
+@pytest.mark.slow
+def test_other_backends_are_tried_before_anybody_serves_with_them(outcome: Outcome) -> None:
+    ran, refused = outcome.trials
+    assert (ran.backend, ran.model, ran.wrong) == ("xla", "tiny", 0)
+    assert ran.own == outcome.kernels[0].seconds
+    assert refused.why == "backend: mosaic-gpu needs a gpu, this is a cpu"
+    page = gpu_report.page(TOY, dataclasses.replace(outcome, trials=[refused]), ABOUT)
+    assert "not run: backend: mosaic-gpu needs a gpu" in page
+
+
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (Trial("m", "b", wrong=2, seconds=1.0, own=2.0), "**wrong** in 2 checks"),
+        (
+            Trial("m", "b", seconds=1.0, own=1.5),
+            "1.50 times as fast: `--config.engine.attention_backend=b`",
+        ),
+        (Trial("m", "b", seconds=2.0, own=1.0), "0.50 times as fast: stay"),
+        (Trial("m", "b", seconds=0.0, own=1.0), "not compared"),
+        (Trial("m", "b", seconds=1.0), "not compared"),
+    ],
+)
+def test_what_is_wrong_or_slower_is_not_recommended(trial: Trial, said: str) -> None:
+    assert trial.verdict.startswith(said)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_the_clock_did_not_see_meets_no_target(outcome: Outcome) -> None:
+    """Differences of two noisy times may be 0."""
+    unseen = [dataclasses.replace(one, seconds=0.0) for one in outcome.kernels]
+    targets = gpu_report.targets(dataclasses.replace(outcome, kernels=unseen))
+    assert [text for text, _, _ in targets] == [
+        "tiny: decode step of 2 within 1.25 of its byte floor"
+    ]
+    seen = [dataclasses.replace(one, seconds=1.0) for one in outcome.kernels]
+    assert len(gpu_report.targets(dataclasses.replace(outcome, kernels=seen))) == 4
+
+
+def test_sections_without_time_are_left_out() -> None:
+    late = gpu.run(Plan(minutes=-1.0), lambda text: None)
+    assert late.left_out == list(SECTIONS)
+    page = gpu_report.page(Plan(), late, ABOUT)
+    assert page.count("Not run.") == 2 and "Left out for lack of time: checks" in page
+
+
+def test_a_section_that_fails_does_not_take_the_others_along() -> None:
+    missing = dataclasses.replace(
+        TOY, dtypes=(), models=(), step=StepSize("opt-14b"), load=Load("tiny", requests=0)
+    )
+    found = gpu.run(missing, lambda text: None)
+    assert found.ceilings is not None
+    assert "'opt-14b' is not known" in found.broken["decode step"]
+    assert list(found.broken) == ["decode step", "throughput"]
+    assert "**decode step** ended early: ValueError" in gpu_report.page(missing, found, ABOUT)
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes the wrong layer."""
+    right = backends.get_backend("xla")
+
+    def wrong(q: Any, pool: Any, layer: Any, batch: Any, **options: Any) -> Any:
+        return right.attend(q, pool, 0 * layer, batch, **options)
+
+    broken = backends.Backend(**{**vars(right), "attend": wrong})
+    monkeypatch.setattr("jaxserve.pallas_kernels.attention.get_backend", lambda name: broken)
+    found = list(check_kernels("xla", ("float32",), (SMALL,)))
+    assert [one.passed for one in check_decodes("xla", ("float32",), (SMALL,))] == [False, False]
+    bad = {check.kernel for check in found if not check.passed}
+    assert bad == {"decode attention", "decode attention, window and cap", "prefill attention"}
+
+
+def test_bfloat16_is_held_to_its_own_limit() -> None:
+    found = list(check_kernels("xla", ("bfloat16",), (GROUPED,)))
+    assert found and all(check.passed for check in found)
+    assert max(check.error for check in found) > 1e-5
+
+
+def test_errors_are_counted() -> None:
+    want = np.array([3.0, 4.0])
+    assert relative_error(jnp.asarray([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert relative_error(jnp.asarray([3.0, jnp.nan]), want) == float("inf")
+    assert wrong_share(jnp.asarray([3.0, jnp.nan]), np.array([3.0, np.nan])) == 0
+    assert wrong_share(jnp.asarray([3.0, 4.0]), np.array([3.0, np.nan])) == 0.5
+
+
+@pytest.mark.slow
+def test_hidden_and_kv_steps_compute_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a first token: the cache holds nothing but what the step itself wrote. Its tables are as
+    wide as TOY's, and so the compiled steps are the same."""
+    logits: list[jax.Array] = []
+    monkeypatch.setattr(
+        "jaxserve.bench.kernels.end_to_end._greedy",
+        lambda given: logits.append(given) or jnp.ones(len(given), jnp.int32),
+    )
+    decode_steps(StepSize("tiny", rows=2, context=1, dtype="float32"), "xla", 1e9)
+    kv, hidden = logits[0], logits[len(logits) // 2]
+    np.testing.assert_allclose(kv, hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_targets_are_judged() -> None:
+    def kernel(name: str, seconds: float, copy: float, matmul: float) -> Measured:
+        return Measured("m", name, "s", "triton", seconds, "c", seconds, 1.0, 1.0, copy, matmul)
+
+    found = Outcome("h200", ceilings=Ceilings(1.0, 1.0))
+    found.kernels = [
+        kernel("decode attention", 1.0, 0.9, 0.0),
+        kernel("prefill attention", 1.0, 0.0, 0.4),
+        kernel("absorbed hidden decode", 1.3, 0.5, 0.0),
+    ]
+    found.checks = [Check("write", "s", "float32", 0.5, 0.0), Check("hidden", "s", "f", 0, 0, "no")]
+    assert [row[1:] for row in gpu_report.targets(found)] == [
+        ("90.0%", "met"),
+        ("40.0%", "**missed**"),
+        ("1.30", "**missed**"),
+    ]
+    assert found.failed == found.checks[:1]
+    assert "**wrong**: write" in gpu_report.page(Plan(), found, ABOUT)

@@ -1,0 +1,221 @@
+"""`bench soak`: a short one, and that it notices what it is there to notice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from jaxserve.bench import cli
+from jaxserve.bench.stress import soak
+from jaxserve.bench.stress.ledger import Ledger
+from jaxserve.bench.stress.server_process import Victim
+from jaxserve.bench.stress.soak import Outcome
+from jaxserve.bench.stress.soak_frontends import Asked, Refused, completion, error_code
+from jaxserve.bench.stress.soak_metrics import AT_REST, Page, read_page
+
+# It is ml_collections that loads config files so.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.mark.slow
+def test_everything_at_once_leaves_nothing_behind() -> None:
+    # So short a run is its own warming up: what memory does says nothing yet.
+    outcome = soak.run(soak.parse([]).flags, seconds=10, seed=0, max_growth_mib=256, clients=8)
+    assert outcome.problems == []
+    assert set(outcome.longest_s) == {"realtime", "best_effort", "a batch"}
+    kinds = {kind for kind, _ in outcome.by_kind}
+    assert {"whole", "cancelled", "disconnected", "deadline", "batches", "wrong"} <= kinds
+    assert ("scored", "ok") in outcome.by_kind
+    assert {method for (method, _), n in outcome.endings.items() if n} >= {
+        "Generate",
+        "GetBatch",
+        "http /v1/completions",
+        "http /v1/batches",
+    }
+
+
+def at_rest(**values: float) -> Page:
+    """What a server says that has nothing left, but for `values`."""
+    found = {**dict.fromkeys(AT_REST, 0.0), "compiles_after_warmup_total": 0.0}
+    return Page({**found, "num_blocks": 128.0, "num_blocks_free": 128.0, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_blocks_free": 125.0}, "3 blocks are used"),
+        ({"num_requests_running": 1.0}, "num_requests_running is 1 at the end"),
+        ({"num_requests_waiting": 2.0}, "num_requests_waiting is 2 at the end"),
+        ({"num_host_slots_used": 3.0}, "num_host_slots_used is 3 at the end"),
+        ({"compiles_after_warmup_total": 1.0}, "compiles_after_warmup_total is 1 at the end"),
+    ],
+)
+def test_what_the_server_has_left_is_noticed(values: dict[str, float], problem: str) -> None:
+    outcome = Outcome(preemptions=1)
+    assert soak.left_over(at_rest(), Counter(), outcome) == []
+    assert soak.left_over(at_rest(**values), Counter(), outcome) == [problem]
+
+
+def test_files_and_threads_that_are_left_are_noticed() -> None:
+    most = soak.MAX_NEW_THREADS
+    outcome = Outcome(preemptions=1, threads=(30, 30 + most))
+    assert soak.left_over(at_rest(), Counter({"socket": 2}), outcome) == ["2 more open: socket"]
+    outcome.threads = (30, 31 + most)
+    assert soak.left_over(at_rest(), Counter(), outcome) == [f"{31 + most} threads, 30 before"]
+
+
+def test_a_pool_that_is_large_enough_says_little() -> None:
+    (problem,) = soak.left_over(at_rest(), Counter(), Outcome())
+    assert problem.startswith("no request was preempted")
+
+
+def test_memory_that_grows_after_its_first_third_is_noticed() -> None:
+    samples = [100.0, 400.0, 600.0, 605.0, 610.0, 620.0]
+    assert soak.grown(Outcome(memory_mib=samples), 20.0) == []
+    (problem,) = soak.grown(Outcome(memory_mib=samples), 10.0)
+    assert problem == "memory grew by 12.5 MiB, more than 10"
+
+
+class Process:
+    """Of a server, which ends with this code when it is told to; None: not at all."""
+
+    def __init__(self, code: int | None) -> None:
+        self._code = code
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGTERM
+
+    def wait(self, timeout: float) -> int:
+        if self._code is None:
+            raise subprocess.TimeoutExpired("server", timeout)
+        return self._code
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"), [(0, ""), (1, "it ended with 1"), (None, "it did not end within")]
+)
+def test_a_server_that_does_not_end_well_is_noticed(code: int | None, problem: str) -> None:
+    server = Victim(cast(Any, Process(code)), "localhost:1", "localhost:2", Path("log"))
+    found = soak.stopped(server)
+    assert [each.startswith(problem) for each in found] == [True] * bool(problem)
+
+
+def test_calls_that_ended_alike_on_both_sides_agree() -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "ok")
+    ledger.note("cancelled", "Generate", "left")
+    ledger.note("wrong", "Generate", "INVALID_ARGUMENT")
+    for served in (
+        {("Generate", "ok"): 2, ("Generate", "invalid"): 1},
+        {("Generate", "ok"): 1, ("Generate", "cancelled"): 1, ("Generate", "malformed"): 1},
+    ):
+        assert ledger.disagreements(served) == []
+
+
+@pytest.mark.parametrize(
+    ("served", "problem"),
+    [
+        ({"ok": 1}, "1 calls were counted, 2 were made"),
+        ({"ok": 1, "cancelled": 2}, "3 calls were counted, 2 were made"),
+        ({"cancelled": 2}, "0 are ok to the server, 1 to 2 to the clients"),
+        ({"ok": 1, "failed": 1}, "1 are failed to the server, 0 to the clients"),
+    ],
+)
+def test_a_call_that_is_lost_or_ended_otherwise_is_noticed(
+    served: dict[str, int], problem: str
+) -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "ok")
+    ledger.note("cancelled", "Generate", "left")
+    counts = {("Generate", ending): count for ending, count in served.items()}
+    assert f"Generate: {problem}" in ledger.disagreements(counts)
+
+
+def test_a_method_that_nobody_called_is_noticed() -> None:
+    assert Ledger().disagreements({("GetBatch", "ok"): 1})
+    assert not Ledger().disagreements({("GetBatch", "ok"): 0})
+
+
+def test_calls_that_the_server_may_not_have_heard_of_may_be_missing() -> None:
+    ledger = Ledger()
+    ledger.note("deadline", "Generate", "DEADLINE_EXCEEDED", surely=False)
+    assert ledger.disagreements({}) == []
+    assert ledger.disagreements({("Generate", "timed_out"): 1}) == []
+    assert ledger.disagreements({("Generate", "timed_out"): 2})
+
+
+def test_an_ending_that_nobody_knows_is_a_problem() -> None:
+    ledger = Ledger()
+    ledger.note("whole", "Generate", "DATA_LOSS")
+    assert ledger.problems == {"whole: a call ended with DATA_LOSS": 1}
+
+
+def test_the_metrics_are_read() -> None:
+    page = read_page(
+        'jaxserve:num_blocks{model_name="m"} 8.0\n'
+        "# TYPE jaxserve:calls counter\n"
+        'jaxserve:calls_total{ending="ok",method="Generate",model_name="m"} 3.0\n'
+        'jaxserve:num_blocks_used{kind="kv",tier="shared",model_name="m"} 1.0\n'
+    )
+    assert page == Page({"num_blocks": 8.0}, {("Generate", "ok"): 3})
+
+
+def test_what_is_sent_is_a_completion_of_the_http_door() -> None:
+    asked = Asked([5, 6], 3, {"ignore_eos": True}, slo={"jct_ms": 5.0})
+    assert completion(asked, stream=True) == {
+        "prompt": [5, 6],
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "slo": {"jct_ms": 5.0},
+        "stream": True,
+    }
+
+
+def test_errors_have_a_name() -> None:
+    assert error_code(429, b'{"error": {"code": "queue_full"}}') == "queue_full"
+    assert error_code(400, b'{"error": {"code": null}}') == "400"
+    assert error_code(502, b"<html>") == "502"
+    assert Refused("queue_full").status == "queue_full"
+
+
+def test_its_table_and_exit_code_say_what_did_not_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = Counter({("whole", "ok"): 2, ("cancelled", "left"): 1})
+    for problems, code in (([], 0), (["3 blocks are used"], 1)):
+        outcome = Outcome(60.0, kinds, {"realtime": 1.5}, 2.0, {("Generate", "ok"): 3})
+        outcome.memory_mib, outcome.problems = [1.0, 2.0, 3.0], problems
+        monkeypatch.setattr(soak, "run", lambda *_, outcome=outcome: outcome)
+        assert cli.main(["soak", "--json"]) == code
+        told = capsys.readouterr()
+        last = "soak: 1 did not hold" if problems else "soak: everything held"
+        assert told.err.splitlines()[-1] == last
+        assert all(f"- {problem}" in told.err for problem in problems)
+        assert "realtime 1.5 s" in told.err
+        assert '["whole", "ok", 2]' in told.out and "1.0, 2.0, 3.0 MiB" in told.err
+
+
+@pytest.mark.parametrize(
+    ("policy", "moves"), [("bros:max_age=9", True), ("accelgen", False), ("sarathi", False)]
+)
+def test_there_is_host_memory_for_policies_that_take_it(policy: str, moves: bool) -> None:
+    flags = soak.parse([f"--policy={policy}"]).flags
+    assert any("host_gib" in flag for flag in flags) == moves
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--minutes=0", "--max_growth_mib=nan", "--config.scheduler.polcy=x", "--policy=no_such"],
+)
+def test_wrong_flags_are_found_before_any_server_starts(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "run", lambda *_: pytest.fail("it ran"))
+    assert cli.main(["soak", flag]) == 2
+    assert flag.partition("=")[0].removeprefix("--").split(".")[-1][:5] in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Run by test_sharded.py in a process of its own with 8 virtual devices: serves the same requests
+on one shard and on several, and prints tokens and log-probabilities as JSON, by shards.
+
+OPT on four shards has caches of both kinds: it absorbs decodes and projects chunks, so it takes
+both ways over the shards. Llama has fewer KV heads than four. One layer each, since compiling takes
+long; tests of the models and of the kernels have more of them on shards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from jaxserve.engine.startup import engine_choices
+from tests.engine import mixed_caches
+from tests.engine.harness import SHAPES, engine, send, write_shape
+
+PROMPTS = [[5, 9, 4], [7] * 21, [11, 3, 8, 60, 61, 62, 63], list(range(3, 33))]
+SHARDS = {"opt": (1, 2, 4), "llama": (1, 4)}  # compiling for several takes long
+MIXED = ("opt", 4)
+
+
+def main(folder: Path, family: str) -> None:
+    SHAPES[family] |= {"num_hidden_layers": 1, "vocab_size": 97}  # no multiple of the shards
+    engine_choices.make_policy = mixed_caches.make
+    path = write_shape(folder, family)
+    report = {}
+    for shards in SHARDS[family]:
+        mixed = (family, shards) == MIXED
+        hybrid = {"scheduler__policy": "mixed_chunks", "cache__rho": "0"} if mixed else {}
+        with engine(
+            path,
+            mesh__tensor=shards,
+            scheduler__max_prefill_tokens=16,
+            engine__row_buckets=(4,),
+            engine__token_buckets=(16,),
+            scheduler__max_batch_tokens=16,
+            scheduler__max_rows=4,
+            **hybrid,
+        ) as running:
+            streams = [
+                send(running, p, max_tokens=12, logprobs=20, prompt_logprobs=20, ignore_eos=True)[1]
+                for p in PROMPTS
+            ]
+            report[shards] = [
+                {
+                    "tokens": stream.wait().tokens(),
+                    "prompt": len(prompt),
+                    "top": [
+                        dict(entry.top)
+                        for output in stream.outputs
+                        for entry in (*output.prompt_logprobs, *output.logprobs)
+                    ],
+                }
+                for prompt, stream in zip(PROMPTS, streams, strict=True)
+            ]
+            if mixed:
+                seen = running._scheduler.policy.seen  # type: ignore[attr-defined]
+                assert seen.mixed and seen.projected, seen
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

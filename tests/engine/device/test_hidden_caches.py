@@ -1,0 +1,173 @@
+"""Hidden caches never change greedy text: absorbed or projected, beside KV caches, switching."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.device import buckets
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.hidden_options import choose_read
+from jaxserve.weights import load_config
+from tests.engine import mixed_caches
+from tests.engine.harness import SAMPLING, SCARCE, SHAPES, engine, generate, prompts, send
+
+CHUNKS, WHOLE = "mixed_chunks", "mixed_whole"
+MHA = {"num_key_value_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "opt": SHAPES["opt"],
+    "llama": SHAPES["llama"] | MHA | {"num_hidden_layers": 1},
+    "qwen3": SHAPES["llama"] | MHA | {"model_type": "qwen3", "head_dim": 8},
+}
+# model, how its hidden caches are read
+CASES = [("opt", "absorbed"), ("opt", "projected"), ("qwen3", "projected")]
+
+
+@pytest.fixture(autouse=True)
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choices, "make_policy", mixed_caches.make)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, shape in MODELS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        (found[name] / "config.json").write_text(json.dumps(shape))
+    return found
+
+
+def hybrid(folder: Path, policy: str, **fields: Any) -> Any:
+    return engine(folder, scheduler__policy=policy, cache__rho="0", **fields)
+
+
+def seen(running: Engine) -> mixed_caches.Seen:
+    policy = running._scheduler.policy
+    assert hasattr(policy, "seen")
+    found: mixed_caches.Seen = policy.seen
+    return found
+
+
+def kv_texts(folder: Path, **fields: Any) -> list[list[int]]:
+    """What KV caches give, from an engine of the same shapes."""
+    with engine(folder, **fields) as running:
+        return generate(running, prompts(), **SAMPLING)
+
+
+@pytest.mark.parametrize(("model", "read"), CASES)
+def test_both_kinds_at_once(folders: dict[str, Path], model: str, read: str) -> None:
+    """In chunks, out of memory at times, so that requests come back with the other kind."""
+    expected = kv_texts(folders[model], **SCARCE)
+    with hybrid(
+        folders[model],
+        CHUNKS,
+        cache__hidden_read=read,
+        scheduler__max_prefill_tokens=7,
+        **SCARCE,
+    ) as running:
+        assert running.info().hidden_read == read and running.info().rho == 0.0
+        assert running._scheduler.view.projects == (read == "projected")
+        counted: list[dict[tuple[str, str], int]] = []
+        _, first = send(running, [5], lambda _: counted.append(running.stats().blocks), **SAMPLING)
+        assert generate(running, prompts(), **SAMPLING) == expected
+        happened = seen(running)
+        assert happened.mixed and happened.projected and running.stats().preemptions
+        first.wait()
+    assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
+
+
+def test_steps_fitted_to_few_hidden_rows_and_to_nothing_else(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerators have them."""
+    expected = kv_texts(folders["opt"], **SCARCE)
+    monkeypatch.setattr(engine_choices, "UNFITTED", frozenset())
+    with hybrid(folders["opt"], CHUNKS, scheduler__max_prefill_tokens=7, **SCARCE) as running:
+        assert any(not layout.kv for layout in running.executor.buckets.all())
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed
+
+
+def test_whole_prompts(folders: dict[str, Path]) -> None:
+    expected = kv_texts(folders["opt"], **SCARCE)
+    with hybrid(folders["opt"], WHOLE, **SCARCE) as running:
+        assert running.info().hidden_read == "absorbed"  # what auto means
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed and seen(running).projected
+
+
+def test_long_caches_are_widened_in_pieces(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More cached tokens than become K and V at once; rotated keys, blocks of 16, no overlap."""
+    monkeypatch.setattr(buckets, "WIDEN_TOKENS", 16)
+    fields = {
+        "cache__block_size": 16,
+        "scheduler__max_rows": 8,
+        "engine__token_buckets": (16, 64),
+        "engine__overlap": False,
+    }
+    expected = kv_texts(folders["llama"], **fields)
+    with hybrid(folders["llama"], WHOLE, **fields) as running:
+        assert running.info().hidden_read == "projected"
+        executor, pieces = running.executor, []
+        widen = executor.widen
+        monkeypatch.setattr(executor, "widen", lambda *to: (pieces.append(to), widen(*to)))
+        assert generate(running, prompts(), **SAMPLING) == expected
+        assert seen(running).mixed
+        # No two caches of ENOUGH tokens fit into one piece.
+        assert len(pieces) > seen(running).projected > 0
+
+
+def test_grouped_queries_keep_kv_and_it_is_said(
+    shapes: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, config, _ = load_config(str(shapes["llama"]))
+    with caplog.at_level(logging.WARNING):
+        assert choose_read("auto", CHUNKS, mixed_caches.make(CHUNKS), config) is None
+    (said,) = caplog.records
+    assert "no hidden caches, all are KV" in said.getMessage()
+    assert "no fewer than the 32 of K and V" in said.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        ("opt", {"cache__hidden_read": "folded"}, "must be auto or one of absorbed, projected"),
+        ("llama", {"cache__hidden_read": "absorbed"}, "rotates its keys .* use projected"),
+        ("opt", {"cache__rho": "much"}, "cache.rho must be auto or a number of seconds"),
+        ("opt", {"cache__rho": "nan"}, "cache.rho must be auto or a number of seconds"),
+        (
+            "opt",
+            {"cache__hidden_read": "absorbed", "scheduler__policy": "sarathi"},
+            "cache.hidden_read=absorbed: scheduler.policy=sarathi keeps KV caches only",
+        ),
+        (
+            "opt",
+            {"cache__rho": "0", "scheduler__policy": "sarathi"},
+            "cache.rho=0: there are no hidden caches",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    folders: dict[str, Path], model: str, fields: dict[str, Any], message: str
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=message),
+        engine(folders[model], **{"scheduler__policy": CHUNKS, **fields}),
+    ):
+        pass
+
+
+def test_grouped_queries_refuse_what_is_asked_for(shapes: dict[str, Path]) -> None:
+    with (
+        pytest.raises(ConfigError, match="hidden_read=projected: a hidden vector has 32"),
+        engine(shapes["llama"], scheduler__policy=CHUNKS, cache__hidden_read="projected"),
+    ):
+        pass

@@ -1,0 +1,133 @@
+"""Steps with hidden rows: the same logits however many rows there is room for, and no K and V made
+that nobody keeps."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.device.batch_layout import Layout, Rows
+from jaxserve.engine.device.model_step import make_model_step
+from jaxserve.engine.device.sampling import Newest
+from jaxserve.engine.device.step_model import StepModel
+from jaxserve.models.base import Family, ModelConfig, Params
+from jaxserve.models.registry import family_for
+from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, row_major
+from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
+from jaxserve.weights import load_params
+from tests.engine.harness import SHAPES
+
+ROWS, WIDTH, BLOCK_SIZE, LAYERS = 16, 4, 8, 1
+SHAPE = {**SHAPES["opt"], "num_hidden_layers": LAYERS}
+NEWEST = Newest(*np.zeros((2, ROWS), np.int32))
+
+
+@functools.cache
+def model() -> tuple[Family, ModelConfig, Params]:
+    family = family_for(SHAPE)
+    config = family.config_from_hf(SHAPE)
+    return (
+        family,
+        config,
+        load_params(None, family, config, dtype=jnp.float32, load_format="random"),
+    )
+
+
+def step_model(read: str) -> StepModel:
+    family, config, _ = model()
+    return StepModel(
+        family,
+        config,
+        backend="xla",
+        mesh=None,
+        unroll=True,
+        hidden_read=read,
+        max_len=WIDTH * BLOCK_SIZE,
+    )
+
+
+def random_pool() -> jax.Array:
+    _, config, _ = model()
+    shape = (LAYERS, 2 * ROWS * WIDTH, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    pool = make_pool(*shape, jnp.float32)
+    values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    return jax.device_put(jnp.asarray(values), row_major(pool.sharding))
+
+
+def rows(hidden: int, chunk: int = 0) -> Rows:
+    """ROWS rows of one token each, the last of `chunk` instead if given; so many of them, here and
+    there, have hidden caches, and the chunk has."""
+    rng = np.random.default_rng(1)
+    kind = np.zeros(ROWS, np.int32)
+    kind[rng.permutation(ROWS - 1)[:hidden]] = HIDDEN
+    counts = np.ones(ROWS, np.int64)
+    if chunk:
+        counts[-1], kind[-1] = chunk, HIDDEN
+    return Rows(
+        counts=counts,
+        contexts=np.append(rng.integers(0, WIDTH * BLOCK_SIZE - 1, ROWS - 1), 5),
+        tables=rng.permutation(2 * ROWS * WIDTH).reshape(ROWS, 2, WIDTH).astype(np.int32),
+        direction=rng.integers(0, 2, ROWS),
+        kind=kind,
+        tokens=[rng.integers(3, 90, count).tolist() for count in counts],
+        slots=np.arange(ROWS),
+        emits=1,
+    )
+
+
+def logits(layout: Layout, given: Rows, read: str) -> np.ndarray:
+    """[ROWS, vocabulary], in the order of the given rows."""
+    _, _, params = model()
+    pool, packed = random_pool(), layout.pack(given)
+    step = make_model_step(step_model(read), row_major(pool.sharding))
+    done = step(params, pool, NEWEST, jnp.asarray(packed.buffer), layout=layout)
+    found = done.logits
+    out = np.empty((ROWS, found.shape[1]), np.float32)
+    out[packed.order] = np.asarray(found)[:ROWS]
+    return out
+
+
+@pytest.mark.parametrize("read", [ABSORBED, PROJECTED])
+@pytest.mark.parametrize("tokens", [ROWS, 2 * ROWS], ids=["decodes", "beside a chunk"])
+def test_few_hidden_rows_are_found_at_the_front(tokens: int, read: str) -> None:
+    given = rows(2, chunk=0 if tokens == ROWS else 9)
+    few, all_of_them = (
+        logits(Layout(tokens, ROWS, WIDTH, ROWS, tokens == ROWS, room), given, read)
+        for room in (2, ROWS)
+    )
+    np.testing.assert_allclose(few, all_of_them, rtol=1e-4, atol=1e-4)
+
+
+def matmuls(layout: Layout) -> int:
+    """Those of the compiled step that give [ROWS, d_model], by XLA or by a kernel."""
+    _, config, params = model()
+    pool = random_pool()
+    step: Any = make_model_step(step_model(ABSORBED), row_major(pool.sharding))
+    given = (params, pool, NEWEST, jnp.zeros(layout.size, jnp.int32))
+    text = step.lower(*given, layout=layout).compile().as_text()
+    found = len(re.findall(rf"= f32\[{ROWS},{config.d_model}\]\S* (dot|custom-call)\(", text))
+    assert found
+    return found
+
+
+def test_where_all_rows_are_hidden_no_new_k_and_v_are_made() -> None:
+    beside_kv, alone = (Layout(ROWS, ROWS, WIDTH, ROWS, True, ROWS, kv) for kv in (True, False))
+    assert matmuls(alone) == matmuls(beside_kv) - 2 * LAYERS
+    given = rows(0)
+    given.kind[:] = HIDDEN
+    np.testing.assert_allclose(
+        logits(alone, given, ABSORBED), logits(beside_kv, given, ABSORBED), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_packed_rows_are_in_the_order_that_steps_count_on() -> None:
+    packed = Layout(32, ROWS, WIDTH, ROWS, False, ROWS).pack(rows(3, chunk=9))
+    kinds = Layout(32, ROWS, WIDTH, ROWS, False, ROWS).views(packed.buffer)["kind"]
+    assert kinds.tolist() == [HIDDEN] * 3 + [KV] * (ROWS - 4) + [HIDDEN]
+    assert packed.order[-1] == ROWS - 1

@@ -1,0 +1,41 @@
+"""Tensor parallelism changes neither logits, those of prompts included, nor greedy text, few KV
+heads and hidden caches included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.device import sharded_main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("family", sharded_main.SHARDS)
+def test_shards_agree(tmp_path: Path, family: str) -> None:
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.device.sharded_main", str(tmp_path), family],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    whole = report["1"]
+    assert report.keys() == set(map(str, sharded_main.SHARDS[family]))
+    for cut in (report[shards] for shards in report if shards != "1"):
+        for one, other in zip(whole, cut, strict=True):
+            assert one["tokens"] == other["tokens"]
+            assert len(one["top"]) == len(other["top"]) == one["prompt"] - 1 + len(one["tokens"])
+            for a, b in zip(one["top"], other["top"], strict=True):
+                common = a.keys() & b.keys()
+                assert len(common) >= 19  # the 20th may tie
+                assert max(abs(a[k] - b[k]) for k in common) < 1e-4

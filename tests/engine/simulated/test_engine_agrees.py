@@ -1,0 +1,312 @@
+"""The engine, put together as it is for serving, and the simulator, given the same trace and the
+same clock, make the same plans and learn the same from the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.startup import engine_choices
+from jaxserve.engine.startup.pool_size import GIB
+from jaxserve.sched.cache.cache_kinds import PROJECTED
+from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import make_policy, policies
+from jaxserve.sched.request import Tier
+from jaxserve.sched.simulation.results import SimulationResult
+from jaxserve.sched.simulation.simulator import simulate
+from jaxserve.sched.simulation.systems.profiles import System
+from jaxserve.sched.simulation.systems.systems import system
+from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.workloads.workload import Lengths, Workload
+from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
+from tests.moving_caches import MovingCaches
+from tests.sharing_caches import SharingCaches
+
+DEPLOYABLE = [name for name in policies() if not make_policy(name).hypothetical]
+HYBRID = [name for name in DEPLOYABLE if make_policy(name).hybrid_cache]
+
+# Each kind of operation costs something of its own, so that one forgotten would show.
+_OF_ALL = LinearCostModel(
+    dataclasses.replace(
+        system("llama-2-7b@a100").cost_model.coefficients,
+        projected_token=3e-6,
+        hidden_token=2e-6,
+        hidden_prefill=1e-6,
+        sampled_row=4e-6,
+        copied_slot=5e-6,
+        swapped_slot=7e-6,
+    ),
+    num_layers=32,
+)
+
+
+def scaled(model: LinearCostModel, factor: Callable[[], float]) -> LinearCostModel:
+    """In LAYERS layers, each coefficient times a factor of its own."""
+    change = model.num_layers / LAYERS
+    values = {name: v * change * factor() for name, v in model.coefficients.as_dict().items()}
+    return LinearCostModel(Coefficients(**values), LAYERS)
+
+
+_RNG = np.random.default_rng(4)
+TRUE = scaled(_OF_ALL, lambda: 1.0)
+PRIOR = scaled(_OF_ALL, lambda: float(_RNG.uniform(0.3, 3.0)))
+PROBE = BatchFeatures.of(np.array([1, 1, 30]), np.array([40, 90, 0]), np.array([True, True, False]))
+SMALL, LARGE = 80, 800  # blocks
+
+
+def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool = False) -> Workload:
+    """early: outputs end before their limits, but for every third. Every second request has
+    targets, every fourth is best effort, every fifth samples. liars: some targets could not be met
+    by anybody."""
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1 / rate, count))
+    lengths = Lengths(rng.integers(2, 160, count), rng.integers(1, 60, count))
+    limit = lengths.output_len
+    if early:
+        limit = limit + rng.integers(1, 30, count) * (np.arange(count) % 3 > 0)
+    some = np.arange(count) % 2 == 0
+    lies = liars & (np.arange(count) % 6 == 0)
+    terms = Terms(
+        tier=np.where(np.arange(count) % 4 == 3, Tier.BEST_EFFORT, Tier.REALTIME).astype(np.int8),
+        ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf) * np.where(lies, 1e-6, 1),
+        tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
+        jct=np.where(np.arange(count) % 4 == 2, 2.0, np.inf),
+        slo_class=np.zeros(count, np.int64),
+        greedy=np.arange(count) % 5 > 0,
+    )
+    return Workload.of(arrival, lengths, limit=limit, terms=terms)
+
+
+@pytest.fixture
+def agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimulationResult]:
+    """agree(make, workload, **fields of the configuration): the simulation, once everything in it
+    has been found to be as the engine did it; make() makes the policy."""
+
+    def run(make: Callable[[], Policy], workload: Workload, **fields: Any) -> SimulationResult:
+        live, simulated = listening(make()), listening(make())
+        monkeypatch.setattr(engine_choices, "make_policy", lambda name: live[0])
+        longest = int((workload.prompt_len + workload.limit).max())
+        config = configured(tmp_path, longest, PRIOR, **(FIELDS | fields))
+        served = Served(config, workload, TRUE)
+        result = simulated_as(served, simulated[0], workload, config)
+        assert live[1] == simulated[1]
+        assert len(set(live[1])) > 3, "nothing was learned"
+        same(served, result)
+        return result
+
+    return run
+
+
+FIELDS: dict[str, Any] = {
+    "cache__block_size": 8,
+    "cache__num_blocks": LARGE,
+    "scheduler__max_batch_tokens": 256,
+    "scheduler__max_prefill_tokens": 64,
+    "scheduler__max_rows": 12,
+    "scheduler__seed": 5,
+}
+
+
+def listening(policy: Policy) -> tuple[Policy, list[float]]:
+    """The policy, and what it was told that `PROBE` takes, whenever it planned."""
+    plan, heard = policy.plan, list[float]()
+
+    def listen(view: View, now: float) -> BatchPlan:
+        heard.append(float(view.step_time(PROBE)))
+        return plan(view, now)
+
+    object.__setattr__(policy, "plan", listen)
+    return policy, heard
+
+
+def simulated_as(
+    served: Served, policy: Policy, workload: Workload, config: Any
+) -> SimulationResult:
+    """The simulation of what the engine has served."""
+    chosen = served.chosen
+    projects = chosen.model.hidden_read == PROJECTED
+    place = System("true", TRUE, kv_tokens=1, padding=chosen.buckets.padding, projects=projects)
+    return simulate(
+        policy,
+        workload,
+        place,
+        limits=chosen.limits,
+        num_blocks=chosen.num_blocks,
+        block_size=chosen.block_size,
+        host_tokens=chosen.host_slots // 2,
+        overlap=config.engine.overlap,
+        rho=served.engine.info().rho,
+        seed=config.scheduler.seed,
+        online=PRIOR,
+        checked=True,
+        record_rows=True,
+    )
+
+
+def same(served: Served, result: SimulationResult) -> None:
+    assert result.rows is not None
+    assert len(served.plans) == len(result.rows[0])
+    for i, (plan, batch) in enumerate(zip(served.plans, result.rows[0], strict=True)):
+        assert plan.rows.tolist() == batch.requests.tolist(), i
+        assert plan.num_tokens.tolist() == batch.tokens.tolist(), i
+        assert plan.preempted.tolist() == batch.preempted.tolist(), i
+    records, batches = result.requests, result.batches
+    for number, engines in served.token_times.items():
+        first = int(records.offsets[number])
+        ours = records.token_times[first : first + len(engines)]
+        assert len(engines) == records.workload.output_len[number]
+        np.testing.assert_allclose(ours, engines, rtol=1e-9)
+    hidden = [int(np.count_nonzero(plan.kinds)) for plan in served.plans]
+    assert hidden == batches.num_hidden.tolist()
+    counted = [
+        (s.num_recomputed_tokens, s.num_shared, s.features.saved_slots, s.features.loaded_slots)
+        for s in served.steps
+    ]
+    names = ("num_recomputed", "num_shared", "saved_slots", "loaded_slots")
+    assert counted == [*zip(*(getattr(batches, name).tolist() for name in names), strict=True)]
+    longer = np.array([stats.lengthening for stats in served.steps])
+    np.testing.assert_allclose(longer, result.lengthening, rtol=1e-9, atol=1e-15)
+    tier = records.workload.terms.tier
+    both = np.array([len(set(tier[plan.rows].tolist())) > 1 for plan in served.plans])
+    assert longer[both].any() == both.any()
+    if not served.chosen.policy.moves_cache:  # else there are operations without a batch, too
+        measured = [stats.device_time for stats in served.steps]
+        np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)
+
+
+@pytest.mark.parametrize("policy", DEPLOYABLE)
+@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, True), (6.0, LARGE, False)])
+def test_the_plans_are_the_same_one_by_one(
+    policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    workload = trace(3, rate, early, liars=not early)
+    result = agree(lambda: make_policy(policy), workload, cache__num_blocks=blocks)
+    if blocks == SMALL and policy not in ("orca", *HYBRID):
+        assert result.batches.preemptions.sum() > 0, "the small pool should have led to preemptions"
+    if blocks == SMALL and policy in HYBRID:
+        assert result.batches.num_hidden.sum() > 0
+
+
+@pytest.mark.parametrize("policy", ["aptserve", "aptserve_fcfs"])
+def test_so_they_are_where_hidden_caches_are_projected(
+    policy: str, agree: Callable[..., SimulationResult]
+) -> None:
+    fields = {"cache__num_blocks": SMALL, "cache__hidden_read": PROJECTED}
+    result = agree(lambda: make_policy(policy), trace(3, 100.0, True), **fields)
+    assert result.batches.num_hidden.sum() > 0
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "infermax", "aptserve"])
+@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, False), (6.0, LARGE, True)])
+def test_so_they_are_without_overlap(
+    policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    workload = trace(3, rate, early)
+    agree(lambda: make_policy(policy), workload, cache__num_blocks=blocks, engine__overlap=False)
+
+
+HOST_TOKENS = 10_000
+SLOT_BYTES = LAYERS * MODEL["hidden_size"] * 4
+MOVING: dict[str, Any] = {
+    "cache__num_blocks": 4000,
+    "cache__host_gib": 2 * HOST_TOKENS * SLOT_BYTES / GIB,
+}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_operations_are_the_same_and_cost_the_same(
+    overlap: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    made = list[MovingCaches]()
+
+    def make() -> Policy:
+        made.append(MovingCaches())
+        return made[-1]
+
+    agree(make, trace(3, 50.0, True), engine__overlap=overlap, **MOVING)
+    assert made[0].did == made[1].did
+    assert min(made[0].did[name] for name in ("restore", "cut", "copy", "to_kv")) > 5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_blocks_are_shared_alike(overlap: bool, agree: Callable[..., SimulationResult]) -> None:
+    made = list[SharingCaches]()
+
+    def make() -> Policy:
+        made.append(SharingCaches([7 * i * i + 3 * i for i in range(97)]))
+        return made[-1]
+
+    agree(make, trace(5, 50.0, True), engine__overlap=overlap, **MOVING)
+    assert made[0].did == made[1].did
+    assert min(made[0].did[name] for name in ("join", "checkpoint", "restore", "elsewhere")) > 5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host_tokens", [40, HOST_TOKENS])
+def test_bros_shares_blocks_alike(
+    overlap: bool, host_tokens: int, agree: Callable[..., SimulationResult]
+) -> None:
+    did: list[list[str]] = []
+
+    def make() -> Policy:
+        policy, mine = make_policy("bros"), list[str]()
+        did.append(mine)
+        plan = policy.plan
+
+        def listen(view: View, now: float) -> BatchPlan:
+            found = plan(view, now)
+            mine.extend(type(op).__name__ for op in found.operations)
+            return found
+
+        object.__setattr__(policy, "plan", listen)
+        return policy
+
+    gib = 2 * host_tokens * SLOT_BYTES / GIB
+    fields = {"cache__num_blocks": SMALL, "cache__host_gib": gib, "engine__overlap": overlap}
+    agree(make, trace(5, 100.0, True, count=60), **fields)
+    assert did[0] == did[1]
+    assert min(did[0].count(op) for op in ("Join", "Checkpoint", "Restore", "Preempt")) > 5
+
+
+class ThereAndBack(Policy):
+    """Serves all at once, but now and then there is no batch: every cache goes to the host, and
+    comes back, and of the first two the second is lost again before it has been in a batch."""
+
+    moves_cache = True
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def plan(self, view: View, now: float) -> BatchPlan:
+        self._turn = (self._turn + 1) % 6
+        table = view.table
+        running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
+        away = np.array([row for row in waiting.tolist() if view.host.segments(row)], np.int64)
+        start = np.zeros(len(running), np.int64)
+        if self._turn == 3 and len(running):
+            save = Checkpoint(running, start, table.computed[running])
+            return BatchPlan(operations=(save, Preempt.whole(running)))
+        if self._turn == 4 and len(away):
+            return BatchPlan(operations=(Restore(away, np.zeros(len(away), np.int64)),))
+        if self._turn == 5 and len(running) > 1:
+            return BatchPlan(operations=(Preempt.whole(running[1:2]),))
+        rows = np.concatenate([running, waiting])[: view.limits.max_rows]
+        tokens = np.minimum(table.pending(rows), view.limits.max_batch_tokens // len(rows))
+        return BatchPlan(rows, tokens, table.computed[rows] + tokens, 0 * rows)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_operations_without_a_batch_take_their_time(
+    overlap: bool, agree: Callable[..., SimulationResult]
+) -> None:
+    result = agree(ThereAndBack, trace(3, 50.0, True), engine__overlap=overlap, **MOVING)
+    told, all_there_were = result.batches.preemptions.sum(), result.requests.preemptions.sum()
+    assert 50 < all_there_were - 1 <= told <= all_there_were  # one may come behind the last batch

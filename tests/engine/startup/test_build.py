@@ -1,0 +1,324 @@
+"""What cannot be served is said in one line, before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.engine.device import model_step
+from jaxserve.engine.device.executor import JaxExecutor
+from jaxserve.engine.errors import ConfigError
+from jaxserve.engine.startup import (
+    blueprint,
+    build,
+    compilation_cache,
+    device_memory,
+    engine_choices,
+    model_options,
+)
+from jaxserve.progress import Show
+from jaxserve.sched.simulation.systems.profiles import System
+from tests.cost_models import FLAT
+from tests.engine.harness import SHAPES, engine, write_shape
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.path": ""}, "model.preset is empty"),
+        ({"model.path": "", "model.load_format": "auto"}, "model.path is empty"),
+        ({"model.path": "/no/such/folder"}, "model.path: no such checkpoint .* /no/such/folder"),
+        ({"model.load_format": "auto"}, "there is no .*tokenizer.json"),
+        ({"model.load_format": "pickle"}, "model.load_format"),
+        ({"model.path": "", "model.preset": "opt-999b"}, "opt-999b"),
+        ({"model.dtype": "int8"}, "model.dtype must be auto or one of"),
+        ({"scheduler.policy": "fcfs"}, "scheduler.policy: there is no policy 'fcfs'"),
+        (
+            {"scheduler.policy": "rank_o"},
+            "scheduler.policy: rank_o knows how long outputs will get",
+        ),
+        ({"scheduler.policy": "vllm+ef"}, r"scheduler.policy: vllm\+ef knows .* simulations only"),
+        ({"scheduler.policy": "oracle"}, "scheduler.policy: oracle knows .* simulations only"),
+        ({"scheduler.policy": "no/such.py:mine"}, "there is no policy file no/such.py"),
+        (
+            {"scheduler.policy": "vllm:watermark=x"},
+            "scheduler.policy: policy 'vllm': watermark must be a number, got 'x'",
+        ),
+        (
+            {"scheduler.params": {"watermrk": "0"}},
+            "scheduler.policy: policy .* has no parameter 'watermrk'; did you mean watermark",
+        ),
+        ({"scheduler.max_rows": 0}, "scheduler.max_rows must be at least 1"),
+        (
+            {"scheduler.max_rows": 65},
+            r"scheduler.max_rows \(65\) must be at most scheduler.max_batch_tokens \(64\)",
+        ),
+        ({"scheduler.policy": ","}, "scheduler.policy: there is no policy ','"),
+        ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
+        ({"scheduler.max_queue": -1}, "scheduler.max_queue must be at least 0, got -1"),
+        (
+            {"scheduler.max_queue": 10**12},
+            r"scheduler.max_queue and scheduler.max_rows together must be at most \d+, as the \d+ "
+            r"bytes kept of each request take 1 GiB then; got 1000000000000 \+ 32",
+        ),
+        ({"scheduler.seed": -1}, "scheduler.seed must be 0 to 2147483647, got -1"),
+        ({"scheduler.seed": 2**31}, "scheduler.seed must be 0 to 2147483647"),
+        ({"scheduler.profile": "/no/such.json"}, "scheduler.profile: /no/such.json: No such file"),
+        (
+            {"scheduler.policy": "vllm", "scheduler.max_batch_tokens": 32},
+            r"scheduler.max_batch_tokens \(32\) must be at least the longest request \(64",
+        ),
+        ({"engine.max_model_len": 65}, "engine.max_model_len must be 2 to the model's 64"),
+        (
+            {"engine.attention_backend": "cuda"},
+            r"engine.attention_backend: backend: must be auto or one of .*'xla'.*, got 'cuda'",
+        ),
+        (
+            {"engine.attention_backend": "triton"},
+            "engine.attention_backend: backend: triton needs a gpu, this is a cpu",
+        ),
+        ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
+        ({"cache.block_size": -1}, "cache.block_size must be at least 0, got -1"),
+        ({"cache.num_blocks": -1}, "cache.num_blocks must be at least 2"),
+        ({"cache.num_blocks": 1}, "cache.num_blocks must be at least 2"),
+        ({"cache.memory_gib": float("inf")}, "cache.memory_gib must be"),
+        ({"cache.memory_gib": float("nan")}, "cache.memory_gib must be"),
+        ({"cache.memory_gib": 1e9}, "cache.memory_gib: .* asked for, but .* leave"),
+        ({"engine.max_model_len": 1}, "engine.max_model_len must be 2 to"),
+        ({"mesh.tensor": 0}, "mesh.tensor must be at least 1, got 0"),
+        ({"mesh.tensor": -2}, "mesh.tensor must be at least 1"),
+        ({"cache.memory_fraction": 0.0}, "cache.memory_fraction"),
+        (
+            {"cache.num_blocks": 10**12},
+            r"cache.num_blocks=1000000000000 needs .* GiB, .*at most \d+ blocks of 16 tokens fit",
+        ),
+        ({"cache.memory_gib": 1e-6}, "cache.memory_gib: 0.0 MiB hold no block pair"),
+        ({"cache.memory_fraction": 1e-9}, "the model does not fit"),
+        ({"mesh.tensor": 3}, "mesh.tensor=3"),
+    ],
+)
+def test_config_errors(
+    shapes: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    def compiling(*_: object) -> None:
+        raise AssertionError("compiled before the config was checked")
+
+    monkeypatch.setattr(JaxExecutor, "warmup", compiling)
+    config = base.get_config()
+    config.model.path = str(shapes["opt"])
+    config.model.load_format = "random"
+    config.engine.compilation_cache_dir = ""
+    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 64
+    with config.unlocked():
+        for name, value in fields.items():
+            section, key = name.split(".")
+            config[section][key] = value
+    with pytest.raises(ConfigError) as caught:
+        build.build_engine(config, progress=False)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "terminal", "how"),
+    [("text", True, Show.BAR), ("text", False, Show.LINES), ("json", True, Show.LINES)],
+)
+def test_how_far_it_is_has_lines_where_no_bar_can_be_seen(
+    shapes: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    terminal: bool,
+    how: Show,
+) -> None:
+    asked: list[Show] = []
+
+    def stop(*_: object, progress: Show, **more: object) -> None:
+        asked.append(progress)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(build, "build_executor", stop)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.engine.compilation_cache_dir, config.telemetry.log_format = "", form
+    for progress, wanted in ((True, how), (False, Show.NOTHING)):
+        with pytest.raises(ConfigError, match="far enough"):
+            build.build_engine(config, progress=progress)
+        assert asked.pop() is wanted
+
+
+def _out_of_memory() -> Exception:
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes\nmore")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("Unable to allocate 9 GiB"), r"out of memory: lower cache.* \(Unable to "),
+        (MemoryError(), r"out of memory: lower cache.* \(MemoryError\)"),
+        (_out_of_memory(), r"out of memory: lower cache.* \(RESOURCE_EXHAUSTED: Out of memory"),
+    ],
+)
+def test_memory_that_is_not_there_after_all(
+    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(blueprint, "make_pool", full)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.cache.num_blocks = 100
+    with pytest.raises(ConfigError, match=message) as caught:
+        build.build_engine(config, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise RuntimeError("Unknown backend cuda\nand more")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ConfigError) as caught:
+        build.build_engine(base.get_config(), progress=False)
+    said = "JAX_PLATFORMS=cuda: there is no such device: Unknown backend cuda"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "use", "free"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", None, None, 5 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "7168", "3072", 4 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "max", "3072", 5 * 1024),
+        ("MemTotal: 9 kB\nMemAvailable: 5 kB\n", "3072", "4096", 0),
+        (None, "7168", "3072", 4 * 1024),
+    ],
+)
+def test_the_pool_is_sized_by_the_memory_that_is_free(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    meminfo: str | None,
+    limit: str | None,
+    use: str | None,
+    free: int,
+) -> None:
+    files = {"meminfo": meminfo, "limit": limit, "use": use}
+    for name, text in files.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    groups = ((tmp_path / "nowhere", tmp_path / "use"), (tmp_path / "limit", tmp_path / "use"))
+    monkeypatch.setattr(device_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device_memory, "_GROUPS", groups)
+    assert device_memory.free_memory() == ("this host", free)
+
+
+@pytest.mark.parametrize(
+    ("measured", "policy", "rho", "message"),
+    [
+        ({"layers": 3}, "sarathi", "auto", "it is of a model with 3 layers, this one has 2"),
+        ({}, "aptserve_s", "auto", "it was measured without .* scheduler.policy=aptserve_s plans"),
+        (
+            {"rho": 0.0, "projects": True},
+            "aptserve_s",
+            "auto",
+            "it was measured with hidden caches projected, here they are absorbed",
+        ),
+        ({"rho": 0.0, "projects": False}, "aptserve_s", "auto", None),
+        ({"rho": 0.0, "projects": True}, "aptserve_s", "0", None),
+        ({}, "aptserve_s", "0", None),
+        ({}, "sarathi", "auto", None),
+    ],
+)
+def test_a_profile_is_of_such_an_engine(
+    shapes: dict[str, Path],
+    tmp_path: Path,
+    measured: dict[str, Any],
+    policy: str,
+    rho: str,
+    message: str | None,
+) -> None:
+    path = tmp_path / "mine.json"
+    measured = {"layers": 2, **measured}
+    model = dataclasses.replace(FLAT, num_layers=measured.pop("layers"))
+    System("mine", model, kv_tokens=100, **measured).save(path)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config.cache.num_blocks = 100
+    config.cache.rho, config.scheduler.policy = rho, policy
+    config.scheduler.profile = str(path)
+    if message is None:
+        found = engine_choices.choose(config).profile
+        assert found is not None and found.cost_model == model
+        return
+    with pytest.raises(ConfigError, match=f"scheduler.profile: {path}: {message}"):
+        engine_choices.choose(config)
+
+
+def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
+    config = base.get_config()
+    config.scheduler.policy = "aptserve:adaptive=false"
+    config.scheduler.params.slo_decay = "0.4"
+    config.scheduler.params.headroom = 0.2
+    policy: Any = engine_choices._policy(config)
+    assert (policy.adaptive, policy.slo_decay, policy.headroom) == (False, 0.4, 0.2)
+
+
+def test_cache_directory_is_used(tmp_path: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        compilation_cache.use(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        compilation_cache.use("")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    ("platform", "stored", "chosen"),
+    [
+        ("cpu", "float16", "float32"),
+        ("gpu", "float16", "float16"),
+        ("tpu", "float16", "bfloat16"),
+        ("tpu", "float32", "float32"),
+        ("tpu", None, "bfloat16"),
+    ],
+)
+def test_auto_is_a_dtype_that_the_platform_computes_in(
+    platform: str, stored: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert model_options.choose_dtype("auto", {"torch_dtype": stored}).name == chosen
+
+
+def test_each_step_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead, by threads: the first call must find it."""
+    monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
+    names: list[str] = []
+
+    def note(event: str, _: float, **about: Any) -> None:
+        if event.endswith("/backend_compile_duration"):
+            names.append(about["fun_name"])
+
+    model_step.make_model_step.cache_clear()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        sizes = {"scheduler__max_rows": 8, "engine__row_buckets": (1, 2, 8)}
+        with engine(write_shape(tmp_path, "opt"), **sizes) as running:
+            layouts = running.executor.buckets.all()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(layouts) == 4
+    assert names.count("jit(_model_step)") == len(layouts)

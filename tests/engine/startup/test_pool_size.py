@@ -1,0 +1,124 @@
+"""How large the pool's array is: every compiled step is of one size of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.configs import base
+from jaxserve.engine.device.executor import JaxExecutor
+from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
+from jaxserve.engine.startup.engine_choices import choose
+from jaxserve.engine.startup.pool_size import Demand, Room, array_blocks, pool_blocks
+from tests.engine.harness import SAMPLING, engine, generate, prompts
+
+
+def demand(num_blocks: int = 0, rows: int = 1 << 40) -> Demand:
+    return Demand(num_blocks, 16, 0, 0.9, rows, 16, 64)
+
+
+@given(st.integers(2, 10**9), st.integers(1, 10**9), st.floats(1, 100))
+def test_it_holds_what_was_asked_for_and_wastes_little(
+    blocks: int, more: int, times: float
+) -> None:
+    room = Room(blocks + more, int((blocks + more) * times))
+    asked = array_blocks(demand(blocks), room)
+    assert blocks <= asked <= room.allowed
+    assert asked <= blocks * 17 / 16 + 1 or asked <= min(2 * blocks, room.free // 16)
+    exact = Room(blocks, int(blocks * times))
+    assert array_blocks(demand(blocks), exact) == pool_blocks(demand(blocks), exact) == blocks
+    fitting = array_blocks(demand(), room)
+    assert room.allowed * 15 / 16 - 1 <= fitting <= room.allowed
+
+
+@given(st.integers(16, 1 << 30))
+def test_there_are_few_sizes(start: int) -> None:
+    """From some number of blocks to twice that, whatever memory there is."""
+    every = range(start, 2 * start, max(1, start // 1000))
+    tight = {array_blocks(demand(), Room(blocks, blocks)) for blocks in every}
+    assert len(tight) <= 18
+    roomy = {array_blocks(demand(blocks), Room(64 * start, 64 * start)) for blocks in every}
+    assert len(roomy) <= 2
+
+
+@given(st.integers(2, 10**7), st.integers(1, 1000), st.integers(1, 64))
+def test_a_modest_pool_leaves_others_most_of_the_memory(free: int, full: int, rows: int) -> None:
+    """A quarter at most, but four full requests, if there is room; and no more than is of use."""
+    wanted = Demand(0, 16, 0, 0.9, rows, 16 * full, 64, modest=True)
+    room = Room(free, free)
+    blocks = pool_blocks(wanted, room)
+    longest = 2 * full
+    assert blocks <= min(free, rows * longest)
+    assert blocks <= max(free / 4, 4 * longest)
+    assert blocks >= min(free, rows * longest, max(free // 8, 4 * longest))
+    assert array_blocks(wanted, room) >= blocks * 15 / 16 - 1
+
+
+def test_a_little_more_or_less_memory_changes_no_modest_pool() -> None:
+    wanted = Demand(0, 16, 0, 0.9, 32, 8192, 512, modest=True)
+    around = {array_blocks(wanted, Room(n, n)) for n in range(46_000, 60_000, 7)}
+    assert around == {8192}
+    octave = {array_blocks(wanted, Room(n, n)) for n in range(1 << 16, 1 << 17, 101)}
+    assert len(octave) == 1
+
+
+def test_a_start_with_less_memory_decides_for_those_after_it(
+    tmp_path: Path, shapes: dict[str, Path]
+) -> None:
+    """So that memory that comes and goes does not have each start compile everything again."""
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["llama"]), "random"
+    config.model.dtype = "float32"
+    config.scheduler.max_rows, config.engine.compilation_cache_dir = 256, str(tmp_path)
+    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 256
+
+    def blocks(mib: int, **given: float) -> int:
+        with config.unlocked():
+            config.cache.update(given)
+        chosen = choose(config, ("this host", mib << 20))
+        return with_pool_as_before(config, chosen).allocated_blocks
+
+    assert [blocks(m) for m in (30, 31, 8, 12, 16)] == [2048, 2048, 512, 512, 512]
+    assert blocks(30) == 2048, "that much is worth it"
+    (tmp_path / POOLS).write_text("[1, 2")
+    assert blocks(8) == 512
+    assert blocks(12) == 512
+    assert blocks(12, memory_gib=0.008) == 2048, "a size that is asked for is had"
+
+
+class Stop(Exception):
+    pass
+
+
+def test_another_number_of_blocks_compiles_nothing(
+    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step, and the shape that it is compiled for, are the same: see `make_model_step`."""
+    compiled = []
+
+    def warmup(self: JaxExecutor, progress: object, meet: object) -> None:
+        compiled.append((self.pool.shape, self._step))
+        raise Stop
+
+    monkeypatch.setattr(JaxExecutor, "warmup", warmup)
+    config = base.get_config()
+    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    for blocks in (1000, 1024, 700):
+        config.cache.num_blocks = blocks
+        with pytest.raises(Stop):
+            build_engine(config, progress=False)
+    assert compiled[0] == compiled[1] == compiled[2]
+
+
+def test_blocks_beyond_the_pool_are_never_used(shapes: dict[str, Path]) -> None:
+    fields = {"cache__num_blocks": 36, "scheduler__max_rows": 8}
+    with engine(shapes["opt"], **fields) as scarce:
+        assert scarce.info().num_blocks == 36
+        assert scarce.executor.pool.shape[1] == 64  # type: ignore[attr-defined]
+        generate(scarce, prompts(8), **SAMPLING)
+        beyond = scarce.executor.pool[:, 36:]  # type: ignore[attr-defined]
+        assert not beyond.any()

@@ -1,0 +1,89 @@
+"""Who leads and who follows, from the flags or from the cluster; what is wrong is one line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from jaxserve.configs import base
+from jaxserve.hosts.errors import GroupError
+from jaxserve.hosts.rank import Seat, find_seat
+
+SLURM = {
+    "SLURM_JOB_ID": "4096",
+    "SLURM_STEP_NODELIST": "node[07-09]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+def seat(**fields: Any) -> Seat | None:
+    config = base.get_config()
+    config.mesh.update(fields)
+    return find_seat(config.mesh)
+
+
+def test_one_host_needs_none() -> None:
+    assert seat() is None
+
+
+def test_it_is_as_the_flags_say() -> None:
+    found = seat(hosts=2, coordinator="10.0.0.1:7000", host_index=1, tensor=8, hosts_wait_s=9.0)
+    assert found == Seat("10.0.0.1", 7000, 2, 1, 9.0)
+    assert not found.leads and found.coordinator == "10.0.0.1:7000"
+    found = seat(hosts=2, coordinator="[fd00::1]:7000", host_index=0, tensor=2)
+    assert found is not None and found.leads and found.address == "fd00::1"
+
+
+def test_a_cluster_says_what_the_flags_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    found = seat(hosts=0, tensor=4)
+    assert found == Seat("node07", 61440, 4, 3, 300.0, devices=(1,))
+    found = seat(hosts=8, coordinator="here:7000", tensor=8, hosts_wait_s=1.0)
+    assert found == Seat("here", 7000, 8, 3, 1.0, devices=(1,))
+
+
+@pytest.mark.parametrize(
+    "fields, problem",
+    [
+        ({"hosts": -1}, "mesh.hosts must be at least 1 (0: as the cluster says), got -1"),
+        ({"coordinator": "a:1"}, "mesh.coordinator=a:1 is of no use with mesh.hosts=1"),
+        ({"host_index": 0}, "mesh.host_index=0 is of no use with mesh.hosts=1"),
+        (
+            {"hosts": 2, "tensor": 2, "hosts_wait_s": 0.0},
+            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 0",
+        ),
+        (
+            {"hosts": 2, "tensor": 2, "hosts_wait_s": 1e10},
+            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 1e+10",
+        ),
+        (
+            {"hosts": 2, "tensor": 2},
+            "mesh.coordinator and mesh.host_index: give them, as there is no cluster",
+        ),
+        ({"hosts": 0}, "mesh.coordinator and mesh.hosts and mesh.host_index: give them"),
+        (
+            {"hosts": 2, "tensor": 2, "coordinator": "here", "host_index": 0},
+            "mesh.coordinator must be HOST:PORT, got 'here'",
+        ),
+        (
+            {"hosts": 2, "tensor": 2, "coordinator": "here:0", "host_index": 0},
+            "mesh.coordinator must be HOST:PORT, got 'here:0'",
+        ),
+        (
+            {"hosts": 2, "tensor": 2, "coordinator": "here:1", "host_index": 2},
+            "mesh.host_index must be 0 to 1, got 2",
+        ),
+        (
+            {"hosts": 2, "tensor": 3, "coordinator": "here:1", "host_index": 0},
+            "mesh.tensor must be a multiple of the 2 hosts",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(GroupError, match=re.escape(problem)):
+        seat(**fields)

@@ -1,0 +1,129 @@
+"""What every backend is held to: the static part, one compilation each, and who takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from jaxserve.pallas_kernels import HIDDEN, KV, get_backend
+from tests.pallas_kernels.batches import Shape
+
+# Those of other devices are interpreted. How many drawn batches a test has: TPUs are interpreted
+# slowly, an instruction at a time.
+BACKENDS = {"xla": 6, "numba": 6, "triton-interpret": 6, "tpu-interpret": 2}
+# Relative error (L2) that is allowed.
+LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+# XLA's own defaults, which the suite's are not (tests/conftest.py).
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape with the options of attention over it. parts: of the hidden vectors' projection, as
+    `batches.make_projection` names them. A test of hidden vectors has kv_heads queries a token."""
+
+    name: str
+    shape: Shape
+    dtype: str = "float32"
+    window: int | None = None
+    cap: float | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """The relative error (L2) that is allowed."""
+        return LIMITS[self.dtype]
+
+    @property
+    def scale(self) -> float:
+        """Of scores, such that softmax is neither flat nor a maximum."""
+        return float(1.5 * self.shape.head_dim**-0.5)
+
+
+# Three tiles of XLA's context, and five or more of the others'.
+DECODES = Shape(4, 2, head_dim=64, block_size=32, width=5, tokens=5)
+CASES = (
+    Case("decodes", DECODES, parts=("rotary",)),
+    # Blocks wider than a tile of context; a group of query heads that is no power of two.
+    Case(
+        "cut-decodes",
+        Shape(6, 2, head_dim=64, block_size=128, rows=3, width=2, tokens=3),
+        window=11,
+        cap=3.0,
+        parts=("bias", "norm", "rotary"),
+    ),
+    # Tiles of 32 queries without grouped heads, so that TPUs send more than one unit of 16; XLA's
+    # are wider, see test_xla.
+    Case("mixed", dataclasses.replace(DECODES, num_heads=2, tokens=40), parts=("bias",)),
+    Case(
+        "cut-mixed",
+        Shape(6, 2, head_dim=128, block_size=8, rows=4, width=9, tokens=40),
+        "bfloat16",
+        window=20,
+        cap=1.5,
+        parts=("norm", "rotary"),
+    ),
+    # What TPUs do not take: a small head_dim, sizes that are no powers of two, float16.
+    Case(
+        "odd",
+        Shape(15, 3, head_dim=40, block_size=24, rows=3, width=4, tokens=3),
+        "float16",
+        parts=("norm", "rotary"),
+    ),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+
+@functools.cache
+def compiled(
+    function: Callable[..., jax.Array], backend: str, *, donate: bool = False
+) -> Callable[..., jax.Array]:
+    """A kernel's public function by a backend, under jit; donate: its first argument. XLA's are
+    compiled as users have them, and numba's; to optimise what is only interpreted takes longer
+    than running it."""
+    options = OPTIMISED if backend in ("xla", "numba") else None
+    return jax.jit(
+        functools.partial(function, backend=backend),
+        donate_argnums=(0,) if donate else (),
+        compiler_options=options,
+    )
+
+
+def takes(backend: str, case: Case, kind: int) -> bool:
+    """Whether a backend says that it has kernels of this kind for the case's shape."""
+    shape = case.shape
+    reason = get_backend(backend).supports(
+        kind,
+        num_heads=shape.kv_heads if kind == HIDDEN else shape.num_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        dtype=case.dtype,
+    )
+    return reason is None
+
+
+def backends_with(purpose: str) -> list[str]:
+    """Those that have a function of their own for a purpose, a field of `Backend`. What one has of
+    another's, as numba of XLA's all but attention over K and V, is tested as the other's."""
+    first: dict[Any, str] = {}
+    for backend in BACKENDS:
+        first.setdefault(getattr(get_backend(backend), purpose), backend)
+    return list(first.values())
+
+
+def on_backends(names: Sequence[str], purpose: str, kind: int = KV) -> list[ParameterSet]:
+    """Parameters (backend, case): every backend of `backends_with` with each of these cases that
+    it takes."""
+    return [
+        pytest.param(backend, case, id=f"{backend}-{case.name}")
+        for backend in backends_with(purpose)
+        for case in (BY_NAME[name] for name in names)
+        if takes(backend, case, kind)
+    ]

@@ -1,0 +1,156 @@
+"""One step of each kernel, by any backend, held against its reference in float64.
+
+What no batch may read holds NaN and infinities: unused slots of the pool, queries and new vectors
+of tokens that do not count. So a stray read shows in the result, and so does output that was not
+written, which both interpreters fill with NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels import (
+    HIDDEN,
+    KV,
+    AttentionBatch,
+    absorbed_attention,
+    paged_attention,
+    projected_attention,
+    reference,
+    write,
+)
+from tests.pallas_kernels.batches import Shape, make_pool, make_projection, tokens_of, vectors
+from tests.pallas_kernels.cases import Case, compiled
+
+Check = Callable[[str, Case, AttentionBatch, int], None]
+# The shared cases of each function: those that reach code of its own.
+BOTH = ("decodes", "cut-decodes", "cut-mixed", "odd")
+WRITES = ("decodes", "mixed", "cut-mixed", "odd")
+
+
+def put(backend: str, *arguments: Any, **more: Any) -> jax.Array:
+    """`write`, in place; a pool in NumPy is copied first."""
+    pool, *rest = arguments
+    return compiled(write, backend, donate=True)(jnp.asarray(pool), *rest, **more)
+
+
+def same(got: jax.Array, want: np.ndarray) -> None:
+    """A copy is one of bits: NaN and the sign of zeros count."""
+    assert got.dtype == want.dtype
+    found, wanted = np.asarray(got).astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+
+
+def close(got: jax.Array, want: np.ndarray, used: np.ndarray, case: Case) -> None:
+    """Within the case's limit of the reference, and zero for tokens that do not count, bool [T]."""
+    assert got.dtype == case.dtype
+    found = np.asarray(got).astype(np.float64)
+    assert np.all(found[~used] == 0)
+    assert np.linalg.norm(found - want) <= case.limit * np.linalg.norm(want)
+
+
+def wide(shape: Shape) -> Shape:
+    """The shape whose vectors are as wide as a hidden vector."""
+    return dataclasses.replace(shape, head_dim=shape.head_dim * shape.kv_heads)
+
+
+def check_write(
+    backend: str, case: Case, batch: AttentionBatch, seed: int, *, with_x: bool = True
+) -> None:
+    """Every slot that is not written keeps what it has, NaN included. with_x: whether rows of the
+    batch can be hidden."""
+    rng, shape = np.random.default_rng(seed), case.shape
+    pool = make_pool(shape, batch, rng, case.dtype)
+    used = tokens_of(batch, KV) | tokens_of(batch, HIDDEN)
+    k, v, x = (vectors(shape, shape.kv_heads, rng, np.float32, used) for _ in range(3))
+    layer, given = seed % shape.layers, x if with_x else None
+    want = reference.write(pool, layer, k, v, given, batch)
+    same(put(backend, pool, jnp.int32(layer), k, v, batch, x=given), want)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One of the attention functions with its reference, and the shared cases that reach code of
+    its own. purpose: of `Backend`'s fields. kind: of the rows that it is about."""
+
+    name: str
+    purpose: str
+    kind: int
+    cases: tuple[str, ...]
+    function: Callable[..., jax.Array]
+    reference: Callable[..., np.ndarray]
+
+    def arguments(self, case: Case, batch: AttentionBatch, seed: int) -> tuple[Any, ...]:
+        """(queries, pool, layer, batch), and the projection where it takes one."""
+        rng, shape = np.random.default_rng(seed), case.shape
+        pool = make_pool(shape, batch, rng, case.dtype, case.window)
+        heads = shape.num_heads if self.kind == KV else shape.kv_heads
+        width = wide(shape) if self.name == "absorbed" else shape
+        queries = vectors(width, heads, rng, case.dtype, self.used(batch))
+        given = queries, pool, jnp.int32(seed % shape.layers), batch
+        if self.name != "projected":
+            return given
+        parts = dict.fromkeys(case.parts, True)
+        return (*given, make_projection(shape, rng, case.dtype, **parts))
+
+    def used(self, batch: AttentionBatch) -> np.ndarray:
+        """bool [T]: the tokens that it is about; it gives zeros for the others."""
+        return tokens_of(batch, self.kind, decodes=self.name == "absorbed")
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """What the function and its reference take besides."""
+        return {"scale": case.scale, "sliding_window": case.window, "soft_cap": case.cap}
+
+    def step_options(self, case: Case) -> dict[str, Any]:
+        """What the function takes besides, of steps of this case."""
+        only = {} if self.name == "absorbed" else {"decode_only": case.shape.decode_only}
+        return self.options(case) | only
+
+    def check(self, backend: str, case: Case, batch: AttentionBatch, seed: int) -> None:
+        """On arguments drawn by the seed."""
+        run = functools.partial(call, self, backend, case)
+        self.check_run(run, case, batch, seed)
+
+    def check_run(
+        self, run: Callable[..., jax.Array], case: Case, batch: AttentionBatch, seed: int
+    ) -> None:
+        """Of anything that takes the function's arguments and gives its result."""
+        given = self.arguments(case, batch, seed)
+        queries, pool, layer, *rest = given
+        want = self.reference(queries, pool, int(layer), *rest, **self.options(case))
+        close(run(*given), want, self.used(batch), case)
+
+
+@functools.cache
+def _with_options(attention: Attention, case: Case) -> Callable[..., jax.Array]:
+    return functools.partial(attention.function, **attention.step_options(case))
+
+
+def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax.Array:
+    """The function by this backend with the case's options; compiled once for each of them."""
+    return compiled(_with_options(attention, case), backend)(*arguments)
+
+
+PAGED = Attention(
+    "paged", "attend", KV, (*BOTH, "mixed"), paged_attention, reference.paged_attention
+)
+ABSORBED = Attention(
+    "absorbed", "absorbed", HIDDEN, BOTH, absorbed_attention, reference.absorbed_attention
+)
+PROJECTED = Attention(
+    "projected",
+    "projected",
+    HIDDEN,
+    (*BOTH, "mixed"),
+    projected_attention,
+    reference.projected_attention,
+)
+ATTENTION = (PAGED, ABSORBED, PROJECTED)

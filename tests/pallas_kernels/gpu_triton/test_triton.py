@@ -1,0 +1,153 @@
+"""What is only Triton's: work in equal shares, whoever takes which, and what its tests count on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from jaxserve.pallas_kernels import KV, LEFT, RIGHT, plan_absorbed, plan_attention
+from jaxserve.pallas_kernels.gpu_triton import absorbed, decode, merge, tuning
+from jaxserve.pallas_kernels.gpu_triton.common import Geometry
+from tests.pallas_kernels import edges
+from tests.pallas_kernels.batches import Shape, make_batch, tokens_of
+from tests.pallas_kernels.cases import Case
+from tests.pallas_kernels.conformance import ABSORBED, ATTENTION, PAGED, Attention, close
+
+BACKEND = "triton-interpret"
+# Five tiles of context for decodes and chunks, ten for projections; a head_dim that is padded.
+DECODES = Case("decodes", Shape(6, 2, head_dim=40, rows=3, width=20, tokens=3), parts=("rotary",))
+CHUNKS = Case("chunks", dataclasses.replace(DECODES.shape, rows=4, tokens=40), window=50)
+WHICH = [
+    pytest.param(attention, case, id=f"{attention.name}-{case.name}")
+    for attention in ATTENTION
+    for case in (DECODES, CHUNKS)
+    if attention is not ABSORBED or case is DECODES  # chunks are never absorbed
+]
+CUTS = {
+    # Some tiles a program, which begin and end anywhere; one tile each; all tiles in one program.
+    "three-tiles": lambda tiles: tuning.Cutting(-(-tiles // 3), 3, 1, 3),
+    "one-tile": lambda tiles: tuning.Cutting(tiles, 1, 1, 1),
+    "one-program": lambda tiles: tuning.Cutting(1, 1, 1, tiles),
+}
+# All ways for K and V; for the others the one that cuts anywhere, and the rest where there is time.
+CUT = [
+    pytest.param(
+        *which.values,
+        shares,
+        id=f"{which.id}-{shares}",
+        marks=() if which.values[0] is PAGED or shares == "three-tiles" else pytest.mark.slow,
+    )
+    for which in WHICH
+    for shares in CUTS
+]
+
+
+def test_what_a_kernel_does_not_write_is_nan_here() -> None:
+    """All tests here count on it: outputs are poisoned before the kernel runs."""
+
+    def half(out_ref: jax.Array) -> None:
+        out_ref[0] = 1.0
+
+    out = pl.pallas_call(half, out_shape=jax.ShapeDtypeStruct((2,), jnp.float32), interpret=True)()
+    assert out[0] == 1 and np.isnan(out[1])
+
+
+def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
+    """The function by this backend, traced anew: how work is cut may have changed since."""
+    options = attention.step_options(case)
+
+    def run(*arguments):  # type: ignore[no-untyped-def]
+        return attention.function(*arguments, backend=BACKEND, **options)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(("attention", "case", "shares"), CUT)
+def test_however_work_is_cut_the_result_is_the_same(
+    attention: Attention, case: Case, shares: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **_: CUTS[shares](tiles))
+    monkeypatch.setattr(merge, "TOGETHER", 4)  # parts of one context merge in several turns
+    monkeypatch.setattr(absorbed, "MAX_SLICE", case.shape.head_dim // 2)
+    run = run_of(attention, case)
+    for edge in edges.edges_of(case):
+        attention.check_run(run, case, edge(case.shape, attention.kind), 1)
+
+
+@pytest.mark.parametrize("shares", CUTS)
+def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
+    of them; for those of nobody there are zeros."""
+    monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **_: CUTS[shares](tiles))
+    case = Case("whole", Shape(6, 2, rows=4, width=12, tokens=30))
+    batch = edges.chunks_between_others(case.shape, KV)
+    queries, pool, layer, _ = PAGED.arguments(case, batch, 1)
+    masks = {"sliding_window": None, "decode_only": False}
+    plan = decode.plan(batch, Geometry(*pool.shape), 4, **masks)
+    options = {**PAGED.options(case), "decode_only": False, "interpret": True}
+    got = decode.paged_decode(queries, jnp.asarray(pool), layer, batch, plan, **options)
+    want = PAGED.reference(queries, pool, int(layer), batch, **PAGED.options(case))
+    decodes = tokens_of(batch, KV, decodes=True)
+    chunks = tokens_of(batch, KV) & ~decodes
+    assert decodes.any() and chunks.any() and not tokens_of(batch, KV).all()
+    assert np.isnan(np.asarray(got)[chunks]).all()
+    want[~decodes] = 0
+    close(jnp.where(chunks[:, None, None], 0, got), want, decodes, case)
+
+
+@pytest.mark.parametrize(
+    ("attention", "head_dim"),
+    [
+        pytest.param(one, size, id=one.name)
+        for one, size in zip(ATTENTION, (80, 96, 80), strict=True)
+    ],
+)
+def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) -> None:
+    """Decodes and chunks of both kinds, with as many programs as the sizes have it."""
+    shape = Shape(8, 4, head_dim=head_dim, block_size=16, rows=6, width=30, tokens=30)
+    rows = [(480, 1), (3, 1), (17, 1), (1, 1), (21, 20), (40, 5)]
+    kinds = [attention.kind] * 3 + [1 - attention.kind] + [attention.kind] * 2
+    rng = np.random.default_rng(0)
+    batch = make_batch(shape, rows, [LEFT, RIGHT] * 3, 4, rng, kinds=kinds)
+    case = Case("mixed", shape, "bfloat16", parts=("norm",))
+    attention.check_run(run_of(attention, case), case, batch, 3)
+
+
+@pytest.mark.parametrize(("attention", "case"), WHICH)
+def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -> None:
+    """It depends on the batch alone; the function would make the same."""
+    batch = edges.edges_of(case)[3](case.shape, attention.kind)
+    queries, pool, _, *rest = attention.arguments(case, batch, 1)
+    given = {"sliding_window": case.window, "backend": BACKEND}
+    if attention is ABSORBED:
+        plan = plan_absorbed(pool, batch, queries.shape[1], **given)
+    else:
+        given |= {"kind": attention.kind, "decode_only": case.shape.decode_only}
+        plan = plan_attention(pool, batch, queries.shape[1], **given)
+    options = attention.step_options(case) | {"backend": BACKEND}
+    planned = jax.jit(lambda plan, *given: attention.function(*given, plan=plan, **options))
+    alone = jax.jit(lambda *given: attention.function(*given, **options))
+    for index in range(case.shape.layers):
+        arguments = (queries, pool, jnp.int32(index), *rest)
+        np.testing.assert_array_equal(planned(plan, *arguments), alone(*arguments))
+
+
+@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
+def test_float16_near_the_end_of_its_range(attention: Attention) -> None:
+    """Keys and values are; products of queries and keys are far outside: float32 has them."""
+    case = Case("range", Shape(2, 2, head_dim=96, rows=4, width=8, tokens=4), "float16")
+    batch = edges.edges_of_blocks(case.shape, attention.kind)
+    queries, pool, layer, *rest = attention.arguments(case, batch, 1)
+    big = np.float16(2.0**13)  # of what is drawn nothing is above 5
+    queries, pool = queries * np.float16(8), pool * big
+    scale = case.scale / (8 * float(big))
+    want = attention.reference(queries, pool, int(layer), *rest, scale=scale)
+    assert np.abs(want).max() > 2.0**14
+    options = attention.step_options(case) | {"scale": scale, "backend": BACKEND}
+    got = attention.function(queries, pool, layer, *rest, **options)
+    assert np.linalg.norm(got - want) <= case.limit * np.linalg.norm(want)

@@ -1,0 +1,85 @@
+"""Every backend's moves of slots and staging against the references, bit for bit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.pallas_kernels import move_slots, reference, stage_in, stage_out
+from tests.pallas_kernels.batches import POISON
+from tests.pallas_kernels.cases import BACKENDS, backends_with, compiled
+from tests.pallas_kernels.conformance import same
+
+MOST = 14
+Size = tuple[int, int, int, int, int]  # of a pool: layers, blocks, kv_heads, block_size, head_dim
+SMALL: Size = (3, 5, 2, 8, 64)
+WIDE: Size = (2, 4, 2, 16, 128)
+ODD: Size = (2, 4, 3, 12, 40)  # not for TPUs
+POOLS = [
+    pytest.param(backend, size, dtype, id=f"{backend}-{dtype}")
+    for backend in backends_with("move")
+    for size, dtype in ((SMALL, "float32"), (WIDE, "bfloat16"), (ODD, "float16"))
+    if (backend, size) != ("tpu-interpret", ODD)
+]
+
+
+def drawn_pool(size: Size, dtype: str, rng: np.random.Generator) -> np.ndarray:
+    """Values of all kinds: a move is a copy of bits."""
+    pool = rng.standard_normal(size, dtype=np.float32)
+    for odd in (*POISON, -0.0):
+        pool[rng.random(size) < 0.05] = odd
+    return pool.astype(dtype)
+
+
+def drawn_slots(size: Size, rng: np.random.Generator) -> np.ndarray:
+    """Twice MOST distinct (block, slot), int32 [2 * MOST, 2], with runs of neighbours among
+    them."""
+    flat = rng.permutation(size[1] * size[3])[: 2 * MOST]
+    flat[: MOST // 2].sort()
+    return np.stack(np.divmod(flat, size[3]), axis=1).astype(np.int32)
+
+
+def check_moves(backend: str, pool: np.ndarray, moves: np.ndarray, count: int) -> None:
+    """Also out to a staging buffer and in from it; what lies there from `count` on must not get
+    into the pool."""
+    sources, targets, used = moves[:, :2], moves[:, 2:], jnp.int32(count)
+    got = compiled(move_slots, backend, donate=True)(jnp.asarray(pool), moves, used)
+    same(got, reference.move(pool, moves, count))
+    staged = compiled(stage_out, backend)(pool, sources, used)
+    same(staged, reference.stage_out(pool, sources, count))
+    staging = np.array(staged)
+    staging[count:] = np.nan
+    put = compiled(stage_in, backend, donate=True)
+    got = put(jnp.asarray(pool), staging, targets, used)
+    same(got, reference.stage_in(pool, staging, targets, count))
+
+
+@pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)
+def test_moves_and_staging(backend: str, size: Size, dtype: str) -> None:
+    """Entries from `count` on may hold anything, what is outside of the pool too."""
+
+    @settings(max_examples=BACKENDS[backend])
+    @given(
+        count=st.integers(0, MOST), junk=st.sampled_from([-1, 0, 10**6]), seed=st.integers(0, 2**16)
+    )
+    def run(count: int, junk: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        moves = drawn_slots(size, rng).reshape(2, MOST, 2).transpose(1, 0, 2).reshape(MOST, 4)
+        moves = np.where(np.arange(MOST)[:, None] < count, moves, np.int32(junk))
+        check_moves(backend, drawn_pool(size, dtype, rng), moves, count)
+
+    run()
+
+
+@pytest.mark.parametrize(("backend", "size", "dtype"), POOLS)
+@pytest.mark.parametrize("count", [0, MOST])
+def test_a_whole_block_moves(backend: str, size: Size, dtype: str, count: int) -> None:
+    """In order, and of a second block some slots mirrored; all of it, or nothing."""
+    index, slots = np.arange(MOST), size[3]
+    slot, block = index % 8, np.where(index < 8, 0, 1)
+    mirrored = np.where(block == 1, slots - 1 - slot, slot)
+    moves = np.stack([block, slot, block + 2, mirrored], axis=1).astype(np.int32)
+    check_moves(backend, drawn_pool(size, dtype, np.random.default_rng(0)), moves, count)

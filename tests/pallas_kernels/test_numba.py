@@ -1,0 +1,214 @@
+"""What is only numba's: tiles of queries, heads cut into shares, threads, products of few rows."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numba.core import caching, config
+
+from jaxserve.pallas_kernels import AttentionBatch, few_rows, few_rows_kernel
+from jaxserve.pallas_kernels.cpu import attention, numba_ffi
+from jaxserve.pallas_kernels.cpu import rows as numba_rows
+from jaxserve.pallas_kernels.cpu.pairs import has_pairs, has_vectors
+from tests.pallas_kernels import edges
+from tests.pallas_kernels.batches import Shape, make_batch, steps
+from tests.pallas_kernels.cases import BACKENDS, Case
+from tests.pallas_kernels.conformance import PAGED
+from tests.pallas_kernels.edges import Edge
+
+M_PERTURB = -6  # of glibc's mallopt: new and freed memory are filled with what it is given
+# Groups of heads and a head_dim that fill no whole vectors; tiles of queries and of context.
+LONG = Case("long", Shape(6, 2, head_dim=40, rows=4, width=20, tokens=150), window=40, cap=2.0)
+WHOLE = Case("whole", Shape(4, 4, head_dim=64, rows=4, width=20, tokens=150))
+needs_vectors = pytest.mark.skipif(
+    not has_vectors(), reason="this processor has no vectors of 512 bits"
+)
+needs_pairs = pytest.mark.skipif(
+    not has_pairs(), reason="this processor does not multiply pairs of bfloat16"
+)
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_nobody() -> Iterator[None]:
+    """What kernels read of memory that is not theirs any more, or has never been, shows."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(M_PERTURB, 0xA5)
+    yield
+    mallopt(M_PERTURB, 0)
+
+
+@pytest.mark.parametrize("case", [LONG, WHOLE], ids=lambda case: case.name)
+@pytest.mark.parametrize("edge", [edges.prompt, edges.any_order, edges.far_chunks])
+def test_chunks_of_more_than_one_tile(case: Case, edge: Edge) -> None:
+    assert case.shape.tokens > attention.TILE
+    PAGED.check("numba", case, edge(case.shape, PAGED.kind), 1)
+
+
+def test_drawn_steps_of_long_chunks() -> None:
+    @settings(max_examples=BACKENDS["numba"])
+    @given(step=steps(LONG.shape))
+    def run(step: tuple[AttentionBatch, int]) -> None:
+        PAGED.check("numba", LONG, *step)
+
+    run()
+
+
+@pytest.mark.parametrize("context", [1, 33, 2048])
+def test_a_single_rows_heads_are_cut(context: int) -> None:
+    """From one share to one a head."""
+    case = Case("one-row", Shape(6, 6, head_dim=64, block_size=32, rows=1, width=64, tokens=1))
+    assert 33 * 6 * 64 < attention.ALONE < 2048 * 6 * 64
+    batch = make_batch(case.shape, [(context, 1)], [1], 1, np.random.default_rng(context))
+    PAGED.check("numba", case, batch, context)
+
+
+def test_several_threads_at_once() -> None:
+    """Calls share nothing but the threads that compute."""
+    case = Case("many", Shape(8, 8, head_dim=64, block_size=32, rows=4, width=16, tokens=4))
+    lengths = [(512, 1), (500, 1), (7, 1), (400, 1)]
+    batches = [
+        make_batch(case.shape, lengths, [0, 1, 0, 1], 4, np.random.default_rng(seed))
+        for seed in range(12)
+    ]
+    PAGED.check("numba", case, batches[0], 0)
+    with ThreadPoolExecutor(4) as pool:
+        for found in [
+            pool.submit(PAGED.check, "numba", case, batch, seed)
+            for seed, batch in enumerate(batches)
+        ]:
+            found.result()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [(rows, shape) for rows in (1, 2, 3, 4) for shape in ((64, 96), (1024, 1056))]
+    # Panels: of one tile of rows or several, whole or not; the same of columns and of depth.
+    + [
+        pytest.param(rows, shape, marks=needs_pairs)
+        for rows, shape in ((5, (64, 32)), (8, (192, 416)), (13, (96, 160)), (128, (160, 384)))
+    ],
+)
+def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
+    """Within float32's rounding of the product in float64; of one share and of several."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=shape[::-1] if transposed else shape), jnp.bfloat16)
+    assert few_rows_kernel(rows, weights, transposed=transposed)
+    got = jax.jit(few_rows, static_argnums=2)(x, weights, transposed)
+    assert got.dtype == jnp.float32
+    left, right = np.asarray(x, np.float64), np.asarray(weights, np.float64)
+    want = left @ (right.T if transposed else right)
+    assert np.abs(np.asarray(got) - want).max() <= 1e-6 * np.abs(want).max() * shape[0] ** 0.5
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(3, (64, 32)), (8, (32, 416)), (13, (97, 160)), (64, (768, 384))]
+)
+def test_few_rows_of_float32(rows: int, shape: tuple[int, int]) -> None:
+    """And what training needs of them."""
+    rng = np.random.default_rng(rows)
+    x, dx = (jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.float32) for _ in range(2))
+    weights = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    assert few_rows_kernel(rows, weights, transposed=False)
+    got = jax.jit(few_rows, static_argnums=2)(x, weights, False)
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    assert np.abs(np.asarray(got) - want).max() <= 1e-6 * np.abs(want).max() * shape[0] ** 0.5
+    _, along = jax.jvp(lambda x: few_rows(x, weights, False), (x,), (dx,))
+    np.testing.assert_allclose(along, dx @ weights, rtol=1e-3, atol=1e-3)
+    slope = jax.grad(lambda w: few_rows(x, w, False).sum())(weights)
+    np.testing.assert_allclose(slope, np.tile(x.sum(0)[:, None], shape[1]), rtol=1e-3, atol=1e-3)
+
+
+@needs_vectors
+def test_products_of_float32_that_few_rows_has_not() -> None:
+    weights = jnp.zeros((64, 64), jnp.float32)
+    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    assert [rows for rows in (1, 2, 3, 64, 65) if taken(rows)] == [3, 64]
+    assert not taken(8, transposed=True)
+    assert not taken(8, weights=weights[:, :48])
+
+
+def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = jnp.zeros((64, 64), jnp.bfloat16)
+    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    assert taken(4)
+    assert taken(5) is taken(128) is has_pairs()
+    assert not taken(129)
+    assert not taken(1, weights=weights.astype(jnp.float32))
+    assert not taken(1, weights=weights[:, :48])
+    assert not taken(1, weights=weights[:, :48], transposed=True)
+    assert not taken(5, weights=weights[:63])  # no pairs
+    assert not taken(5, weights=weights[:48], transposed=True)
+    assert taken(1, weights=weights[:60], transposed=True)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", dict)
+    assert taken(4)
+    assert not taken(5)
+    assert not taken(1, weights=weights[:60])  # no multiple of TOGETHER
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not taken(4)
+    assert numba_rows.MOST_ROWS == 4
+
+
+def test_compiled_code_is_kept_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the values that a function closes over; and compiled each time where nothing can be."""
+
+    def times(factor: int) -> Any:
+        def function(number: int) -> int:
+            return factor * number
+
+        return function
+
+    def compiled(factor: int, name: str = "times") -> tuple[int, int]:
+        address = numba_ffi._compiled(times(factor), name)
+        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)
+        return call(7), numba_ffi._kept[-1].cache_hits
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    assert compiled(2) == (14, 0)
+    assert compiled(3) == (21, 0)
+    assert compiled(2) == (14, 1)
+    assert compiled(3) == (21, 1)
+    indices = set(tmp_path.rglob("*.nbi"))
+    assert compiled(2, "other") == (14, 0)
+    assert len(set(tmp_path.rglob("*.nbi")) - indices) == 1  # what it writes is its own
+    for kind in ("*.nbc", "*.nbi"):
+        for path in tmp_path.rglob(kind):
+            path.write_bytes(path.read_bytes()[:20])
+        assert compiled(2) == (14, 0)
+        assert compiled(2) == (14, 1)
+    assert not caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(caching.IndexDataCacheFile, "save", full)
+        assert compiled(4) == (28, 0)
+    assert "times is compiled at each start" in caplog.text
+    assert "No space left" in caplog.text
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    assert compiled(2) == (14, 0)
+
+
+def test_what_is_kept_belongs_to_a_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the functions are that XLA offers is in the machine code."""
+    before = numba_ffi.digest()
+    other = tmp_path / "c_api.h"
+    other.write_text(numba_ffi._HEADER.read_text() + "// one more\n")
+    monkeypatch.setattr(numba_ffi, "_HEADER", other)
+    assert numba_ffi.digest() != before

@@ -1,0 +1,180 @@
+"""The block accounting holds its invariants after any sequence of operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+from jaxserve.sched.cache.free_blocks import OutOfBlocks
+
+ROWS, WIDTH = 6, 8
+rows = st.integers(0, ROWS - 1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A model beside the pool: how many tokens each row asked room for."""
+
+    @initialize(blocks=st.integers(1, 30), block_size=st.integers(1, 5))
+    def start(self, blocks: int, block_size: int) -> None:
+        self.pool = BlockPool(blocks, block_size, ROWS, WIDTH)
+
+    def empty(self, row: int) -> bool:
+        return self.pool.held[row] == 0
+
+    @rule(
+        row=rows,
+        kind=st.sampled_from(CacheKind),
+        direction=st.sampled_from(Direction),
+        tokens=st.integers(1, 40),
+    )
+    def admit(self, row: int, kind: CacheKind, direction: Direction, tokens: int) -> None:
+        if self.empty(row):
+            self.pool.open(row, kind, direction)
+            self.grow(row, tokens)
+
+    @rule(row=rows, tokens=st.integers(1, 40))
+    def grow(self, row: int, tokens: int) -> None:
+        tokens = min(tokens, WIDTH * self.pool.block_size)
+        before = self.pool.num_free
+        one = np.array([row])
+        need = int(self.pool.needed(one, np.array([tokens]), self.pool.kind[one])[0])
+        if need > before:
+            with pytest.raises(OutOfBlocks):
+                self.pool.grow(row, tokens)
+            assert self.pool.num_free == before
+        else:
+            self.pool.grow(row, tokens)
+            assert self.pool.num_free == before - need
+            assert self.pool.held[row] * self.pool.block_size >= tokens
+
+    @rule(row=rows)
+    def widen(self, row: int) -> None:
+        """A hidden cache becomes a KV cache: its blocks stay, as many are added."""
+        pool, before, one = self.pool, self.pool.num_free, np.array([row])
+        held = int(pool.held[row])
+        ids = pool.tables[row, 0, :held].copy()
+        if pool.kind[row] != CacheKind.HIDDEN:
+            with pytest.raises(ValueError, match="no hidden cache"):
+                pool.widen(one)
+        elif (pool.refs[ids] != 1).any():
+            with pytest.raises(ValueError, match="shares blocks"):
+                pool.widen(one)
+        elif held > before:
+            with pytest.raises(OutOfBlocks):
+                pool.widen(one)
+        else:
+            tokens = np.array([held * pool.block_size])
+            assert pool.needed(one, tokens, np.array([CacheKind.KV])).tolist() == [held]
+            pool.widen(one)
+            assert pool.num_free == before - held and pool.kind[row] == CacheKind.KV
+            assert pool.tables[row, 0, :held].tolist() == ids.tolist()
+            return
+        assert pool.num_free == before and pool.held[row] == held
+
+    @rule(row=rows)
+    def release(self, row: int) -> None:
+        """Finish, cancel and preempt are all this."""
+        expected = self.pool.num_free + int(self.pool.returned_by(np.array([row]))[0])
+        self.pool.release(row)
+        assert self.pool.num_free == expected and self.empty(row)
+
+    @rule(source=rows, row=rows, blocks=st.integers(1, WIDTH))
+    def share(self, source: int, row: int, blocks: int) -> None:
+        if not self.empty(row) or source == row or blocks > self.pool.held[source]:
+            return
+        before = self.pool.num_free
+        ids = self.pool.blocks_of(source)[:, :blocks]
+        if (self.pool.owners[ids, 1 - self.pool.direction[source]] != NOBODY).any():
+            with pytest.raises(ValueError, match="other end"):
+                self.pool.share(source, row, blocks)
+        else:
+            self.pool.share(source, row, blocks)
+            assert self.pool.num_free == before
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @rule(row=rows, data=st.data())
+    def join(self, row: int, data: st.DataObject) -> None:
+        """A real-time request moves into the free ends of best-effort blocks."""
+        pool, side = self.pool, self.pool.direction[row]
+        if pool.held[row] == WIDTH:
+            return
+        half_free = np.flatnonzero(
+            (pool.owners[:, side] == NOBODY) & (pool.owners[:, 1 - side] != NOBODY)
+        ).tolist()
+        planes = len(pool.blocks_of(row))
+        if len(half_free) >= planes:
+            before = pool.num_free
+            chosen = data.draw(st.permutations(half_free))[:planes]
+            pool.join(row, np.array([chosen]))
+            assert pool.num_free == before
+            assert (pool.owners[chosen, side] == row).all()
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for row in range(ROWS):
+                self.pool.release(row)
+            self.pool.check()
+            assert self.pool.num_free == self.pool.num_blocks
+
+
+TestPool = PoolMachine.TestCase
+
+
+def test_hidden_takes_half_the_blocks() -> None:
+    pool = BlockPool(8, 4, 2, 4)
+    pool.open(0, CacheKind.KV)
+    pool.grow(0, 9)
+    pool.open(1, CacheKind.HIDDEN)
+    assert pool.num_free == 8 - 6
+    pool.release(0)
+    pool.grow(1, 9)
+    assert pool.num_free == 8 - 3
+
+
+def test_join_refuses_blocks_without_a_free_end() -> None:
+    pool = BlockPool(4, 4, 3, 4)
+    for row in (0, 1):
+        pool.open(row, CacheKind.HIDDEN, Direction.LEFT)
+    pool.grow(0, 4)
+    mine = int(pool.tables[0, 0, 0])
+    with pytest.raises(ValueError, match="no free end"):
+        pool.join(1, np.array([[mine]]))
+    with pytest.raises(ValueError, match="no free end"):
+        pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either
+    with pytest.raises(ValueError, match="blocks at a time"):
+        pool.join(1, np.zeros((0, 2), np.int64))
+    pool.open(2, CacheKind.HIDDEN, Direction.RIGHT)
+    pool.join(2, np.array([[mine]]))
+    with pytest.raises(ValueError, match="no free end"):
+        pool.join(1, np.array([[mine]]))  # both ends are taken
+    pool.check()
+
+
+def test_nobody_grows_past_the_block_table() -> None:
+    pool = BlockPool(99, 4, 2, 3)
+    for kind in CacheKind:
+        pool.open(0, kind)
+        pool.grow(0, 12)
+        with pytest.raises(ValueError, match="13 tokens need 4 blocks, limit 3"):
+            pool.grow(0, 13)
+        pool.check()
+        pool.release(0)
+
+
+def test_check_sees_a_leak() -> None:
+    pool = BlockPool(4, 4, 2, 4)
+    pool.open(0, CacheKind.KV)
+    pool.grow(0, 4)
+    pool.held[0] = 0
+    with pytest.raises(AssertionError):
+        pool.check()

@@ -1,0 +1,322 @@
+"""Routers: who gets a request, from snapshots that are late or lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.cost.cost_model import Coefficients, InferMaxCostModel, LinearCostModel
+from jaxserve.sched.cost.online_cost_model import OnlineCostModel
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.registry import make_policy
+from jaxserve.sched.request import SLO, Request, Tier
+from jaxserve.sched.routing.estimate import first_token
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.random_draws import MODULUS, below, drawn, seeded
+from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
+from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add, take
+from jaxserve.sched.routing.take_snapshot import (
+    Lately,
+    fixed,
+    idle,
+    lately,
+    observe,
+    serves_by_tier,
+)
+from jaxserve.sched.slo.backlog import Backlog
+from jaxserve.sched.slo.ttft_estimator import FirstToken
+from tests.cost_models import FLAT
+from tests.sched.driver import Drive
+
+MODEL = LinearCostModel(Coefficients(1e-5, 1e-3, 1e-9, 1e-5, 1e-6, 1e-10, 1e-5, 1e-6, 1e-9), 2)
+FIXED = fixed(Prices.of(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16)
+
+
+def busy(time: float = 0.0, **numbers: Any) -> Snapshot:
+    """A replica with that to do."""
+    return dataclasses.replace(idle(FIXED, time), **numbers)
+
+
+def fleet_of(*snapshots: Snapshot) -> Fleet:
+    fleet = Fleet(len(snapshots))
+    for replica, snapshot in enumerate(snapshots):
+        fleet.hear(replica, snapshot)
+    return fleet
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(data=st.data(), count=st.integers(1, 9), seed=st.integers(0, 2**62))
+def test_nothing_goes_to_a_dead_or_draining_replica(
+    name: str, data: st.DataObject, count: int, seed: int
+) -> None:
+    states = data.draw(st.lists(st.sampled_from("udl"), min_size=count, max_size=count))
+    fleet = fleet_of(*(busy(draining=state == "d") for state in states))
+    for replica, state in enumerate(states):
+        if state == "l":
+            fleet.lose(replica)
+    router = Router(name, fleet, seed)
+    up = {replica for replica, state in enumerate(states) if state == "u"}
+    assert set(np.flatnonzero(fleet.up).tolist()) == up
+    for number in range(12):
+        if not up:
+            with pytest.raises(NoReplica, match="no replica takes requests"):
+                router.choose(RoutingRequest(9), float(number))
+            continue
+        chosen = router.choose(RoutingRequest(9), float(number))
+        assert chosen in up
+        fleet.send(chosen, RoutingRequest(9), float(number))
+
+
+def test_a_replica_that_nobody_has_heard_of_gets_nothing() -> None:
+    fleet = Fleet(2)
+    with pytest.raises(NoReplica):
+        Router("slo", fleet).choose(RoutingRequest(9), 0.0)
+    fleet.hear(1, busy())
+    assert Router("slo", fleet).choose(RoutingRequest(9), 0.0) == 1
+    fleet.lose(1)
+    fleet.find(0)
+    assert Router("round_robin", fleet).choose(RoutingRequest(9), 0.0) == 0
+
+
+def test_turns_go_round_and_pass_the_dead() -> None:
+    fleet = fleet_of(*[busy()] * 4)
+    router = Router("round_robin", fleet)
+    fleet.lose(2)
+    assert [router.choose(RoutingRequest(1), 0.0) for _ in range(7)] == [0, 1, 3, 0, 1, 3, 0]
+
+
+def test_the_fewest_unfinished_what_was_sent_since_included() -> None:
+    fleet = fleet_of(busy(unfinished=3), busy(unfinished=1), busy(unfinished=2))
+    router, chosen = Router("least_loaded", fleet), []
+    for _ in range(4):
+        chosen.append(router.choose(RoutingRequest(9), 1.0))
+        fleet.send(chosen[-1], RoutingRequest(9), 1.0)
+    assert chosen == [1, 1, 2, 0]
+    fleet.hear(1, busy(2.0, unfinished=0))  # it had them all by then, and they are over
+    assert router.choose(RoutingRequest(9), 2.0) == 1
+
+
+def test_two_choices_are_two_and_all_are_drawn() -> None:
+    fleet = fleet_of(*(busy(unfinished=load) for load in range(6)))
+    router = Router("two_choices", fleet, seed=3)
+    chosen = [router.choose(RoutingRequest(9), 0.0) for _ in range(400)]
+    counts = np.bincount(chosen, minlength=6)
+    assert counts[5] == 0, "the most loaded is never the less loaded of two"
+    # The k-th is the less loaded of the pair with 5 - k of the 15 pairs.
+    assert (np.abs(counts[:5] / 400 - np.arange(5, 0, -1) / 15) < 0.08).all()
+    assert chosen != [Router("two_choices", fleet, seed=4).choose(RoutingRequest(9), 0.0)] * 400
+
+
+@given(state=st.integers(1, MODULUS - 1), count=st.integers(1, 1024))
+def test_draws_stay_in_their_range(state: int, count: int) -> None:
+    after = drawn(state)
+    assert 1 <= after < MODULUS and 0 <= below(after, count) < count
+    assert 1 <= seeded(state, count) < MODULUS
+
+
+@given(times=st.lists(st.floats(0, 10), min_size=1, max_size=8), at=st.floats(0, 10))
+def test_a_snapshot_forgets_what_it_has_seen_and_keeps_what_came_since(
+    times: list[float], at: float
+) -> None:
+    fleet, alone = fleet_of(busy()), fleet_of(busy(at, unfinished=5))
+    for number, time in enumerate(sorted(times)):
+        fleet.send(0, RoutingRequest(100 + number, number % 2), time)
+        if time > at:
+            alone.send(0, RoutingRequest(100 + number, number % 2), time)
+    fleet.hear(0, busy(at, unfinished=5))
+    for name in KNOWN.names or ():
+        assert getattr(fleet.columns, name) == getattr(alone.columns, name), name
+
+
+def test_an_older_snapshot_says_nothing() -> None:
+    fleet = fleet_of(busy(2.0, unfinished=7))
+    fleet.hear(0, busy(1.0, unfinished=1))
+    assert fleet.columns.unfinished[0] == 7
+
+
+def test_slo_looks_at_work_not_at_requests() -> None:
+    """One replica has three short requests, the other one long prompt."""
+    few, long = busy(unfinished=3, running=3), busy(unfinished=1, waiting=1, realtime_tokens=40_000)
+    fleet = fleet_of(few, long)
+    assert Router("least_loaded", fleet).choose(RoutingRequest(100, ttft=1.0), 0.0) == 1
+    assert Router("slo", fleet).choose(RoutingRequest(100, ttft=1.0), 0.0) == 0
+
+
+def test_slo_looks_at_blocks_at_tiers_and_at_how_steps_are() -> None:
+    full = busy(running=9, cached=8000, free_blocks=0, mean_output=200.0)
+    assert (
+        Router("slo", fleet_of(full, busy(running=12))).choose(RoutingRequest(400, ttft=0.5), 0.0)
+        == 1
+    )
+    behind = busy(best_effort_tokens=50_000, best_effort_quad=10**9, by_tier=True)
+    some = busy(realtime_tokens=5_000)
+    fleet = fleet_of(behind, some)
+    assert Router("slo", fleet).choose(RoutingRequest(100, int(Tier.REALTIME), 1.0), 0.0) == 0
+    assert Router("slo", fleet).choose(RoutingRequest(100, int(Tier.BEST_EFFORT), 1.0), 0.0) == 1
+    slow = busy(pace=3.0)
+    assert (
+        Router("slo", fleet_of(slow, busy(running=4))).choose(RoutingRequest(3000, ttft=1.0), 0.0)
+        == 1
+    )
+    tight = busy(running=20, cached=20_000, tbt=0.015)
+    calm = busy(running=21, cached=21_000, tbt=5.0)
+    assert Router("slo", fleet_of(tight, calm)).choose(RoutingRequest(2000, ttft=9.0), 0.0) == 1
+    distrusted = busy(attainment=0.0)
+    assert (
+        Router("slo", fleet_of(distrusted, busy(running=5))).choose(
+            RoutingRequest(9, ttft=1.0), 0.0
+        )
+        == 1
+    )
+
+
+@given(tokens=st.integers(0, 10**5), more=st.integers(1, 10**4), age=st.floats(0, 5))
+def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
+    tokens: int, more: int, age: float
+) -> None:
+    def seconds(behind: int, now: float) -> float:
+        (s,) = np.zeros(1, KNOWN).view(np.recarray)
+        take(s, busy(realtime_tokens=behind))
+        return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), now))
+
+    assert seconds(tokens, 0.0) < seconds(tokens + more, 0.0)
+    assert seconds(tokens, age) <= seconds(tokens, 0.0)
+    alone = seconds(0, 0.0)
+    assert seconds(tokens, age) >= alone > 0
+
+
+def expected(fleet: Fleet, now: float) -> float:
+    s = fleet.columns
+    return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), now)[0])
+
+
+@given(idle_s=st.floats(0.1, 5), more=st.integers(1, 10**4), count=st.integers(1, 4))
+def test_time_without_work_does_nothing_for_what_comes_then(
+    idle_s: float, more: int, count: int
+) -> None:
+    """A replica that had nothing to do when it was last heard of, and then gets some at once."""
+    late, at_once = fleet_of(busy()), fleet_of(busy())
+    for _ in range(count):
+        late.send(0, RoutingRequest(more), idle_s)
+        at_once.send(0, RoutingRequest(more), 0.0)
+    assert expected(late, idle_s) == pytest.approx(expected(at_once, 0.0))
+    # And as well behind a snapshot that comes later and is from before.
+    late.hear(0, busy(0.05))
+    assert expected(late, idle_s) == pytest.approx(expected(at_once, 0.0))
+
+
+def test_the_steps_that_the_device_has_are_waited_for() -> None:
+    alone, behind = fleet_of(busy()), fleet_of(busy(busy=0.3))
+    assert expected(behind, 0.1) - expected(alone, 0.1) == pytest.approx(0.2)
+    assert expected(behind, 0.4) == expected(alone, 0.4)
+    assert (
+        Router("slo", fleet_of(busy(busy=0.3), busy())).choose(RoutingRequest(9, ttft=1.0), 0.0)
+        == 1
+    )
+
+
+def test_what_is_sent_adds_up() -> None:
+    (s,) = np.zeros(1, KNOWN).view(np.recarray)
+    take(s, busy(by_tier=True))
+    before = s.copy()
+    add(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0.0)
+    assert s.realtime_work == before.realtime_work and s.best_effort_work > 0
+    assert s.best_effort_short - before.best_effort_short == 2 * 10
+    assert (s.tbt, s.unfinished) == (0.1, 1)
+
+
+def test_the_sequences_of_a_call_add_up_as_calls_of_one_each() -> None:
+    together, apart = fleet_of(busy(time=1.0)), fleet_of(busy(time=1.0))
+    together.send(0, RoutingRequest(160, tbt=0.1, sequences=8), 1.0)
+    for _ in range(8):
+        apart.send(0, RoutingRequest(160, tbt=0.1), 1.0)
+    for name in KNOWN.names or ():
+        assert getattr(together.columns, name) == pytest.approx(getattr(apart.columns, name)), name
+
+
+def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
+    fleet = fleet_of(busy(running=60, mean_output=50.0))  # of 64 rows
+    (s,) = np.zeros(1, KNOWN).view(np.recarray)
+    take(s, busy(running=60, mean_output=50.0))
+    assert fleet.columns.rows_short[0] == -4
+    few, many = (
+        float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(50, sequences=k), 0))
+        for k in (4, 16)
+    )
+    assert many > few + 0.5 * 12 * float(s.per_row)
+
+
+def test_prices_are_those_of_the_model() -> None:
+    prices = Prices.of(MODEL)
+    assert prices == Prices.of(OnlineCostModel(MODEL))
+    assert prices == Prices.of(InferMaxCostModel(MODEL, (0.0, 0.0, 0.0)))
+    assert prices.read == 2e-9 and prices.step == pytest.approx(2 * 1.01e-3)
+
+    class Own:
+        def batch_time(self, features: Any) -> float:
+            return 1.0
+
+    with pytest.raises(ValueError, match="Own has no linear prices"):
+        Prices.of(Own())
+
+
+def test_a_snapshot_is_plain_numbers() -> None:
+    there = json.loads(json.dumps(busy(1.5, unfinished=2, tbt=0.5).as_dict()))
+    assert Snapshot(**there) == busy(1.5, unfinished=2, tbt=0.5)
+
+
+def test_means_of_the_latest() -> None:
+    mean, seen = lately(0.0, 0, 4, 40)
+    assert (mean, seen) == (10.0, 4)
+    mean, seen = lately(mean, 200, 100, 100 * 20)
+    assert (mean, seen) == (15.0, 200)
+    learned = Lately()
+    learned.began(2, 1)
+    learned.ended(np.array([3, 5]))
+    learned.stepped(2.0)
+    assert (learned.attainment, learned.mean_output) == (0.5, 4.0) and 1 < learned.pace < 2
+
+
+@pytest.mark.parametrize(
+    "policy, by_tier", [("sarathi", False), ("priority", True), ("bros", True), ("vllm", False)]
+)
+def test_who_serves_by_tier(policy: str, by_tier: bool) -> None:
+    assert serves_by_tier(make_policy(policy)) == by_tier
+
+
+def test_what_a_router_sees_of_a_request() -> None:
+    request = Request("r", (1, 2, 3), slo=SLO(ttft=0.5), tier=Tier.BEST_EFFORT)
+    assert RoutingRequest.from_request(request) == RoutingRequest(3, 1, 0.5, np.inf, np.inf)
+    with pytest.raises(ValueError, match="no routing 'nowhere'; known: round_robin"):
+        Router("nowhere", Fleet(1))
+
+
+@settings(max_examples=30)
+@given(
+    prompts=st.lists(st.integers(1, 60), max_size=12),
+    own=st.integers(1, 60),
+    budget=st.integers(8, 64),
+)
+def test_routers_and_doors_predict_the_same_but_for_a_step(
+    prompts: list[int], own: int, budget: int
+) -> None:
+    """Where nothing is short and all come in order. A door counts steps, a router shares out what
+    one costs by token, and adds the decode behind the last."""
+    drive = Drive("sarathi", c=budget, p=budget, rows=64, blocks=1024)
+    for prompt in prompts:
+        drive.add(prompt=prompt, output=4)
+    backlog = Backlog.of(drive.scheduler, 0.0, 0.0)
+    door = FirstToken(backlog).wait(Request("new", (0,) * own), 0.0).seconds
+    known = fixed(Prices.of(FLAT), drive.policy, drive.limits, 1024, 4)
+    fleet = fleet_of(observe(backlog, len(prompts), known, Lately(), draining=False))
+    s = fleet.columns
+    (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
+    prices, steps = Prices.of(FLAT), -(-(sum(prompts) + own) // budget)
+    # Those of a door have whole tokens, as many in each.
+    assert abs(router - door) <= prices.step + steps * prices.token + 1e-9

@@ -1,0 +1,198 @@
+"""OpenAI's files and batches, with OpenAI's client."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.client import Client
+from jaxserve.sched.request import Tier
+from jaxserve.server.batches.batch_operations import BatchSettings
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.server import Server
+from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.http.conftest import SETTINGS
+
+
+def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"max_tokens": 2, **body}}
+
+
+def upload(client: openai.OpenAI, lines: list[Any]) -> str:
+    text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
+    return client.files.create(file=io.BytesIO(text.encode()), purpose="batch").id
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    text = client.files.content(file_id).text
+    return {each["custom_id"]: each["response"] for each in map(json.loads, text.splitlines())}
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path, max_bytes=1 << 20)
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def server(engine: FakeEngine, journal: Journal) -> Iterator[Server]:
+    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
+    with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as server:
+        yield server
+
+
+def ended(client: openai.OpenAI, server: Server, name: str) -> Any:
+    with Client(server.address) as grpc:
+        list(grpc.get_batch(name, follow=True))
+    return client.batches.retrieve(name)
+
+
+def create(client: openai.OpenAI, lines: list[Any], endpoint: Any = "/v1/completions") -> Any:
+    name = upload(client, lines)
+    return client.batches.create(
+        input_file_id=name, endpoint=endpoint, completion_window="24h", metadata={"who": "me"}
+    )
+
+
+def test_every_line_gets_its_answer(
+    client: openai.OpenAI, running: FakeEngine, server: Server
+) -> None:
+    lines = [line(f"line {k}", prompt="ab", n=2) for k in range(20)]
+    batch = create(client, lines)
+    assert batch.request_counts.total == 20
+    batch = ended(client, server, batch.id)
+    assert batch.status == "completed"
+    assert batch.metadata == {"who": "me"}
+    assert batch.error_file_id is None
+    found = results(client, batch.output_file_id)
+    assert set(found) == {f"line {k}" for k in range(20)}
+    for response in found.values():
+        assert response["status_code"] == 200
+        assert [choice["text"] for choice in response["body"]["choices"]] == [" w0 w1"] * 2
+        assert response["body"]["usage"]["total_tokens"] == 2 + 4
+    assert {request.tier for request in running.requests} == {Tier.BEST_EFFORT}
+
+
+def test_chats_go_through_the_template(
+    client: openai.OpenAI, running: FakeEngine, server: Server
+) -> None:
+    url = "/v1/chat/completions"
+    chat = line("a", url, messages=[{"role": "user", "content": "Hi"}], logprobs=True)
+    batch = ended(client, server, create(client, [chat], url).id)
+    (response,) = results(client, batch.output_file_id).values()
+    (choice,) = response["body"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " w0 w1", "refusal": None}
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["d", "e"]
+    assert "".join(map(chr, running.requests[0].prompt)) == "user: Hi\nassistant:"
+
+
+def test_a_line_that_is_wrong_fails_by_itself(
+    client: openai.OpenAI, running: FakeEngine, server: Server
+) -> None:
+    wrong = {
+        "unknown": line("unknown", prompt="a", foo=1),
+        "model": line("model", prompt="a", model="other"),
+        "url": line("url", "/v1/embeddings", prompt="a"),
+        "stream": line("stream", prompt="a", stream=True),
+        "slo": line("slo", prompt="a", slo={"ttft_ms": 1}),
+        "class": line("class", prompt="a", slo_class="offline"),
+        "many": line("many", prompt=["a", "b"]),
+        "long": line("long", prompt="a" * 9999),
+        "empty": line("empty", prompt=""),
+        "huge": line("huge", prompt="a", top_k=10**400),
+        "bias": line("bias", prompt="a", logit_bias={"9" * 5000: 1}),
+        "number": line("number", prompt="a", temperature=10**400),
+        "": "not JSON",
+        "cut": json.dumps(line("cut", prompt="a"))[:-1],
+        "more": {**line("more", prompt="a"), "more": 1},
+        'e\u0301"': '{"custom_id" : "e\\u0301\\"", "body": }',
+    }
+    batch = create(client, [line("good", prompt="a"), *wrong.values()])
+    batch = ended(client, server, batch.id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, len(wrong))
+    assert set(results(client, batch.output_file_id)) == {"good"}
+    errors = results(client, batch.error_file_id)
+    assert set(errors) == set(wrong)
+    assert {each["status_code"] for each in errors.values()} == {400}
+    assert "no such field" in errors["unknown"]["body"]["error"]["message"]
+    assert "9999 tokens" in errors["long"]["body"]["error"]["message"]
+
+
+def test_a_cancelled_batch_keeps_what_it_has(client: openai.OpenAI, engine: FakeEngine) -> None:
+    batch = create(client, [line("a", prompt="a"), line("b", prompt="b")])
+    engine.wait(lambda: len(engine.live) == 2)
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    cancelled = client.batches.cancel(batch.id)
+    assert cancelled.status == "cancelled"
+    engine.wait(lambda: not engine.live)
+
+
+def test_batches_and_files_are_listed(
+    client: openai.OpenAI, running: FakeEngine, server: Server
+) -> None:
+    batches = [create(client, [line("a", prompt="a")]).id for _ in range(3)]
+    listed = [batch.id for batch in client.batches.list(limit=2)]  # pages by itself
+    assert sorted(listed) == sorted(batches)
+    files = [file.id for file in client.files.list()]
+    assert len(files) == 3
+    assert json.loads(client.files.content(files[0]).text)["custom_id"] == "a"
+    assert client.files.delete(files[0]).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(files[0])
+    for name in batches:
+        ended(client, server, name)
+
+
+def test_a_batch_that_the_journal_forgot_is_gone(
+    client: openai.OpenAI, running: FakeEngine, server: Server, journal: Journal
+) -> None:
+    batch = create(client, [line("a", prompt="a")])
+    ended(client, server, batch.id)
+    journal.delete(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(batch.id)
+    assert client.batches.list().data == []
+
+
+@pytest.mark.parametrize("name", ["file-x", "../batches", "batch-" + "0" * 32])
+def test_what_is_not_there(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(name)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(name)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(
+            input_file_id=name, endpoint="/v1/completions", completion_window="24h"
+        )
+
+
+def test_too_much_is_refused_and_leaves_nothing(client: openai.OpenAI, tmp_path: Path) -> None:
+    with pytest.raises(openai.APIStatusError, match="takes more than") as error:
+        upload(client, ["x" * (1 << 21)])
+    assert error.value.status_code == 413
+    assert client.files.list().data == []
+    with pytest.raises(openai.BadRequestError, match="no lines"):
+        create(client, [""])
+
+
+def test_without_a_directory_there_are_none(engine: FakeEngine) -> None:
+    with (
+        Server(engine, grace_s=0.0, http=SETTINGS) as server,
+        openai.OpenAI(
+            base_url=f"http://{server.http_address}/v1", api_key="x", max_retries=0
+        ) as client,
+        pytest.raises(openai.APIStatusError, match="takes no batches"),
+    ):
+        client.batches.list()
+
+
+def test_model_names_are_this_servers(client: openai.OpenAI) -> None:
+    assert client.models.list().data[0].id == INFO.model

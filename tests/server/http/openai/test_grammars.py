@@ -1,0 +1,145 @@
+"""The grammar that each field stands for, and text under one, over all doors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve import LLM, Grammar, SamplingParams
+from jaxserve.client import Client, ServerError
+from jaxserve.engine.engine import Engine
+from jaxserve.server.batches.batch_lines import Line
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
+from jaxserve.server.server import Server
+from tests.engine.harness import engine as small_engine
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import SETTINGS, Plain
+
+BOX = Path(__file__).parents[4] / "jaxserve" / "assets" / "tiny-stories"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "none": {"const": None}},
+    "required": ["name", "none"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        ({"response_format": NAMED}, Grammar.json_schema(SCHEMA)),
+        ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
+        ({"guided_json": "{}"}, Grammar.json_schema("{}")),
+        ({"guided_regex": "a+"}, Grammar.regex("a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
+        ({"structured_outputs": {"json": True}}, Grammar.json_schema(True)),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar.regex("a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_what_each_field_stands_for(
+    plain: Plain, engine: FakeEngine, fields: dict[str, Any], grammar: Grammar | None, path: str
+) -> None:
+    engine.run()
+    asked = {"prompt": "a"}
+    if path.startswith("chat"):
+        asked = {"messages": [{"role": "user", "content": "a"}]}  # type: ignore[dict-item]
+    status, _, _ = plain.call("POST", f"/v1/{path}", {**asked, "max_tokens": 1, **fields})
+    assert status == 200
+    assert [request.sampling.grammar for request in engine.requests] == [grammar]
+    engine.stop()
+
+
+def test_the_journal_keeps_it() -> None:
+    line = Line("a", {"max_tokens": 3, "grammar": Grammar.choice(["a", "b"])})
+    assert Line.from_json(line.to_json()) == line
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Engine]:
+    with small_engine(BOX, model__load_format="auto") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def doors(real: Engine) -> Iterator[Server]:
+    with Server(real, grace_s=0.0, http=SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(doors: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{doors.http_address}/v1", api_key="none", max_retries=0)
+
+
+def check(text: str | None) -> None:
+    found = json.loads(text or "")
+    assert set(found) == {"name", "none"}
+    assert found["none"] is None
+    assert len(found["name"]) <= 5
+
+
+def test_openais_client(client: openai.OpenAI) -> None:
+    name = client.models.list().data[0].id
+    answer = client.chat.completions.create(
+        model=name,
+        messages=[{"role": "user", "content": "Tell me."}],
+        response_format=NAMED,  # type: ignore[call-overload]
+        seed=1,
+        n=3,
+        max_tokens=90,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        check(choice.message.content)
+    pieces = client.completions.create(
+        model=name,
+        prompt="Once",
+        max_tokens=90,
+        stream=True,
+        extra_body={"guided_regex": "(ha){2,3}!"},
+    )
+    assert re.fullmatch("(ha){2,3}!", "".join(piece.choices[0].text for piece in pieces))
+
+
+def test_what_is_wrong_with_it_is_said(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"guided_regex: .*unclosed group") as error:
+        client.completions.create(model="", prompt="a", extra_body={"guided_regex": "(a"})
+    assert error.value.param == "guided_regex"
+
+
+def test_over_grpc(doors: Server) -> None:
+    with Client(doors.address) as client:
+
+        def said(grammar: dict[str, Any]) -> str:
+            (found,) = client.complete("Once", grammar=grammar, max_tokens=90)
+            return str(found.text)
+
+        check(said({"json_schema": json.dumps(SCHEMA)}))
+        assert re.fullmatch("(ha){2,3}!", said({"regex": "(ha){2,3}!"}))
+        assert said({"choice": {"texts": ["yes", "no"]}}) in ("yes", "no")
+        assert said({"json_object": {}}).startswith("{")
+        for bad, problem in (({}, "grammar: is empty"), ({"regex": "("}, "grammar.regex: .*uncl")):
+            with pytest.raises(ServerError, match=problem) as error:
+                said(bad)
+            assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_without_a_server(real: Engine) -> None:
+    llm = LLM.over(real, ChatTemplate())
+    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA), temperature=1.0, n=2)
+    (found,) = llm.generate(["Once upon a time"], sampling, progress=False)
+    for output in found.outputs:
+        check(output.text)

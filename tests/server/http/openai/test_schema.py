@@ -1,0 +1,99 @@
+"""Schemathesis makes calls of the OpenAPI document, right ones and wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from jaxserve.server.batches.batch_operations import BatchSettings
+from jaxserve.server.batches.journal import Journal
+from jaxserve.server.server import Server
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.conftest import SETTINGS
+
+CALLS = 40  # of each path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    engine = FakeEngine().run()
+    journal = Journal(tmp_path_factory.mktemp("batches"), max_bytes=1 << 24)
+    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
+    with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as server:
+        yield f"http://{server.http_address}"
+    journal.close()
+
+
+PATHS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("DELETE", "/v1/files/{file_id}"),
+    ("POST", "/v1/batches"),
+    ("GET", "/v1/batches"),
+    ("GET", "/v1/batches/{batch_id}"),
+    ("DELETE", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/version"),
+]
+CASES = [
+    (method, path, mode)
+    for method, path in PATHS
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    # A path that takes nothing has nothing to get wrong.
+    if mode is GenerationMode.POSITIVE or (method == "POST" and "{" not in path)
+]
+
+
+@pytest.fixture(scope="module")
+def document(served: str) -> Any:
+    return schemathesis.openapi.from_url(f"{served}/openapi.json")
+
+
+def test_every_path_is_tried(document: Any) -> None:
+    found = {(o.method.upper(), o.path) for o in (r.ok() for r in document.get_all_operations())}
+    assert found == set(PATHS)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_no_call_is_the_servers_fault(
+    document: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = document[path][method]
+
+    @settings(
+        max_examples=CALLS,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Case) -> None:
+        response = case.call()
+        documented = [status_code_conformance, response_schema_conformance]
+        case.validate_response(response, checks=[not_a_server_error, *documented])
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"]
+
+    check()

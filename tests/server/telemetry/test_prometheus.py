@@ -1,0 +1,249 @@
+"""What a scrape says, as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxserve.client import Client, ServerError
+from jaxserve.engine.errors import ConfigError
+from jaxserve.server.access.options import Access
+from jaxserve.server.requests.call_outcome import Ending, Endings
+from jaxserve.server.server import Server
+from jaxserve.server.telemetry import metrics_http
+from jaxserve.server.telemetry.metrics import Histogram, MetricsRegistry, MetricsServer
+from jaxserve.server.telemetry.metrics_http import MAX_CONNECTIONS
+from tests.server.fake_engine import PATIENCE, FakeEngine
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def metrics(engine: FakeEngine) -> Iterator[Server]:
+    with Server(engine, metrics_port=0, grace_s=0.0) as server:
+        yield server
+
+
+def scrape(server: Server) -> Samples:
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=20) as reply:
+        text = reply.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"jaxserve:{name}", frozenset({"model_name": "fake", **labels}.items())]
+
+
+def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> None:
+    with Client(metrics.address) as client:
+        engine.run()
+        client.complete("hello", max_tokens=3)
+        client.complete("hi", max_tokens=2, n=2, tier="best_effort")
+    samples = scrape(metrics)
+    assert value(samples, "generation_tokens_total") == 7
+    assert value(samples, "best_effort_tokens_total") == 4
+    assert value(samples, "lengthened_steps_total") == engine.steps
+    assert value(samples, "lengthened_seconds_total") == pytest.approx(0.002 * engine.steps)
+    assert value(samples, "request_success_total", finished_reason="length") == 3
+    assert value(samples, "request_success_total", finished_reason="abort") == 0
+    assert value(samples, "request_prompt_tokens_count") == 3
+    assert value(samples, "request_prompt_tokens_sum") == 5 + 2 + 2
+    assert value(samples, "request_generation_tokens_sum") == 7
+    assert value(samples, "engine_steps_total") == engine.steps
+    for tier, ended, tokens in (("realtime", 1, 3), ("best_effort", 2, 4)):
+        assert value(samples, "time_to_first_token_seconds_count", tier=tier) == ended
+        assert value(samples, "time_to_first_token_seconds_sum", tier=tier) == 0.2 * ended
+        assert value(samples, "inter_token_latency_seconds_count", tier=tier) == tokens - ended
+        assert value(samples, "e2e_request_latency_seconds_count", tier=tier) == ended
+        assert value(samples, "request_queue_time_seconds_count", tier=tier) == ended
+        buckets = ("0.1", 0), ("0.25", ended), ("+Inf", ended)
+        for le, count in buckets:
+            name = "time_to_first_token_seconds_bucket"
+            assert value(samples, name, tier=tier, le=le) == count
+
+
+def test_calls_are_counted_by_how_they_end(metrics: Server, engine: FakeEngine) -> None:
+    engine.max_requests = 2
+    with Client(metrics.address) as client, grpc.insecure_channel(metrics.address) as channel:
+
+        def refused(**options: object) -> str:
+            with pytest.raises(ServerError) as error:
+                client.complete("hi", **options)
+            return error.value.code
+
+        client.info()
+        assert refused(max_tokens=0) == refused(top_p=2.0) == "INVALID_ARGUMENT"
+        with pytest.raises(grpc.RpcError):
+            list(channel.unary_stream("/jaxserve.v1.Generation/Generate")(b"\xff"))
+        running = client.generate("hi", request_id="mine")
+        engine.wait(lambda: engine.live)
+        assert refused(request_id="mine") == "ALREADY_EXISTS"
+        assert refused(timeout=0.3) == "DEADLINE_EXCEEDED"
+        engine.wait(lambda: len(engine.live) == 1)
+        other = client.generate("hi")
+        engine.wait(lambda: len(engine.live) == 2)
+        assert refused() == "RESOURCE_EXHAUSTED"
+        other.cancel()
+        running.cancel()
+        engine.wait(lambda: not engine.live)
+        engine.run()
+        assert client.complete("hi", max_tokens=2)
+    expected = {
+        "ok": 1,
+        "invalid": 2,
+        "malformed": 1,
+        "duplicate": 1,
+        "timed_out": 1,
+        "queue_full": 1,
+        "cancelled": 2,
+    }
+    samples = scrape(metrics)
+    for ending in Ending:
+        count = expected.get(ending, 0)
+        assert value(samples, "calls_total", method="Generate", ending=ending) == count, ending
+    assert value(samples, "calls_total", method="GetServerInfo", ending="ok") == 1
+
+
+def test_idle_connections_make_room_for_scrapes(metrics: Server) -> None:
+    assert metrics.metrics_address is not None
+    host, _, port = metrics.metrics_address.rpartition(":")
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(10 * MAX_CONNECTIONS)
+        ]
+        assert value(scrape(metrics), "num_blocks") == 1024
+        for each in idle[: 9 * MAX_CONNECTIONS]:
+            assert each.recv(1) == b""  # closed
+        deadline = time.monotonic() + PATIENCE
+        while threading.active_count() > before + MAX_CONNECTIONS:
+            assert time.monotonic() < deadline, "threads of closed connections stay"
+
+
+def test_pages_of_other_sites_may_not_scrape(metrics: Server) -> None:
+    url = f"http://{metrics.metrics_address}/metrics"
+    for lie in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403") as error:
+            urllib.request.urlopen(urllib.request.Request(url, headers=lie), timeout=20)
+        assert b"server." in error.value.read()
+
+
+def test_a_scrape_that_drips_is_ended(metrics: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "_MOST_S", 0.1)
+    assert metrics.metrics_address is not None
+    host, _, port = metrics.metrics_address.rpartition(":")
+    deadline = time.monotonic() + PATIENCE
+    address = (host, int(port))
+    with (
+        socket.create_connection(address, timeout=0.01) as dripping,
+        contextlib.suppress(ConnectionError),
+    ):
+        while True:
+            dripping.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                assert dripping.recv(1) == b""
+                break
+            assert time.monotonic() < deadline, "the connection stays"
+    assert value(scrape(metrics), "num_blocks") == 1024
+
+
+def test_without_files_it_rests(metrics: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests, accept = list[float](), ThreadingWSGIServer.get_request
+
+    def get_request(server: ThreadingWSGIServer) -> object:
+        if len(rests) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(server)
+
+    clock = SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    monkeypatch.setattr(metrics_http, "time", clock)
+    monkeypatch.setattr(ThreadingWSGIServer, "get_request", get_request)
+    assert value(scrape(metrics), "num_blocks") == 1024
+    assert rests == [1.0] * 3
+
+
+def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine) -> None:
+    with Client(metrics.address) as client:
+        stream = client.generate("hi")
+        engine.wait(lambda: engine.live)
+        engine.step()
+        samples = scrape(metrics)
+        stream.cancel()
+        engine.wait(lambda: not engine.live)
+    assert value(samples, "num_requests_running") == 1
+    assert value(samples, "num_requests_waiting") == 0
+    for (tier, state), count in {
+        ("realtime", "running"): 1,
+        ("realtime", "waiting"): 0,
+        ("best_effort", "running"): 0,
+    }.items():
+        about = {"slo_class": "default", "tier": tier, "state": state}
+        assert value(samples, "num_requests", **about) == count
+    assert value(samples, "kv_cache_usage_perc") == 1 / 1024
+    assert value(samples, "num_blocks") == 1024
+    assert value(samples, "num_blocks_free") == 1023
+    assert value(samples, "cache_config_info", block_size="16", num_gpu_blocks="512") == 1
+    assert value(samples, "num_blocks_used", kind="kv", tier="realtime") == 1
+    assert value(samples, "num_blocks_used", kind="kv", tier="best_effort") == 0
+    assert value(samples, "num_blocks_used", kind="kv", tier="shared") == 5
+    assert value(samples, "num_host_slots") == 640
+    assert value(samples, "num_host_slots_used") == 64
+    assert value(samples, "checkpointed_slots_total") == 300
+    assert value(samples, "restored_slots_total") == 200
+    assert value(samples, "host_memory_full_total") == 2
+    assert value(samples, "num_preemptions_total") == 3
+    assert value(samples, "compiles_after_warmup_total") == 0
+    assert value(samples, "step_time_seconds_count") == 1
+    assert value(samples, "step_time_seconds_sum") == 0.01
+    assert value(samples, "host_time_seconds_sum") == 0.001
+    assert value(samples, "device_time_seconds_sum") == 0.008
+    assert value(samples, "predicted_time_seconds_sum") == 0.009
+    assert value(samples, "step_time_error") == 0.125
+    assert value(samples, "iteration_tokens_sum") == 1
+    assert value(samples, "padding_tokens_total") == 1
+    assert value(samples, "prompt_tokens_total") == 0
+    after = scrape(metrics)
+    assert value(after, "num_requests_running") == 0
+    assert value(after, "request_success_total", finished_reason="abort") == 1
+
+
+def test_counters_and_only_they_end_in_total(engine: FakeEngine) -> None:
+    text = MetricsRegistry(engine, Endings(())).page().decode()
+    types = [line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(types) > 30
+    assert [name for name, kind in types if (kind == "counter") != name.endswith("_total")] == []
+
+
+def test_a_histogram_counts_values_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for observed in (0.5, 1.0, 1.5, 5.0, 6.0):
+        histogram.observe(observed)
+    assert histogram.cumulative() == ([("1.0", 2), ("2.0", 3), ("5.0", 4), ("+Inf", 5)], 14.0)
+
+
+def test_no_metrics_without_a_port(server: Server) -> None:
+    assert server.metrics_address is None
+
+
+def test_a_taken_metrics_port_is_one_clear_line(metrics: Server) -> None:
+    assert metrics.metrics_address is not None
+    port = int(metrics.metrics_address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"server.metrics_port: cannot listen .*{port}"):
+        MetricsServer(MetricsRegistry(FakeEngine(), Endings(())), "localhost", port, Access())

@@ -1,0 +1,63 @@
+"""Who may hold a file beside whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.file_lock import lock
+
+OTHER = """
+import sys
+from pathlib import Path
+from jaxserve.file_lock import lock
+held = lock(Path(sys.argv[1]), shared=sys.argv[2] == "shared")
+print("held" if held else "in use", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("theirs", ["shared", "alone"])
+def test_another_process_holds_it(tmp_path: Path, theirs: str) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", OTHER, str(path), theirs]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        mine = lock(path, shared=True)
+        assert (mine is not None) == (theirs == "shared")
+        if mine is not None:
+            mine.close()
+        assert lock(path) is None
+        other.kill()
+    held = lock(path, wait=True)  # a process that has died holds nothing
+    assert held is not None
+    held.close()
+
+
+def test_a_file_that_its_holder_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    opened = Path.open
+
+    def open_and_lose(self: Path, *args: str, **options: str) -> object:
+        file = opened(self, *args, **options)  # type: ignore[call-overload]
+        monkeypatch.undo()
+        self.unlink()
+        return file
+
+    monkeypatch.setattr(Path, "open", open_and_lose)
+    held = lock(path)
+    assert held is not None and path.exists()
+    assert lock(path) is None
+    held.close()
+
+
+def test_where_none_can_be_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        lock(tmp_path / "none" / "lock")
