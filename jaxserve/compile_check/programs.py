@@ -17,7 +17,7 @@ from jaxserve.engine.device.hidden_cache import make_widen
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import Newest
-from jaxserve.engine.device.step_model import StepModel, unrolls
+from jaxserve.engine.device.step_model import StepModel
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
 from jaxserve.pallas_kernels import AttentionBatch, HiddenProjection, row_major
@@ -80,8 +80,7 @@ def _model(case: Case, *, hidden: bool) -> StepModel:
     mesh = case.mesh if case.shards > 1 else None
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
-    unroll = unrolls(case.target.platform)
-    return StepModel(case.family, case.config, case.backend, mesh, unroll, read, length)
+    return StepModel(case.family, case.config, case.backend, mesh, read, length)
 
 
 def _step(case: Case, layout: Layout) -> jax.stages.Lowered:

@@ -47,18 +47,15 @@ def sequence_logits(
     config: ModelConfig,
     tokens: jax.Array,
     *,
-    unroll: bool = True,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Logits of every position of one sequence: tokens int32 [T] -> float32 [T, vocab_size].
-    unroll, dtype: see `jaxserve.models.forward.forward`."""
+    dtype: see `jaxserve.models.forward.forward`."""
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
     attend = causal_attend(config)
-    _, x = forward(
-        family, params, config, inputs, attend, (), unroll=unroll, dtype=dtype, mesh=mesh
-    )
+    _, x = forward(family, params, config, inputs, attend, (), dtype=dtype, mesh=mesh)
     return logits(family, params, config, x, mesh=mesh)
 
 

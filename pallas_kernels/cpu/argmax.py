@@ -3,8 +3,6 @@ XLA's CPU compiler makes three passes of it, the first on one thread."""
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import jax
@@ -18,19 +16,19 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     OPTIONS,
     address_of,
     begin,
+    compiled_once,
     data,
     dims,
-    done,
     finish,
     intrinsic,
     operands,
     take,
+    take_next,
 )
 
 CHUNK = 512  # numbers whose maximum is one loop of vectors
 
 _WORD = ir.IntType(32)
-_lock = threading.Lock()  # steps are compiled by several threads
 
 
 @intrinsic
@@ -52,14 +50,9 @@ def argmax(scores: jax.Array) -> jax.Array:
     return jax.ffi.ffi_call(target(), result, vmap_method="sequential")(scores)
 
 
+@compiled_once
 def target() -> str:
     """The name of the kernel, compiled if it is the first time."""
-    with _lock:
-        return _registered()
-
-
-@functools.cache
-def _registered() -> str:
     name = "jaxserve_argmax"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__)
@@ -67,21 +60,18 @@ def _registered() -> str:
     def handler(frame: int) -> int:
         len(digest)
         block = begin(frame)
-        if block == 0:
-            return 0
-        return finish(frame, block, dims(operands(block)[0], 2)[0], 0, address_of(symbol))
+        rows = dims(operands(block)[0], 2)[0] if block else 0
+        return finish(frame, block, rows, 0, address_of(symbol))
 
     def task(block: int) -> int:
         len(digest)
         i = take(block)
         while i >= 0:
             _row(operands(block), i)
-            done(block)
-            i = take(block)
+            i = take_next(block)
         return 0
 
-    numba_ffi.register(name, handler, task)
-    return name
+    return numba_ffi.register(name, handler, task)
 
 
 @njit(**OPTIONS)

@@ -5,8 +5,6 @@ A share is a row's tile of queries, for some of its heads.
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,14 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     address_of,
     allocate,
     begin,
+    compiled_once,
     data,
     dims,
-    done,
     finish,
     operands,
     plan,
     take,
+    take_next,
     words,
 )
 from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
@@ -42,9 +41,8 @@ _HEAD, _UNIT = 2, 5  # words, see `_plan`
 # Operands and the result, see `target`.
 _Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS, _OUT = range(12)
 
-_lock = threading.Lock()  # steps are compiled by several threads
 
-
+@compiled_once
 def target(head_dim: int, *, bfloat16: bool) -> str:
     """The name of the kernel for heads of this width, compiled if it is the first time.
 
@@ -53,12 +51,6 @@ def target(head_dim: int, *, bfloat16: bool) -> str:
     query_start, query_lens, direction, kind, token_row; int32 [2]: layer, sliding_window (0: none);
     float32 [2]: scale, soft_cap (0: none). Result: [T, H, D].
     """
-    with _lock:
-        return _registered(head_dim, bfloat16)
-
-
-@functools.cache
-def _registered(head_dim: int, bfloat16: bool) -> str:
     name = f"jaxserve_paged_attention_{'bfloat16' if bfloat16 else 'float32'}_{head_dim}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, queries.__file__, numba_tiles.__file__)
@@ -66,9 +58,7 @@ def _registered(head_dim: int, bfloat16: bool) -> str:
     def handler(frame: int) -> int:
         len(digest)
         block = begin(frame)
-        if block == 0:
-            return 0
-        shares, address = _plan(operands(block))
+        shares, address = _plan(operands(block)) if block else (0, 0)
         return finish(frame, block, shares, address, address_of(symbol))
 
     def task(block: int) -> int:
@@ -83,12 +73,10 @@ def _registered(head_dim: int, bfloat16: bool) -> str:
             else:
                 full = carray(data(given[_POOL]), _blocks(shape, head_dim), np.float32)
                 _share(given, full, plan(block), i, head_dim)
-            done(block)
-            i = take(block)
+            i = take_next(block)
         return 0
 
-    numba_ffi.register(name, handler, task)
-    return name
+    return numba_ffi.register(name, handler, task)
 
 
 @njit(**OPTIONS)

@@ -9,9 +9,11 @@ nothing left. No Python runs in it, and none is waited for.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -166,9 +168,10 @@ def take(block: int) -> int:
 
 
 @njit(**OPTIONS)
-def done(block: int) -> None:
-    """To be said after each share."""
+def take_next(block: int) -> int:
+    """The same once the share before is computed."""
     _fetch_add(block + 8 * _DONE, 1)
+    return take(block)
 
 
 @njit(**OPTIONS)
@@ -197,8 +200,7 @@ def _call_helpers(frame: int, block: int, task: int) -> None:
 
 @njit(**OPTIONS)
 def begin(frame: int) -> int:
-    """How a handler begins: what the threads of the call share, 0 if there is nothing to compute
-    and 0 is to be returned."""
+    """How a handler begins: what the threads of the call share, 0 with nothing to compute."""
     given = words(frame, _FRAME)
     if given[_EXTENSION] != 0:  # XLA asks for the version: the one that it has
         metadata = words(words(given[_EXTENSION], 4)[3], 5)
@@ -220,6 +222,8 @@ def begin(frame: int) -> int:
 def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     """How it ends: has so many shares computed. address: memory of `allocate`, what all shares want
     to know. task: the address of a function that computes shares of a block until none is left."""
+    if block == 0:
+        return 0
     shared = words(block, _OPERANDS)
     # Two hold the block: this function, and the task as it calls it itself.
     shared[_NEXT], shared[_DONE], shared[_HOLDERS] = 0, 0, 2
@@ -233,9 +237,23 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     return 0
 
 
-def register(name: str, handler: Callable[[int], int], task: Callable[[int], int]) -> None:
+def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
+    """The function, which registers a kernel and gives its name, run once for its arguments: steps
+    are compiled by several threads."""
+    lock, run = threading.Lock(), functools.cache(target)
+
+    @functools.wraps(target)
+    def locked(*args: Any, **kwargs: Any) -> str:
+        with lock:
+            return run(*args, **kwargs)
+
+    return locked
+
+
+def register(name: str, handler: Callable[[int], int], task: Callable[[int], int]) -> str:
     """Makes a handler the target of `jax.ffi.ffi_call` of this name on CPUs; compiled now, or read
-    from numba's cache on disk. task: what it finds as the C function `task_symbol(name)`.
+    from numba's cache on disk. task: what it finds as the C function `task_symbol(name)`. Returns
+    the name.
 
     They may close over numbers and strings only: numba keeps what it compiled by their values.
     """
@@ -243,6 +261,7 @@ def register(name: str, handler: Callable[[int], int], task: Callable[[int], int
     llvm.add_symbol(symbol, _compiled(task, symbol))
     address = _compiled(handler, f"{name}_handler")
     jax.ffi.register_ffi_target(name, _capsule(address, None, None), platform="cpu")
+    return name
 
 
 def task_symbol(name: str) -> str:

@@ -8,8 +8,6 @@ library, which reads them as they are.
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import jax
@@ -23,15 +21,16 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     address_of,
     allocate,
     begin,
+    compiled_once,
     copy,
     data_address,
     dims,
-    done,
     finish,
     free,
     operands,
     pointer,
     take,
+    take_next,
 )
 from jaxserve.pallas_kernels.cpu.pairs import (
     LANES,
@@ -52,8 +51,6 @@ MOST_ROWS = 128
 ROWS_OF_FLOAT32 = range(3, 65)  # the library is as fast with fewer, or more
 DEPTH = 32  # words
 PANEL = 128  # columns of a share
-
-_lock = threading.Lock()  # steps are compiled by several threads
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
@@ -79,15 +76,10 @@ def panels(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     return call(x, weights)
 
 
+@compiled_once
 def target(*, transposed: bool, wide: bool) -> str:
     """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
     [in, out], transposed: [out, in], of bfloat16, wide: of float32; result: [T, out], float32."""
-    with _lock:
-        return _registered(transposed, wide)
-
-
-@functools.cache
-def _registered(transposed: bool, wide: bool) -> str:
     name = f"jaxserve_panels_{'transposed' if transposed else 'straight'}_{32 if wide else 16}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, pairs.__file__)
@@ -95,9 +87,7 @@ def _registered(transposed: bool, wide: bool) -> str:
     def handler(frame: int) -> int:
         len(digest)
         block = begin(frame)
-        if block == 0:
-            return 0
-        columns = dims(operands(block)[2], 2)[1]
+        columns = dims(operands(block)[2], 2)[1] if block else 0
         return finish(frame, block, (columns + PANEL - 1) // PANEL, 0, address_of(symbol))
 
     def task(block: int) -> int:
@@ -105,12 +95,10 @@ def _registered(transposed: bool, wide: bool) -> str:
         i = take(block)
         while i >= 0:
             _panel(operands(block), i, transposed, wide)
-            done(block)
-            i = take(block)
+            i = take_next(block)
         return 0
 
-    numba_ffi.register(name, handler, task)
-    return name
+    return numba_ffi.register(name, handler, task)
 
 
 @njit(**FAST)

@@ -3,8 +3,6 @@ once, as they are, by all cores, while XLA's CPU compiler converts all of them f
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import jax
@@ -18,12 +16,13 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     OPTIONS,
     address_of,
     begin,
+    compiled_once,
     data,
     dims,
-    done,
     finish,
     operands,
     take,
+    take_next,
 )
 from jaxserve.pallas_kernels.cpu.tiles import (
     BYTES,
@@ -62,17 +61,9 @@ def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array
     return call(x, weights)
 
 
-_lock = threading.Lock()  # steps are compiled by several threads
-
-
+@compiled_once
 def target(*, transposed: bool) -> str:
     """The name of the kernel, compiled if it is the first time."""
-    with _lock:
-        return _registered(transposed)
-
-
-@functools.cache
-def _registered(transposed: bool) -> str:
     name = f"jaxserve_few_rows_{'transposed' if transposed else 'straight'}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, tiles.__file__)
@@ -80,9 +71,7 @@ def _registered(transposed: bool) -> str:
     def handler(frame: int) -> int:
         len(digest)
         block = begin(frame)
-        if block == 0:
-            return 0
-        shares = _shares(operands(block), transposed)[0]
+        shares = _shares(operands(block), transposed)[0] if block else 0
         return finish(frame, block, shares, 0, address_of(symbol))
 
     def task(block: int) -> int:
@@ -93,12 +82,10 @@ def _registered(transposed: bool) -> str:
                 _dot(operands(block), i)
             else:
                 _add_up(operands(block), i)
-            done(block)
-            i = take(block)
+            i = take_next(block)
         return 0
 
-    numba_ffi.register(name, handler, task)
-    return name
+    return numba_ffi.register(name, handler, task)
 
 
 @njit(**OPTIONS)

@@ -3,8 +3,6 @@ compiler has no scatter of 16-bit numbers, and converts the whole pool for one."
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import jax
@@ -17,21 +15,20 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     OPTIONS,
     address_of,
     begin,
+    compiled_once,
     copy,
     data,
     data_address,
     dims,
-    done,
     finish,
     operands,
     take,
+    take_next,
 )
 
 SHARE = 1 << 18  # bytes that a share copies, about
 
 _POOL, _VALUES, _BLOCKS, _SLOTS, _INTS = range(5)
-
-_lock = threading.Lock()  # steps are compiled by several threads
 
 
 def put(
@@ -59,18 +56,13 @@ def put(
     )
 
 
+@compiled_once
 def target() -> str:
     """The name of the kernel, compiled if it is the first time.
 
     Operands: pool [L, B, K, S, D], which is the result; values [N, M, K, D]; blocks, slots, int32
     [N], those outside of the pool being skipped; int32 [2]: the first of M layers, and the bytes of
     a number."""
-    with _lock:
-        return _registered()
-
-
-@functools.cache
-def _registered() -> str:
     name = "jaxserve_put"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__)
@@ -78,23 +70,26 @@ def _registered() -> str:
     def handler(frame: int) -> int:
         len(digest)
         block = begin(frame)
-        if block == 0:
-            return 0
-        given = operands(block)
-        count, many = dims(given[_BLOCKS], 1)[0], _a_share(given)
-        return finish(frame, block, (count + many - 1) // many, 0, address_of(symbol))
+        return finish(frame, block, _shares(block), 0, address_of(symbol))
 
     def task(block: int) -> int:
         len(digest)
         i = take(block)
         while i >= 0:
             _share(operands(block), i)
-            done(block)
-            i = take(block)
+            i = take_next(block)
         return 0
 
-    numba_ffi.register(name, handler, task)
-    return name
+    return numba_ffi.register(name, handler, task)
+
+
+@njit(**OPTIONS)
+def _shares(block: int) -> int:
+    if block == 0:
+        return 0
+    given = operands(block)
+    many = _a_share(given)
+    return (dims(given[_BLOCKS], 1)[0] + many - 1) // many
 
 
 @njit(**OPTIONS)

@@ -30,7 +30,6 @@ from jaxserve.compile_check.compiling import (
 )
 from jaxserve.compile_check.programs import PROGRAMS, Program, choose
 from jaxserve.compile_check.targets import Target, TargetError, load_target, target_names
-from jaxserve.engine.device import step_model
 from jaxserve.engine.startup.hidden_options import choose_read
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.presets import preset_names
@@ -180,14 +179,6 @@ def test_a_step_is_compiled_and_accounted() -> None:
     assert whole < result.memory["arguments"] < whole + (1 << 20)
     assert result.memory["aliased"] == case.pool_bytes, "the pool is not updated in place"
     assert whole < result.needed < whole + (64 << 20)
-
-
-def test_a_step_runs_its_layers_as_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, program = host_case(host()), choose("decode step")[0]
-    stack = f"tensor<{case.config.num_layers}x{case.config.d_model}x{case.config.d_ff}xf32>"
-    for scanned in (frozenset(), frozenset({"cpu"})):
-        monkeypatch.setattr(step_model, "SCANNED", scanned)
-        assert (stack in program.lower(case).as_text()) == bool(scanned)
 
 
 def test_a_step_of_hidden_rows_only_makes_no_keys_and_values_of_its_tokens() -> None:

@@ -37,13 +37,11 @@ class PagedRun:
         block_size: int,
         mesh: Mesh | None = None,
         *,
-        unroll: bool = True,
         pool_dtype: str = "float32",
         backend: str = "xla",
     ) -> None:
         self.backend = backend
         self.family, self.config, self.params, self.mesh = family, config, params, mesh
-        self.unroll = unroll
         self.done = [0] * len(lengths)
         self.width = -(-max(lengths) // block_size)
         num_blocks = 2 * len(lengths) * self.width
@@ -143,7 +141,6 @@ class PagedRun:
             inputs,
             attend,
             pool,
-            unroll=self.unroll,
             dtype=jnp.float32,
             mesh=mesh,
         )

@@ -48,7 +48,7 @@ def test_projection_gives_the_layers_k_and_v(name: str) -> None:
 
     with jax.disable_jit():  # layers run one by one, so that every layer's inputs can be kept
         inputs = StepInputs(tokens, positions, jnp.zeros_like(positions))
-        forward(family, case.stored, config, inputs, attend, None, unroll=True)
+        forward(family, case.stored, config, inputs, attend, None)
     how = kv_projection(case.stored, config, LONGEST)
     assert len(seen) == config.num_layers
     for layer, inputs in enumerate(seen):

@@ -17,7 +17,6 @@ from jaxserve.models.registry import family_for
 from jaxserve.weights import load_config, load_params
 from jaxserve.weights.orbax_io import save_orbax
 from tests.models.fixtures import NAMES, hf_config, hf_tensors, load_reference, write_checkpoint
-from tests.models.paged import PagedRun
 
 FAMILIES = ("opt", "opt_post_norm", "llama3", "qwen3")
 
@@ -51,54 +50,23 @@ def test_no_leaf_has_an_axis_of_layers(name):
     assert all(layer == first for layer in others)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scanned_and_unrolled_give_the_same_logits(name):
-    case = load_reference(name)
-
-    def run(unroll):
-        return jax.jit(
-            lambda params, tokens: sequence_logits(
-                case.family, params, case.config, tokens, unroll=unroll
-            )
-        )(case.params, case.tokens[0])
-
-    np.testing.assert_allclose(run(True), run(False), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["opt", "llama3"])
-def test_scanned_layers_give_the_reference_logits_through_the_pool(name):
-    case = load_reference(name)
-    run = PagedRun(case.family, case.config, case.params, [24], 4, unroll=False)
-    tokens = case.tokens[0]
-    out = run.step([(0, tokens[:16])], 1, 16)
-    for i in range(16, 24):
-        out += run.step([(0, tokens[i : i + 1])], 1, 1)
-    np.testing.assert_allclose(np.concatenate(out), case.logits[0][:24], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("unroll", [False, True])
-def test_layers_run_in_order_with_their_numbers(unroll):
+def test_layers_run_in_order_with_their_numbers():
     layers = tuple({"w": np.float32(w)} for w in (2.0, 3.0, 5.0))
 
     def step(state, layer, index):
         return state * layer["w"] + index
 
-    got = jax.jit(lambda x: over_layers(step, x, layers, unroll=unroll))(np.float32(1.0))
+    got = jax.jit(lambda x: over_layers(step, x, layers))(np.float32(1.0))
     assert got == ((1 * 2 + 0) * 3 + 1) * 5 + 2
 
 
-def test_unrolled_layers_are_read_where_they_are():
-    """Scanned ones are copied into a stack first; see `over_layers`."""
+def test_layers_are_read_where_they_are():
+    """Not out of a stack, into which a scan would copy them; see `over_layers`."""
     case = load_reference("opt")
     inputs = jax.ShapeDtypeStruct((4,), np.int32)
-
-    def stacks(unroll):
-        run = jax.jit(lambda p, t: sequence_logits(case.family, p, case.config, t, unroll=unroll))
-        shape = "x".join(map(str, (case.config.num_layers, *case.params.layers[0].up.kernel.shape)))
-        return f"tensor<{shape}xf32>" in run.lower(case.params, inputs).as_text()
-
-    assert not stacks(True)
-    assert stacks(False)
+    run = jax.jit(lambda p, t: sequence_logits(case.family, p, case.config, t))
+    shape = "x".join(map(str, (case.config.num_layers, *case.params.layers[0].up.kernel.shape)))
+    assert f"tensor<{shape}xf32>" not in run.lower(case.params, inputs).as_text()
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3"])

@@ -104,7 +104,7 @@ def loss_fn(
 
     row = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), length)
     inputs = StepInputs(tokens[:, :-1].reshape(-1), positions.reshape(-1), row)
-    _, x = forward(opt.FAMILY, params, config, inputs, attend, (), unroll=True)
+    _, x = forward(opt.FAMILY, params, config, inputs, attend, ())
     predicted, targets = logits(opt.FAMILY, params, config, x), tokens[:, 1:].reshape(-1)
     return optax.softmax_cross_entropy_with_integer_labels(predicted, targets).mean()
 

@@ -22,7 +22,7 @@ from jaxserve.configs import base
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling import Newest
-from jaxserve.engine.device.step_model import StepModel, unrolls
+from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.models.base import Family, ModelConfig, Params
@@ -153,8 +153,7 @@ def _engine_step(
     layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
     placed = jnp.asarray(layout.pack(rows).buffer)
     read = ABSORBED if hidden else None
-    unroll = unrolls(jax.default_backend())
-    step = make_model_step(StepModel(family, config, backend, None, unroll, read), pool_format)
+    step = make_model_step(StepModel(family, config, backend, None, read), pool_format)
 
     def run(params: Params, pool: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         done = step(params, pool, Newest(tokens, tokens), placed, layout=layout)

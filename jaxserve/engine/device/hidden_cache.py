@@ -204,7 +204,7 @@ def _widen(
         k, v = (a.transpose(1, 0, 2).astype(pool.dtype) for a in made)
         return write(pool, index, k, v, batch, plan=puts, **options)
 
-    return over_layers(one_layer, pool, how.weights, unroll=model.unroll)
+    return over_layers(one_layer, pool, how.weights)
 
 
 def _slots(batch: AttentionBatch, where: jax.Array, block_size: int) -> jax.Array:

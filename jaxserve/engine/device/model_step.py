@@ -115,7 +115,6 @@ def _model_step(
         inputs,
         attend,
         pool,
-        unroll=model.unroll,
         dtype=model.activations,
         mesh=mesh,
     )

@@ -12,14 +12,6 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig
 
-# Platforms that scan over the layers. A scan compiles one layer instead of all, but wants their
-# weights stacked, and so copies every weight in each step: a decode step of OPT-125m on two CPU
-# cores takes 85 ms instead of 8, and OPT-13B no longer fits on eight TPU v5e (unrolled: two).
-# Weights that were stored stacked are no way out: XLA slices each layer's out of the stack into
-# temporaries (629 MB a layer for OPT-13B on an A100), and TPU v7x lays all of them out anew in
-# each step. The price of unrolling is compile time, on TPUs: OPT-13B's decode step takes 13 s
-# instead of 10 for v5e and 26 instead of 6 for v4, for an A100 no longer. So none scans.
-SCANNED: frozenset[str] = frozenset()
 GPUS = frozenset({"cuda", "gpu"})
 
 
@@ -30,7 +22,6 @@ class StepModel:
     Attributes:
         backend: name of the kernels, see `pallas_kernels.backends`.
         mesh: devices that share each layer's heads; None for one device.
-        unroll: how the layers run, see `jaxserve.models.forward.over_layers` and `unrolls`.
         hidden_read: how hidden caches are read, `hidden.ABSORBED` or `hidden.PROJECTED`; None
             without such caches.
         max_len: tokens of the longest context.
@@ -42,7 +33,6 @@ class StepModel:
     config: ModelConfig
     backend: str
     mesh: Mesh | None
-    unroll: bool
     hidden_read: str | None = None
     max_len: int = 0
     activations: DTypeLike | None = None
@@ -51,12 +41,6 @@ class StepModel:
     def fused(self) -> bool:
         """Whether the parameters have q, k and v as one, see `jaxserve.models.fused`."""
         return self.hidden_read is None
-
-
-def unrolls(platform: str) -> bool:
-    """Whether the layers run unrolled on a platform, "cpu", "gpu", "cuda" or "tpu": the engine's
-    choice, see `SCANNED`."""
-    return platform not in SCANNED
 
 
 def activations_in(platform: str, weights: DTypeLike) -> jnp.dtype:

@@ -33,7 +33,6 @@ class Blueprint:
 
     shape: Mapping[str, str]
     backend: str
-    unroll: bool
     hidden_read: str | None
     max_len: int
     dtype: str
@@ -52,7 +51,6 @@ class Blueprint:
         return cls(
             shape=_shape(model.config),
             backend=model.backend,
-            unroll=model.unroll,
             hidden_read=model.hidden_read,
             max_len=model.max_len,
             dtype=chosen.dtype.name,
@@ -142,7 +140,6 @@ def _step_model(config: ConfigDict, blueprint: Blueprint) -> StepModel:
         model,
         blueprint.backend,
         sharding.make_mesh(tensor) if tensor > 1 else None,
-        blueprint.unroll,
         blueprint.hidden_read,
         blueprint.max_len,
         jnp.dtype(blueprint.activations),

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
-from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in, unrolls
+from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
 from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup.hidden_options import choose_read, given_rho
 from jaxserve.engine.startup.model_options import choose_dtype, choose_max_len, load_shape
@@ -114,9 +114,9 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         other_work=_hidden_work(model, cached, buckets, demand, tensor) + moving,
         device=memory,
     )
-    allocated, unroll = array_blocks(demand, room), unrolls(jax.default_backend())
+    allocated = array_blocks(demand, room)
     return Choices(
-        StepModel(family, model, backend, mesh, unroll, read, max_model_len, activations),
+        StepModel(family, model, backend, mesh, read, max_model_len, activations),
         dtype,
         cached,
         policy,

@@ -46,7 +46,6 @@ def step_model(read: str) -> StepModel:
         config,
         backend="xla",
         mesh=None,
-        unroll=True,
         hidden_read=read,
         max_len=WIDTH * BLOCK_SIZE,
     )

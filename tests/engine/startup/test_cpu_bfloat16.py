@@ -61,7 +61,7 @@ def compiled(family_name: str, layout: Layout) -> tuple[hlo.Module, Any]:
     specs = fused_specs(family, config, 1)
     params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), specs)
     pool = make_pool(config.num_layers, 16, config.num_kv_heads, 16, config.head_dim, jnp.float32)
-    model = StepModel(family, config, "xla", None, True, None, 64, jnp.dtype(jnp.float32))
+    model = StepModel(family, config, "xla", None, None, 64, jnp.dtype(jnp.float32))
     step: Any = make_model_step(model, row_major(pool.sharding))
     newest = Newest(*2 * [jax.ShapeDtypeStruct((layout.slots,), jnp.int32)])
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
