@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.command_line import Parser, exit_code
+from jaxserve.config import DTYPES
 from jaxserve.models.sharding import TENSOR
 from jaxserve.progress import Show
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
-from jaxserve.weights.config import DTYPES
 from jaxserve.weights.orbax_io import save_orbax
 from jaxserve.writable import check_folder
 

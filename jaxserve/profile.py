@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from jaxserve.command_line import Parser, exit_code
+from jaxserve.config import Config, ConfigError
 from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import Output
 from jaxserve.engine.startup import step_profile
 from jaxserve.engine.startup.step_timer import Shape, StepTimer
@@ -244,7 +243,7 @@ def host_ms(host: HostTerms) -> str:
     return ", ".join(f"{n} {1e3 * v:.3f}" for n, v in host.as_dict().items() if v) or "nothing"
 
 
-def build(config: ConfigDict, *, progress: bool) -> Any:
+def build(config: Config, *, progress: bool) -> Any:
     """An engine that is not started."""
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
     from jaxserve.engine.startup.build import build_engine

@@ -13,14 +13,13 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import TEXT, ConfigError
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.process_exit import end_process
 from jaxserve.hosts.rank import find_seat
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.frontend import http_settings
-from jaxserve.server.requests.options import TEXT
 from jaxserve.server.startup import launch
 from jaxserve.server.startup.process import run_server
 from jaxserve.server.startup.terminal import announce, complain
@@ -52,7 +51,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
         config = launch.read_config()
         form = config.telemetry.log_format
         log_to_stderr(form)
-        launch.find_checkpoint(config)
+        config = launch.find_checkpoint(config)
         seat = find_seat(config.mesh)
         if seat is not None and not seat.leads:
             from jaxserve.engine.startup.follower_executor import (
@@ -62,11 +61,11 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
 
             follow(config, seat, leave_signals_to_the_leader)
             return 0
-        launch.check_ports(config)
-        http, access = http_settings(config), access_settings(config)
+        launch.check_ports(config.server)
+        http, access = http_settings(config), access_settings(config.server)
         with (
-            open_batches(config) as batches,
-            open_traces(config, lambda: engine.info().model) as traces,
+            open_batches(config.server, config.scheduler) as batches,
+            open_traces(config.telemetry.otlp_endpoint, lambda: engine.info().model) as traces,
         ):
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.startup.build import build_engine

@@ -38,8 +38,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jaxserve import workload_flags
 from jaxserve.bench import fidelity, runs
 from jaxserve.bench.config_flags import read_config
@@ -48,7 +46,7 @@ from jaxserve.bench.report import text
 from jaxserve.bench.steps import step_metrics
 from jaxserve.client import Client, ServerError
 from jaxserve.command_line import Parser
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import Config, ConfigError
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
 from jaxserve.sched.simulation.recording.recording import RecordingError
@@ -120,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict | None]:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config | None]:
     """The arguments, checked, and the engine's config; None for a server's load and for `plan`.
     Raises UsageError or ConfigError; argparse exits by itself for --help and flags of its own."""
     if argv and argv[0] in STANDALONE:
@@ -164,7 +162,7 @@ def _each_config(rest: Sequence[str]) -> list[list[str]]:
     return [[begin + file, *others] for file in given[-1].removeprefix(begin).split(",")]
 
 
-def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, Any]:
+def measure(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
     """Runs one command; the JSON object. Raises ConfigError, WorkloadError, BenchError."""
     where = machine()
     workload, run = _prepare(args)
@@ -176,14 +174,15 @@ def measure(args: argparse.Namespace, config: ConfigDict | None) -> dict[str, An
             outcome: dict[str, Any] = {"results": run(target)}
     else:
         if args.command == "throughput":  # all wait at once, and none is to be refused
-            config.scheduler.max_queue = max(config.scheduler.max_queue, args.num_requests)
+            queue = max(config.scheduler.max_queue, args.num_requests)
+            config = config.with_fields(scheduler__max_queue=queue)
         model, outcome = _in_process(args, config, run)
     return {
         "command": args.command,
         "workload": workload,
         "model": model,
         **outcome,
-        "config": None if config is None else config.to_dict(),
+        "config": None if config is None else config.as_dict(),
         "machine": where,
         "versions": versions(),
     }
@@ -222,7 +221,7 @@ def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
 
 
 def _in_process(
-    args: argparse.Namespace, config: ConfigDict, run: Measure
+    args: argparse.Namespace, config: Config, run: Measure
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
     from jaxserve.engine.startup.build import build_engine

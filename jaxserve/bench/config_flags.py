@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
-from ml_collections import ConfigDict
 
+from jaxserve.config import Config
 from jaxserve.configs import base
 from jaxserve.server.startup import launch
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 
 
-def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> ConfigDict:
+def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
     """argv: --config, --model, --policy, --config.x.y= and so on, nothing else. own_flags: those
     that the command has beside. launch.UsageError or ConfigError in one line."""
     values = flags.FlagValues()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from jaxserve.bench.load_target import (
@@ -29,6 +28,7 @@ from jaxserve.bench.load_target import (
     must_finish,
     random_jobs,
 )
+from jaxserve.config import Config
 from jaxserve.machine import machine, versions
 from jaxserve.profile import build, host_ms
 from jaxserve.sched.simulation.recording import replay
@@ -107,7 +107,7 @@ def online(mixed: Workload, rate: float, seed: int) -> Load:
 
 
 def run(
-    config: ConfigDict, *, num_requests: int, rate: float | None, seed: int, repeats: int
+    config: Config, *, num_requests: int, rate: float | None, seed: int, repeats: int
 ) -> dict[str, Any]:
     """The JSON object of one model. rate: of the online load, requests/s; None for SHARE of what
     the engine can do. Raises ConfigError, WorkloadError, BenchError and RecordingError."""
@@ -132,20 +132,23 @@ def run(
         "summary": _summary(rows),
         "steps": len(recording.steps),
         "model": info,
-        "config": config.to_dict(),
+        "config": config.as_dict(),
         "machine": where,
         "versions": versions(),
     }
 
 
 def _serve(
-    config: ConfigDict, path: Path, num_requests: int, rate: float | None, seed: int, repeats: int
+    config: Config, path: Path, num_requests: int, rate: float | None, seed: int, repeats: int
 ) -> tuple[list[str], dict[str, Any]]:
     """Serves the mixed load once, to warm up, then all of them, `repeats` times, and records that.
     Their names, and what served them."""
     show = sys.stderr.isatty()
-    config.scheduler.max_queue = max(config.scheduler.max_queue, num_requests)
-    config.engine.record, config.engine.record_mib = str(path), RECORD_MIB
+    config = config.with_fields(
+        scheduler__max_queue=max(config.scheduler.max_queue, num_requests),
+        engine__record=str(path),
+        engine__record_mib=RECORD_MIB,
+    )
     engine = build(config, progress=show)
     try:
         engine.start()

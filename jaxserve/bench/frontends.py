@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     from jaxserve.server.http.frontend import http_settings
     from jaxserve.server.server import Server
 
-    config = args.config
-    config.scheduler.max_queue = max(config.scheduler.max_queue, args.streams)
-    config.server.http_port = 0
+    queue = max(args.config.scheduler.max_queue, args.streams)
+    config = args.config.with_fields(scheduler__max_queue=queue, server__http_port=0)
     engine = build_engine(config, progress=sys.stderr.isatty())
     engine.start()
     server = Server(engine, grace_s=0.0, http=http_settings(config))

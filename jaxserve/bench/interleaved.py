@@ -4,7 +4,6 @@ that what drifts on the machine falls on all of them."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 import sys
@@ -13,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from jaxserve.bench import runs
 from jaxserve.bench.load_target import EngineTarget, check_fits
+from jaxserve.config import Config
 from jaxserve.profile import build
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.recording import replay
@@ -60,25 +59,27 @@ def check_numbers(
 
 
 def configured(
-    config: ConfigDict, policy: str, record: Path, *, requests: int, longest: int, num_blocks: int
-) -> ConfigDict:
+    config: Config, policy: str, record: Path, *, requests: int, longest: int, num_blocks: int
+) -> Config:
     """For one policy, with room for so many requests, and a recording of all that is served. The
     pool has num_blocks, and a request at most `longest` tokens, unless the configuration says
     otherwise."""
-    config = copy.deepcopy(config)
-    config.scheduler.policy, config.scheduler.params = policy, {}
-    config.scheduler.max_queue = max(config.scheduler.max_queue, requests)
-    config.engine.max_model_len = config.engine.max_model_len or longest
-    config.cache.num_blocks = config.cache.num_blocks or num_blocks
-    if make_policy(policy).moves_cache:
-        config.cache.host_gib = config.cache.host_gib or HOST_GIB
-    config.engine.record, config.engine.record_mib = str(record), RECORD_MIB
-    return config
+    cache, least = config.cache, HOST_GIB if make_policy(policy).moves_cache else 0.0
+    return config.with_fields(
+        scheduler__policy=policy,
+        scheduler__params={},
+        scheduler__max_queue=max(config.scheduler.max_queue, requests),
+        engine__max_model_len=config.engine.max_model_len or longest,
+        engine__record=str(record),
+        engine__record_mib=RECORD_MIB,
+        cache__num_blocks=cache.num_blocks or num_blocks,
+        cache__host_gib=cache.host_gib or least,
+    )
 
 
 @contextlib.contextmanager
 def engines(
-    configs: Mapping[str, ConfigDict], loads: Sequence[Workload], seed: int
+    configs: Mapping[str, Config], loads: Sequence[Workload], seed: int
 ) -> Iterator[dict[str, Engine]]:
     """One for each configuration, started, and warm: WARM_UP requests have been served. ConfigError
     for what cannot be built, BenchError for loads that do not fit."""

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxserve.bench.config_flags import read_config
 from jaxserve.bench.interleaved import (
@@ -41,6 +40,7 @@ from jaxserve.bench.interleaved import (
 )
 from jaxserve.bench.load_target import EngineTarget, drive, must_finish, random_jobs
 from jaxserve.command_line import Parser
+from jaxserve.config import Config
 from jaxserve.engine.stats import StepRecorder, StepStats
 from jaxserve.group_table import aligned
 from jaxserve.machine import machine, versions
@@ -168,13 +168,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "workload": asked,
         "policies": found,
         "model": served["model"],
-        "config": args.config.to_dict(),
+        "config": args.config.as_dict(),
         "machine": where,
         "versions": versions(),
     }
 
 
-def _longest(config: ConfigDict) -> int:
+def _longest(config: Config) -> int:
     return int(config.engine.max_model_len or LONGEST)
 
 
@@ -182,7 +182,7 @@ def _serve(args: argparse.Namespace, loads: list[Workload], folder: Path) -> dic
     """Records all turns of all policies, in folder/NUMBER.jsonl by policy. `steps`: those of each
     turn, by policy; `model`: what served them."""
     steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
-    configs: dict[str, ConfigDict] = {}
+    configs: dict[str, Config] = {}
     for number, name in enumerate(args.policies):
         size = {"longest": LONGEST, "num_blocks": NUM_BLOCKS}
         path = folder / f"{number}.jsonl"

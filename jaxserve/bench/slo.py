@@ -222,7 +222,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "workload": asked,
         **measured,
         "policies": policies,
-        "config": args.config.to_dict(),
+        "config": args.config.as_dict(),
         "machine": where,
         "versions": versions(),
     }

@@ -17,7 +17,7 @@ from jaxserve.compile_check.compiling import (
 )
 from jaxserve.compile_check.programs import Program
 from jaxserve.compile_check.targets import Target
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 AUTO = 0  # as many devices as the model needs
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
+from jaxserve.config import Config, ConfigError
 from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.rank import check_tensor, check_wait
 from jaxserve.server.startup import launch
@@ -36,7 +35,7 @@ _ELSEWHERE = {
 _GROUP = ("hosts", "coordinator", "host_index")
 
 
-def replica_config(given: Sequence[str], hosts: int = 1) -> Any:
+def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
     """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them,
     checked, over so many hosts. Raises ConfigError, also for a flag that is somebody else's
     business here."""
@@ -46,15 +45,15 @@ def replica_config(given: Sequence[str], hosts: int = 1) -> Any:
     except launch.UsageError as error:
         raise ConfigError(f"flags: {error}") from None
     config = launch.read_config(values)
-    default = base.get_config()
+    default = Config()
     for name, why in _ELSEWHERE.items():
-        if config.server[name] != default.server[name]:
+        if getattr(config.server, name) != getattr(default.server, name):
             raise ConfigError(f"flags: server.{name} has no meaning for a replica: {why}")
     for name in _GROUP:
-        if config.mesh[name] != default.mesh[name]:
+        if getattr(config.mesh, name) != getattr(default.mesh, name):
             why = "Ray places the hosts, as many as the setting hosts says"
             raise ConfigError(f"flags: mesh.{name} has no meaning for a replica: {why}")
-    config.mesh.hosts = hosts
+    config = config.with_fields(mesh__hosts=hosts)
     try:
         check_wait(config.mesh.hosts_wait_s)
         check_tensor(config.mesh.tensor, hosts)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import Config, ConfigError
 from jaxserve.hosts.rank import Seat
 from jaxserve.server.requests.engine_client import ServedEngine
 from jaxserve.server.telemetry.logs import log_to_stderr
@@ -27,7 +27,7 @@ _END_S = 10.0  # for followers that have been told to end
 class HostFollower:
     """The actor: one of the other hosts."""
 
-    def follow(self, config: Any, seat: Seat) -> None:
+    def follow(self, config: Config, seat: Seat) -> None:
         """Serves with the others until the leader ends. Raises ConfigError; where the leader is
         lost, the process ends."""
         log_to_stderr(config.telemetry.log_format)
@@ -40,7 +40,7 @@ class Followers:
     """A `Starter` of all hosts but the first, each in its bundle of this process's placement group.
     They live until `close`. Raises ConfigError where that has too few bundles."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
         self._group = get_current_placement_group()
         self._bundles = [] if self._group is None else self._group.bundle_specs
@@ -89,7 +89,7 @@ class Followers:
 
 
 @contextlib.contextmanager
-def running(config: Any) -> Iterator[ServedEngine]:
+def running(config: Config) -> Iterator[ServedEngine]:
     """The engine of a replica's config, started, until the exit. Raises ConfigError."""
     from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 

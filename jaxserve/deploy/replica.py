@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import Metric
 
+from jaxserve.config import Config
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.relay import Unserved
@@ -50,25 +51,27 @@ class EngineReplica:
         self,
         flags: Sequence[str],
         hosts: int,
-        run: Callable[[Any], AbstractContextManager[ServedEngine]],
+        run: Callable[[Config], AbstractContextManager[ServedEngine]],
         name: Callable[[], str],
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
         config = replica_config(flags, hosts)
         self._name = name()
         log_to_stderr(config.telemetry.log_format)
-        options, access = server_options(config), access_settings(config)
+        options, access = server_options(config), access_settings(config.server)
         self._template = template = load_chat_template(config.model.path)
         self._grace_s = config.server.grace_s
         with contextlib.ExitStack() as stack:
-            traces = stack.enter_context(open_traces(config, lambda: self._engine.info().model))
+            endpoint = config.telemetry.otlp_endpoint
+            traces = stack.enter_context(open_traces(endpoint, lambda: self._engine.info().model))
             self._serving = contextlib.ExitStack()
             self._engine = self._serving.enter_context(run(config))
             self._closing = stack.pop_all()
         self._stopped = False
         self._tally = Tally(self._engine)
         endings = make_endings(self._engine, options, traces)
-        self._doors = Doors(self._engine, options, endings, access, slo_classes(config))
+        classes = slo_classes(config.server.slo_classes)
+        self._doors = Doors(self._engine, options, endings, access, classes)
         self._metrics = MetricsRegistry(self._engine, endings)
         front = Front(self._engine, self._doors.requests, template)
         app = build_app(front, metrics=self._metrics.page)

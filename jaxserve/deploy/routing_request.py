@@ -8,10 +8,10 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jaxserve.config import Config
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.text.detokenizer import FILE_NAME, load_tokenizer
@@ -38,12 +38,12 @@ class RoutingRequestBuilder:
     """Makes them of calls, by the tokenizer, the chat template and the SLO classes of a config. For
     a call that a replica will refuse it makes NOTHING: the replica says what is wrong."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         path = Path(config.model.path).expanduser()
         there = bool(config.model.path) and (path / FILE_NAME).is_file()
         self._tokenizer = load_tokenizer(path if there else None)
         self._template = load_chat_template(config.model.path)
-        self._classes = slo_classes(config)
+        self._classes = slo_classes(config.server.slo_classes)
 
     async def from_http(self, path: str, body: bytes) -> RoutingRequest:
         """Of a body sent to a path of the HTTP frontend."""

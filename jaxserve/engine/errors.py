@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be served; the message says which field and what would work."""
-
-
 class QueueFull(RuntimeError):
     """The bounded queue (`scheduler.max_queue`) holds no more requests; try again later."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
 from jaxserve.sched.request import Request
@@ -44,12 +44,10 @@ _Told = StepStats | RequestStats | tuple[int, Request]
 _STEP_NUMBERS = [n for n in Step._fields if n not in ("end", "features", "received")]
 
 
-def check_path(path: str, mib: int) -> None:
+def check_path(path: str) -> None:
     """ConfigError or ValueError if nothing could be recorded there. "" records nothing."""
     if not path:
         return
-    if mib < 1:
-        raise ConfigError(f"engine.record_mib must be at least 1, got {mib}")
     place = _place(path)
     check_file("config.engine.record", place)
     if place.exists() and not place.is_file():  # a device, which would be moved away

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
 
+from jaxserve.config import MeshConfig
 from jaxserve.hosts.errors import GroupError
 
 _WAIT_S = 60  # for a cluster that answers questions about itself
@@ -36,7 +36,7 @@ class Seat:
         return f"{self.address}:{self.port}"
 
 
-def find_seat(mesh: Any) -> Seat | None:
+def find_seat(mesh: MeshConfig) -> Seat | None:
     """From the config's section `mesh`; what is not given there is as the cluster says that JAX
     finds (TPU pods, SLURM, Kubernetes Jobs). None where there is one host. Raises GroupError."""
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
@@ -44,9 +44,9 @@ def find_seat(mesh: Any) -> Seat | None:
         raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
     check_wait(mesh.hosts_wait_s)
     if hosts == 1:
-        for name, default in (("coordinator", ""), ("host_index", -1)):
-            if mesh[name] != default:
-                raise GroupError(f"mesh.{name}={mesh[name]} is of no use with mesh.hosts=1")
+        for name, given in (("coordinator", coordinator), ("host_index", index)):
+            if given not in ("", -1):
+                raise GroupError(f"mesh.{name}={given} is of no use with mesh.hosts=1")
         return None
     devices = None
     if not hosts or not coordinator or index == -1:

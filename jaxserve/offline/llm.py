@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from jaxserve.config import Config
+from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import base, tiny_cpu
-from jaxserve.engine.errors import ConfigError, QueueFull
+from jaxserve.engine.errors import QueueFull
 from jaxserve.offline.loop import LoopThread
 from jaxserve.offline.outputs import CompletionOutput, Piece, RequestOutput
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -227,25 +229,13 @@ class LLM:
         self._ended.set()
 
 
-def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> ConfigDict:
-    from jaxserve.server.startup.launch import (  # with all of the server
-        check_config,
-        find_checkpoint,
-    )
+def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> Config:
+    from jaxserve.server.startup.launch import find_checkpoint  # with all of the server
 
     if config is None:
         config = base.get_config() if model else tiny_cpu.get_config()
-    if model:
-        config.model.path = model
-    for name, value in fields.items():
-        section, _, field = name.partition("__")
-        if not field or section not in config or field not in config[section]:
-            raise ConfigError(f"{name}: there is no such field; fields are named section__field")
-        with config.ignore_type():
-            config[section][field] = value
-    check_config(config)
-    find_checkpoint(config)
-    return config
+    chosen = {"model__path": model, **fields} if model else fields
+    return find_checkpoint(config_from_config_dict(config, chosen))
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -3,10 +3,9 @@
 from jaxserve.weights.config import checkpoint_dtype, load_config, load_preset
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.fused import fuse_loaded
-from jaxserve.weights.load import FORMATS, load_params, param_bytes
+from jaxserve.weights.load import load_params, param_bytes
 
 __all__ = [
-    "FORMATS",
     "CheckpointError",
     "checkpoint_dtype",
     "fuse_loaded",

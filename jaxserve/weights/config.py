@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve import checkpoint_files
 from jaxserve.checkpoint_files import check_folder
+from jaxserve.config import DTYPES
 from jaxserve.models.base import Family, ModelConfig
 from jaxserve.models.hf import refuse_quantized, shown, token_ids
 from jaxserve.models.presets import preset
@@ -19,8 +20,6 @@ from jaxserve.models.registry import family_for
 from jaxserve.weights.errors import CheckpointError
 
 log = logging.getLogger(__name__)
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:

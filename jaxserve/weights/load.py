@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.fused import fused_specs
 from jaxserve.models.registry import get_family
@@ -22,8 +23,6 @@ from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.huggingface import load_safetensors
 from jaxserve.weights.orbax_io import is_orbax, load_orbax
 from jaxserve.weights.random_init import random_params
-
-FORMATS = ("auto", "safetensors", "orbax", "random")
 
 
 def load_params(
@@ -54,9 +53,9 @@ def load_params(
     """
     if mesh is not None:
         check_tensor(config, mesh.size)
-    if load_format not in FORMATS:
+    if load_format not in LOAD_FORMATS:
         raise CheckpointError(
-            f"model.load_format {load_format!r} is not known (known: {', '.join(FORMATS)})"
+            f"model.load_format {load_format!r} is not known (known: {', '.join(LOAD_FORMATS)})"
         )
     target = jnp.dtype(dtype)
     if load_format == "random":

@@ -17,7 +17,7 @@ from absl import flags
 from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.cli import COMMANDS
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import (
     MAX_LOGIT_BIAS,
@@ -135,7 +135,7 @@ def test_the_api_page_names_every_field() -> None:
 
 def test_the_api_page_has_the_slo_classes() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    for name, one in slo_classes(base.get_config()).items():
+    for name, one in slo_classes(Config().server.slo_classes).items():
         times = [t and (f"{t:g} s" if t >= 1 else f"{t * 1e3:g} ms") for t in astuple(one.slo)]
         tier = one.tier.name.lower().replace("_", " ")
         row = " | ".join([f"`{name}`", *(time or "" for time in times), tier])
@@ -147,7 +147,9 @@ def test_the_batches_page_names_every_call_field_and_option() -> None:
     calls = batches_pb2.DESCRIPTOR.services_by_name["Batches"].methods
     asked = (batches_pb2.SubmitBatchRequest, batches_pb2.GetBatchRequest, batches_pb2.BatchStatus)
     fields = [field.name for message in asked for field in message.DESCRIPTOR.fields]
-    options = [f"server.{name}" for name in base.get_config().server if name.startswith("batch_")]
+    options = [
+        f"server.{name}" for name in Config().as_dict()["server"] if name.startswith("batch_")
+    ]
     for name in (*(call.name for call in calls), *fields, *options):
         assert f"`{name}`" in page, name
     words = " ".join(page.split())

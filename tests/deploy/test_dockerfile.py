@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from absl import flags
 
-from jaxserve.configs import base
+from jaxserve.config import ServerConfig
 from jaxserve.server.startup import launch
 from tests.deploy.test_kubernetes import PODS, SERVER, container
 
@@ -26,7 +26,7 @@ def said(instruction: str) -> str:
 
 
 def test_it_says_where_the_server_listens() -> None:
-    config = base.get_config().server
+    config = ServerConfig()
     expected = {config.http_port, config.port, config.metrics_port}
     assert set(map(int, said("EXPOSE").split())) == expected
     assert f"http://localhost:{config.http_port}/health" in said("HEALTHCHECK")

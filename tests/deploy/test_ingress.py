@@ -12,10 +12,10 @@ import grpc
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
+from jaxserve.config import ConfigError
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replicas import ASK, AVOID
-from jaxserve.engine.errors import ConfigError
 from jaxserve.server.proto import generation_pb2 as pb
 
 pytestmark = pytest.mark.ray  # it has to be installed

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from jaxserve.config import ConfigError
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
-from jaxserve.engine.errors import ConfigError, HostLost
+from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb

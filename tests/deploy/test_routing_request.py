@@ -60,7 +60,7 @@ def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.Monkey
     assert (
         abs(http(RoutingRequestBuilder(config), COMPLETIONS, prompt=TEXT).prompt_len - TOKENS) <= 1
     )
-    assert tokenizer_path(config) == str(model)
+    assert tokenizer_path(config.model) == str(model)
 
 
 def test_chats_are_counted_as_their_template_writes_them(builder: RoutingRequestBuilder) -> None:

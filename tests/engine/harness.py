@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.startup.build import build_engine
@@ -69,22 +69,20 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
     Most of what a test costs is compiling steps, and their shapes come from max_rows, num_blocks,
     block_size and the buckets: as they are here, or as in `SCARCE`, somebody has compiled them.
     """
-    config = base.get_config()
-    config.model.path = str(path)
-    config.model.load_format = "random"
-    config.cache.block_size = 4
-    config.cache.num_blocks = 1024
-    config.scheduler.max_batch_tokens = 64
-    config.scheduler.max_prefill_tokens = 64
-    config.scheduler.max_rows = 32
-    config.engine.row_buckets = (8, 32)
-    config.engine.token_buckets = (64,)
-    config.engine.compilation_cache_dir = ""
-    config.engine.forbid_compile = True
-    with config.unlocked():
-        for name, value in fields.items():
-            section, key = name.split("__")
-            config[section][key] = value
+    defaults = {
+        "model__path": str(path),
+        "model__load_format": "random",
+        "cache__block_size": 4,
+        "cache__num_blocks": 1024,
+        "scheduler__max_batch_tokens": 64,
+        "scheduler__max_prefill_tokens": 64,
+        "scheduler__max_rows": 32,
+        "engine__row_buckets": (8, 32),
+        "engine__token_buckets": (64,),
+        "engine__compilation_cache_dir": "",
+        "engine__forbid_compile": True,
+    }
+    config = Config().with_fields(**{**defaults, **fields})
     built = build_engine(config, progress=False)
     built.start()
     try:

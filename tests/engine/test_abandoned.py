@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import ConfigError
 from jaxserve.engine.device.leader_executor import LeaderExecutor
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.errors import ConfigError, EngineStopped, HostLost
+from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.output import Output
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.build import assemble, build_engine
@@ -137,7 +138,7 @@ def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path
     other = {**MODEL, "max_position_embeddings": 64, "ffn_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"model\.path: d_ff is 128 here, the leader's is 64"):
-        build_executor(config, crossed, progress=Show.NOTHING, bar=iter)
+        build_executor(config.model, 1, crossed, progress=Show.NOTHING, bar=iter)
 
 
 def test_only_a_server_serves_over_hosts(tmp_path: Path) -> None:

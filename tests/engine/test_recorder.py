@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.configs import base
+from jaxserve.config import Config, ConfigError
 from jaxserve.engine import recorder as module
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.recorder import Recorder, check_path
 from jaxserve.engine.startup.build import build_engine
@@ -215,7 +214,7 @@ def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -
 
 def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    check_path("~/served.jsonl", 1)
+    check_path("~/served.jsonl")
     Story(Path("~/served.jsonl")).over()
     assert replay.read(tmp_path / "served.jsonl").header == HEADER
 
@@ -263,7 +262,7 @@ def test_two_do_not_record_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     first = Story(path)
     first.arrive(0)
-    for again in (lambda: Story(path), lambda: check_path(str(path), 1)):
+    for again in (lambda: Story(path), lambda: check_path(str(path))):
         with pytest.raises(ConfigError, match=f"^engine.record: another server records to {path}$"):
             again()
     Story(tmp_path / "other.jsonl").over()
@@ -284,28 +283,27 @@ def _older_is_a_folder(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "mib", "message"),
+    ("where", "message"),
     [
-        (str, 64, "--config.engine.record: .* is a folder"),
-        (_no_folder, 64, "--config.engine.record: there is no folder .*none"),
-        (lambda path: str(path / "file"), 0, "engine.record_mib must be at least 1, got 0"),
-        (lambda path: os.devnull, 64, f"engine.record: {os.devnull} is not a file"),
-        (_older_is_a_folder, 64, r"engine.record: .*served cannot go on as .*served\.1"),
+        (str, "--config.engine.record: .* is a folder"),
+        (_no_folder, "--config.engine.record: there is no folder .*none"),
+        (lambda path: os.devnull, f"engine.record: {os.devnull} is not a file"),
+        (_older_is_a_folder, r"engine.record: .*served cannot go on as .*served\.1"),
     ],
 )
 def test_where_nothing_can_be_written_is_said_first(
-    where: Callable[[Path], str], mib: int, message: str, tmp_path: Path
+    where: Callable[[Path], str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_path(where(tmp_path), mib)
-    check_path("", 0)
-    check_path(str(tmp_path / "file"), 1)
+        check_path(where(tmp_path))
+    check_path("")
+    check_path(str(tmp_path / "file"))
 
 
 def test_an_engine_says_it_before_it_loads_anything(tmp_path: Path) -> None:
-    config = base.get_config()
-    config.model.path = str(tmp_path / "no model")
-    config.engine.record = str(tmp_path / "none" / "file")
+    config = Config().with_fields(
+        model__path=str(tmp_path / "no model"), engine__record=str(tmp_path / "none" / "file")
+    )
     with pytest.raises(ConfigError, match=r"--config\.engine\.record: there is no folder"):
         build_engine(config, progress=False)
 

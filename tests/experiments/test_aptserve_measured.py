@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.experiments.aptserve import load as apt_load
 from jaxserve.experiments.aptserve import steps as apt_steps
 from tests.engine.harness import write_shape
@@ -23,26 +21,20 @@ STEPS = [
 
 
 @pytest.fixture
-def few_shapes(tmp_path: Path) -> Callable[[], ConfigDict]:
+def few_shapes(tmp_path: Path) -> Config:
     """A small model with random weights, with little to compile."""
-
-    def config() -> ConfigDict:
-        config = base.get_config()
-        config.model.path = str(write_shape(tmp_path, "opt"))
-        config.model.load_format = "random"
-        config.scheduler.max_rows = 8
-        config.engine.row_buckets = (8,)
-        config.engine.token_buckets = (64,)
-        config.engine.compilation_cache_dir = ""
-        return config
-
-    return config
+    return Config().with_fields(
+        model__path=str(write_shape(tmp_path, "opt")),
+        model__load_format="random",
+        scheduler__max_rows=8,
+        engine__row_buckets=(8,),
+        engine__token_buckets=(64,),
+        engine__compilation_cache_dir="",
+    )
 
 
 @pytest.mark.slow
-def test_steps_are_measured_and_rendered(
-    tmp_path: Path, few_shapes: Callable[[], ConfigDict]
-) -> None:
+def test_steps_are_measured_and_rendered(tmp_path: Path, few_shapes: Config) -> None:
     found = apt_steps.measure((2,), (8, 30), ("absorbed",), few_shapes)
     assert [(one.read, one.rows, one.tokens) for one in found] == [
         ("absorbed", 2, 8),
@@ -65,7 +57,7 @@ def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loads_are_served_and_rendered(
-    tmp_path: Path, few_shapes: Callable[[], ConfigDict], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, few_shapes: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(apt_load, "LONGEST", 63)  # what the small model takes
     found = apt_load.measure((200.0,), 40, 1, ("aptserve",), few_shapes)

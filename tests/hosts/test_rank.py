@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.configs import base
+from jaxserve.config import MeshConfig
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.rank import Seat, find_seat
 
@@ -21,9 +21,7 @@ SLURM = {
 
 
 def seat(**fields: Any) -> Seat | None:
-    config = base.get_config()
-    config.mesh.update(fields)
-    return find_seat(config.mesh)
+    return find_seat(MeshConfig(**fields))
 
 
 def test_one_host_needs_none() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint_files import check_folder
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.models.rope import inverse_frequencies
 from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params

@@ -10,8 +10,8 @@ import pytest
 
 import jaxserve
 from jaxserve import LLM, SLO, SamplingParams
+from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates.chat_template import ChatTemplate

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from typing import Any
 
-from jaxserve.configs import base
+from jaxserve.config import Config
+from jaxserve.config.tree import DEFAULTS
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.http.frontend import http_settings
@@ -23,13 +25,17 @@ from tests.server.fake_engine import FakeEngine
 
 def main() -> int:
     engine = FakeEngine()
-    config = base.get_config()
-    config.server.update(port=0, http_port=-1, metrics_port=-1, grace_s=float(sys.argv[1]))
-    config.server.exit_on_failure = "off"
+    fields: dict[str, Any] = {
+        "server__port": 0,
+        "server__http_port": -1,
+        "server__metrics_port": -1,
+        "server__grace_s": float(sys.argv[1]),
+        "server__exit_on_failure": "off",
+    }
     for field in sys.argv[2:]:
         path, _, value = field.partition("=")
-        section, name = path.split(".")
-        config[section][name] = type(config[section][name])(value)
+        fields[path.replace(".", "__")] = type(DEFAULTS[path])(value)
+    config = Config().with_fields(**fields)
 
     def obey() -> None:
         for line in sys.stdin:
@@ -45,7 +51,7 @@ def main() -> int:
 
     threading.Thread(target=obey, daemon=True).start()
     log_to_stderr(config.telemetry.log_format)
-    http, access = http_settings(config), access_settings(config)
+    http, access = http_settings(config), access_settings(config.server)
 
     def on_ready(ready: Server) -> None:
         print(ready.address, *filter(None, [ready.http_address]), sep="\n", flush=True)

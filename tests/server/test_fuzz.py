@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import tiny_cpu
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.sched.request import SLO, Tier
@@ -115,7 +116,7 @@ def engine() -> Iterator[Any]:
     if not MINUTES:
         yield FakeEngine().run()
         return
-    engine = build_engine(tiny_cpu.get_config())
+    engine = build_engine(config_from_config_dict(tiny_cpu.get_config()))
     engine.start()
     yield engine
     engine.stop()

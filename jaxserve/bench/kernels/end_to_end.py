@@ -18,7 +18,13 @@ from jaxserve.bench import runs
 from jaxserve.bench.kernels import kernel_inputs as inputs
 from jaxserve.bench.kernels.kernel_inputs import Heads
 from jaxserve.bench.load_target import EngineTarget
-from jaxserve.configs import base
+from jaxserve.config import (
+    CacheConfig,
+    Config,
+    EngineConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+)
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling import Newest
@@ -178,24 +184,30 @@ class Load:
 def throughput(load: Load, backend: str) -> dict[str, Any]:
     """The engine's, with random weights; see `runs.throughput`. Few buckets, so that it compiles
     in little time. ConfigError for a model or backend that the engine does not take."""
-    config = base.get_config()
-    if load.model == inputs.TINY:
-        config.model.path = str(inputs.TINY_FOLDER)
-    config.model.preset = "" if load.model == inputs.TINY else load.model
-    config.model.load_format = "random"
-    config.model.dtype = load.dtype
-    config.engine.attention_backend = backend
-    longest = load.input_len + load.output_len
-    config.engine.max_model_len = longest
-    config.engine.row_buckets = (load.requests,)
-    config.engine.token_buckets = (load.batch_tokens,)
-    config.engine.compilation_cache_dir = ""
-    size = choose_block_size(config.cache.block_size)
-    config.cache.num_blocks = load.requests * int(blocks_for(longest, size))
-    config.scheduler.max_rows = load.requests
-    config.scheduler.max_queue = 2 * load.requests
-    config.scheduler.max_batch_tokens = load.batch_tokens
-    config.scheduler.max_prefill_tokens = load.batch_tokens
+    tiny, longest = load.model == inputs.TINY, load.input_len + load.output_len
+    blocks = load.requests * int(blocks_for(longest, choose_block_size(0)))
+    config = Config(
+        model=ServedModelConfig(
+            path=str(inputs.TINY_FOLDER) if tiny else "",
+            preset="" if tiny else load.model,
+            load_format="random",
+            dtype=load.dtype,
+        ),
+        engine=EngineConfig(
+            attention_backend=backend,
+            max_model_len=longest,
+            row_buckets=(load.requests,),
+            token_buckets=(load.batch_tokens,),
+            compilation_cache_dir="",
+        ),
+        cache=CacheConfig(num_blocks=blocks),
+        scheduler=SchedulerConfig(
+            max_rows=load.requests,
+            max_queue=2 * load.requests,
+            max_batch_tokens=load.batch_tokens,
+            max_prefill_tokens=load.batch_tokens,
+        ),
+    )
     engine = build_engine(config, progress=False)
     engine.start()
     try:

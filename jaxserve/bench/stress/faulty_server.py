@@ -54,10 +54,10 @@ class Saboteur(Observer):
 
 def main() -> int:
     """The exit code of the server."""
-    config = read_config(sys.argv[1:])
-    config.server.update(port=0, http_port=0, metrics_port=-1)
+    given = read_config(sys.argv[1:])
+    config = given.with_fields(server__port=0, server__http_port=0, server__metrics_port=-1)
     http = http_settings(config)
-    with open_batches(config) as batches:
+    with open_batches(config.server, config.scheduler) as batches:
         # Imported late: jax takes seconds.
         from jaxserve.engine.startup.build import build_engine
 
@@ -67,7 +67,7 @@ def main() -> int:
         engine.start()
         signal.signal(signal.SIGUSR1, lambda *_: saboteur.hold())
         signal.signal(signal.SIGUSR2, lambda *_: saboteur.fail())
-        access = access_settings(config)
+        access = access_settings(config.server)
         return run_server(engine, config, _announce, batches, http, access=access)
 
 

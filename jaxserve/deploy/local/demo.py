@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from jaxserve.command_line import Parser, run
+from jaxserve.config import ConfigError
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.local.cluster import Cluster, NotReady, local_cluster
 from jaxserve.deploy.settings import Settings
-from jaxserve.engine.errors import ConfigError
 from jaxserve.server.startup.launch import jaxserve_command
 
 _MISSING = "Ray is not installed: pip install 'jaxserve[ray]'"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.config import ConfigError
 from jaxserve.engine.device.batch_layout import Layout
-from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.padding import Padding
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
+from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.device.step_model import StepModel
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup.engine_choices import Choices
 from jaxserve.engine.startup.model_options import load_shape
 from jaxserve.models import sharding
@@ -79,7 +78,8 @@ class Blueprint:
 
 
 def build_executor(
-    config: ConfigDict,
+    served: ServedModelConfig,
+    tensor: int,
     blueprint: Blueprint,
     *,
     progress: Show,
@@ -87,19 +87,20 @@ def build_executor(
     meet: Callable[[], None] = lambda: None,
 ) -> tuple[JaxExecutor, int]:
     """Loads the model, makes the pool and compiles every step; the executor, warm, and the bytes of
-    the pool, on all devices. bar: wraps what there is to compile. meet: waits for the other hosts
-    before the first thing that all do at once, and after what takes some longer than others.
-    Raises as `load_params`, and ConfigError where this host's model has another shape."""
-    step_model = _step_model(config, blueprint)
+    the pool, on all devices. tensor: as `mesh.tensor` has it. bar: wraps what there is to compile.
+    meet: waits for the other hosts before the first thing that all do at once, and after what takes
+    some longer than others. Raises as `load_params`, and ConfigError where this host's model has
+    another shape."""
+    step_model = _step_model(served, tensor, blueprint)
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
     params = load_params(
-        config.model.path,
+        served.path,
         family,
         model,
         dtype=jnp.dtype(blueprint.dtype),
         mesh=mesh,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
+        load_format=served.load_format,
+        seed=served.seed,
         progress=progress,
     )
     meet()
@@ -108,7 +109,7 @@ def build_executor(
     pool = make_pool(
         model.num_layers,
         blueprint.allocated_blocks,
-        sharding.pool_kv_heads(model, config.mesh.tensor),
+        sharding.pool_kv_heads(model, tensor),
         blueprint.block_size,
         model.head_dim,
         jnp.dtype(blueprint.cache_dtype),
@@ -126,15 +127,14 @@ def build_executor(
     return executor, pool.nbytes
 
 
-def _step_model(config: ConfigDict, blueprint: Blueprint) -> StepModel:
-    family, model, _ = load_shape(config)
+def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) -> StepModel:
+    family, model, _ = load_shape(served)
     own = _shape(model)
     for name, value in blueprint.shape.items():
         if own.get(name) != value:
             raise ConfigError(
                 f"model.path: {name} is {own.get(name)} here, the leader's is {value}"
             )
-    tensor = config.mesh.tensor
     return StepModel(
         family,
         model,

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxserve import __version__
+from jaxserve.config import JSON, Config, ConfigError
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.leader_executor import LeaderExecutor
 from jaxserve.engine.engine import Engine, EngineOptions
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
@@ -39,7 +38,7 @@ from jaxserve.sched.simulation.recording.recording import Header
 
 
 def build_engine(
-    config: ConfigDict,
+    config: Config,
     *,
     progress: bool = True,
     seat: Seat | None = None,
@@ -47,13 +46,13 @@ def build_engine(
 ) -> Engine:
     """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
 
-    config: see `configs/base.py`. progress: show a bar meanwhile, or lines where stderr is no
+    progress: show a bar meanwhile, or lines where stderr is no
     terminal or the log is JSON. seat: of the leader, where several hosts serve the model together;
     `jaxserve.engine.startup.follower_executor` is for the others. starter: of those, None where
     they are started beside. Raises ConfigError with one clear line.
     """
     with config_errors():
-        check_path(config.engine.record, config.engine.record_mib)
+        check_path(config.engine.record)
         if seat is None:
             if config.mesh.hosts != 1:
                 raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
@@ -76,24 +75,28 @@ def _check_device() -> None:
 
 
 def _build(
-    config: ConfigDict,
+    config: Config,
     progress: bool,
     group: Group | None = None,
     memory: tuple[str, int] | None = None,
 ) -> Engine:
     """memory: as in `choose`."""
     _check_device()
-    config = config.copy_and_resolve_references()
-    config.engine.compilation_cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
-    chosen = cost_model_cache.with_pool_as_before(config, choose(config, memory))
-    tokenizer = load_tokenizer(tokenizer_path(config), chosen.model.config.vocab_size)
+    cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
+    config = config.with_fields(engine__compilation_cache_dir=cache_dir)
+    chosen = cost_model_cache.with_pool_as_before(
+        cache_dir, config.mesh.tensor, choose(config, memory)
+    )
+    tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
     blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
     if group is not None:
         group.tell(Message(BUILD, blueprint.plain()))
-    show = Show.of(progress, lines=config.telemetry.log_format == "json")
+    show = Show.of(progress, lines=config.telemetry.log_format == JSON)
     bar = _bar("compiling", show)
     meet = _alone if group is None else group.meet
-    local, pool_bytes = build_executor(config, blueprint, progress=show, bar=bar, meet=meet)
+    local, pool_bytes = build_executor(
+        config.model, config.mesh.tensor, blueprint, progress=show, bar=bar, meet=meet
+    )
     executor: Executor = local
     if group is not None:
         group.meet()
@@ -102,7 +105,7 @@ def _build(
     engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=show)
     if group is not None:
         share_fate(engine, group)
-    compilation_cache.note(config.engine.compilation_cache_dir)
+    compilation_cache.note(cache_dir)
     return engine
 
 
@@ -111,7 +114,7 @@ def _alone() -> None:
 
 
 def assemble(
-    config: ConfigDict,
+    config: Config,
     chosen: Choices,
     executor: Executor,
     tokenizer: Tokenizer,
@@ -156,7 +159,7 @@ def assemble(
     return engine
 
 
-def _header(config: ConfigDict, chosen: Choices, info: EngineInfo, prior: Prior) -> Header:
+def _header(config: Config, chosen: Choices, info: EngineInfo, prior: Prior) -> Header:
     return Header(
         began=datetime.datetime.now(datetime.UTC).isoformat(),
         versions={"jaxserve": __version__, "jax": jax.__version__},
@@ -184,7 +187,7 @@ def _bar(name: str, show: Show) -> Progress:
 
 
 def _info(
-    config: ConfigDict, chosen: Choices, scheduler: Scheduler, prior: Prior, pool_bytes: int
+    config: Config, chosen: Choices, scheduler: Scheduler, prior: Prior, pool_bytes: int
 ) -> EngineInfo:
     path = str(config.model.path).rstrip("/")
     step_model = chosen.model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.hosts.errors import GroupError
 from jaxserve.weights import CheckpointError
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxserve import __version__
 from jaxserve.engine.startup.engine_choices import Choices
@@ -23,14 +22,14 @@ TIMING, POOLS = "timing.json", "pools.json"
 _MUCH = 4  # times as many blocks as there were: reason enough to compile again
 
 
-def key_of(config: ConfigDict, chosen: Choices) -> dict[str, Any]:
+def key_of(tensor: int, chosen: Choices) -> dict[str, Any]:
     """All that the times of the steps depend on, and what they are compiled for but the pool."""
     model, device = chosen.model, jax.devices()[0]
     return {
         "model": dataclasses.asdict(model.config),
         "device": device.device_kind,
         "processors": os.cpu_count() if device.platform == "cpu" else None,
-        "tensor": config.mesh.tensor,
+        "tensor": tensor,
         "backend": model.backend,
         "hidden_read": model.hidden_read,
         "moves_cache": chosen.policy.moves_cache,
@@ -60,12 +59,13 @@ def keep(directory: str, key: dict[str, Any], found: Coefficients) -> None:
     _write(directory, TIMING, _name(key), found.as_dict())
 
 
-def with_pool_as_before(config: ConfigDict, chosen: Choices) -> Choices:
+def with_pool_as_before(directory: str, tensor: int, chosen: Choices) -> Choices:
     """With the pool of the last such start, whose steps are compiled, where the size is this
-    server's own choice, and that one is no larger and not much smaller; it is kept for the next."""
+    server's own choice, and that one is no larger and not much smaller; it is kept for the next.
+    directory: "" for none."""
     if not chosen.modest:
         return chosen
-    directory, name = config.engine.compilation_cache_dir, _name(key_of(config, chosen))
+    name = _name(key_of(tensor, chosen))
     match _read(directory, POOLS).get(name):
         case [int(blocks), int(allocated)] if (
             2 <= blocks <= allocated <= chosen.allocated_blocks < _MUCH * blocks

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
+from jaxserve.config import CacheConfig, Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
 from jaxserve.engine.device.sampling_state import MAX_EOS
 from jaxserve.engine.device.step_model import StepModel, activations_in, cached_in
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup.hidden_options import choose_read, given_rho
 from jaxserve.engine.startup.model_options import choose_dtype, choose_max_len, load_shape
 from jaxserve.engine.startup.pool_size import (
@@ -41,7 +39,6 @@ from jaxserve.weights import param_bytes
 
 log = logging.getLogger(__name__)
 
-MAX_SEED = 2**31 - 1
 # Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
 # save in steps fitted to few of them is little beside compiling twice as many.
 UNFITTED = frozenset({"cpu"})
@@ -70,32 +67,41 @@ class Choices:
     modest: bool = False
 
 
-def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices:
+def choose(config: Config, memory: tuple[str, int] | None = None) -> Choices:
     """memory: name of the device with the least of it, and bytes that are free there, if it is not
     to be measured here. Raises ConfigError, or ValueError or OSError, with one clear line."""
-    family, model, hf = load_shape(config)
+    family, model, hf = load_shape(config.model)
     _check_ends(model)
     tensor = config.mesh.tensor
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     max_model_len = choose_max_len(config.engine.max_model_len, model)
-    policy = _policy(config)
-    limits = _limits(config, policy, max_model_len)
-    demand = _demand(config, limits, max_model_len)
+    policy = _policy(config.scheduler)
+    limits = _limits(config.scheduler, policy, max_model_len)
+    demand = _demand(config.cache, limits, max_model_len)
+    _check_tables(config.scheduler.max_queue, demand)
     pool_heads = sharding.pool_kv_heads(model, tensor)
     read = choose_read(config.cache.hidden_read, config.scheduler.policy, policy, model)
     given = given_rho(config.cache.rho, read)
     dtype = choose_dtype(config.model.dtype, hf, hidden=read is not None)
     activations = activations_in(jax.default_backend(), dtype)
-    backend, read = _backend(config, model, activations, read, demand.block_size, pool_heads)
+    backend, read = _backend(
+        config.engine.attention_backend,
+        tensor,
+        model,
+        activations,
+        read,
+        demand.block_size,
+        pool_heads,
+    )
     cached = cached_in(jax.default_backend(), dtype, backend, hidden=read is not None)
     kernels, width = get_backend(backend), blocks_a_plane(max_model_len, demand.block_size)
     buckets = make_buckets(
         limits.max_rows,
         limits.max_batch_tokens,
         width=width,
-        rows=tuple(config.engine.row_buckets),
-        tokens=tuple(config.engine.token_buckets),
+        rows=config.engine.row_buckets,
+        tokens=config.engine.token_buckets,
         hidden=read is not None,
         fitted=jax.default_backend() not in UNFITTED,
         decode_group=kernels.decode_group,
@@ -128,7 +134,7 @@ def choose(config: ConfigDict, memory: tuple[str, int] | None = None) -> Choices
         pool_heads,
         given,
         host_slots(config.cache.host_gib, policy, model, cached, pool_heads // jax.process_count()),
-        _profile(config, model, read if given is None else None),
+        _profile(config.scheduler, model, read if given is None else None),
         demand.modest,
     )
 
@@ -142,7 +148,8 @@ def _check_ends(model: ModelConfig) -> None:
 
 
 def _backend(
-    config: ConfigDict,
+    wanted: str,
+    shards: int,
     model: ModelConfig,
     dtype: jnp.dtype,
     read: str | None,
@@ -152,11 +159,10 @@ def _backend(
     """The kernels to serve with, and how they read hidden caches. Says so once if the platform's
     own ones do not fit the model; if it is hidden caches alone that they cannot read, there are
     none, for the others would slow down all."""
-    shards = config.mesh.tensor
 
     def select(*kinds: int) -> tuple[str, str | None]:
         return select_backend(
-            config.engine.attention_backend,
+            wanted,
             kinds=kinds,
             num_heads=model.num_heads // shards,
             kv_heads=pool_heads // shards,
@@ -179,10 +185,10 @@ def _backend(
     return name, read
 
 
-def _policy(config: ConfigDict) -> Policy:
-    name = config.scheduler.policy
+def _policy(config: SchedulerConfig) -> Policy:
+    name = config.policy
     try:
-        policy = make_policy(name, **config.scheduler.params)
+        policy = make_policy(name, **config.params)
     except ValueError as error:
         raise ConfigError(f"scheduler.policy: {error}") from error
     if policy.hypothetical:
@@ -193,10 +199,10 @@ def _policy(config: ConfigDict) -> Policy:
     return policy
 
 
-def _profile(config: ConfigDict, model: ModelConfig, read: str | None) -> System | None:
+def _profile(config: SchedulerConfig, model: ModelConfig, read: str | None) -> System | None:
     """None if none is named. read: how hidden caches are read, if it has to know what that
     costs."""
-    path = config.scheduler.profile
+    path = config.profile
     if not path:
         return None
     try:
@@ -214,7 +220,7 @@ def _profile(config: ConfigDict, model: ModelConfig, read: str | None) -> System
     if profile.rho is None:
         raise ConfigError(
             f"scheduler.profile: {path}: it was measured without hidden caches, which "
-            f"scheduler.policy={config.scheduler.policy} plans; give cache.rho, or measure it with "
+            f"scheduler.policy={config.policy} plans; give cache.rho, or measure it with "
             "that policy"
         )
     measured = PROJECTED if profile.projects else ABSORBED
@@ -226,44 +232,24 @@ def _profile(config: ConfigDict, model: ModelConfig, read: str | None) -> System
     return profile
 
 
-def _limits(config: ConfigDict, policy: Policy, max_model_len: int) -> Limits:
-    given = config.scheduler
+def _limits(given: SchedulerConfig, policy: Policy, max_model_len: int) -> Limits:
     try:
         # Whole prompts know no P (InferMax Table 1).
         prefill = given.max_prefill_tokens if policy.chunked else given.max_batch_tokens
         limits = Limits(given.max_batch_tokens, prefill, given.max_rows)
     except ValueError as error:
         raise ConfigError(f"scheduler.{error}") from error
-    if limits.max_rows > limits.max_batch_tokens:
-        raise ConfigError(
-            f"scheduler.max_rows ({limits.max_rows}) must be at most scheduler.max_batch_tokens "
-            f"({limits.max_batch_tokens}): each request of a batch has at least a token in it"
-        )
     if not policy.chunked and limits.max_batch_tokens < max_model_len:
         raise ConfigError(
             f"scheduler.policy={given.policy} computes a prompt in one step, so "
             f"scheduler.max_batch_tokens ({limits.max_batch_tokens}) must be at least the longest "
             f"request ({max_model_len} tokens); raise it, or lower engine.max_model_len"
         )
-    if given.max_queue < 0:
-        raise ConfigError(f"scheduler.max_queue must be at least 0, got {given.max_queue}")
-    if not 0 <= given.seed <= MAX_SEED:
-        raise ConfigError(f"scheduler.seed must be 0 to {MAX_SEED}, got {given.seed}")
     return limits
 
 
-def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
-    cache = config.cache
-    if cache.num_blocks < 0 or cache.num_blocks == 1:
-        raise ConfigError(
-            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
-            f"got {cache.num_blocks}"
-        )
-    if not 0 <= cache.memory_gib < math.inf:
-        raise ConfigError(f"cache.memory_gib must be at least 0, got {cache.memory_gib}")
-    if not 0 < cache.memory_fraction <= 1:
-        raise ConfigError(f"cache.memory_fraction must be in (0, 1], got {cache.memory_fraction}")
-    demand = Demand(
+def _demand(cache: CacheConfig, limits: Limits, max_model_len: int) -> Demand:
+    return Demand(
         num_blocks=cache.num_blocks,
         block_size=choose_block_size(cache.block_size),
         memory_bytes=int(cache.memory_gib * GIB),
@@ -273,8 +259,6 @@ def _demand(config: ConfigDict, limits: Limits, max_model_len: int) -> Demand:
         max_batch_tokens=limits.max_batch_tokens,
         modest=jax.default_backend() == "cpu" and not (cache.num_blocks or cache.memory_gib),
     )
-    _check_tables(config.scheduler.max_queue, demand)
-    return demand
 
 
 def _check_tables(max_queue: int, demand: Demand) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
+from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.executor import Executor, Handle, Undrawn
 from jaxserve.engine.device.leader_executor import Calls
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as the leader has
 
 
-def follow(config: ConfigDict, seat: Seat, on_ready: Callable[[], None]) -> None:
-    """Serves with the others until the leader ends. config: as the leader's, see
-    configs/base.py. on_ready: called once this host serves. Raises ConfigError and GroupError;
-    where the leader is lost, the process ends with exit code 1."""
+def follow(config: Config, seat: Seat, on_ready: Callable[[], None]) -> None:
+    """Serves with the others until the leader ends. config: as the leader's. on_ready: called once
+    this host serves. Raises ConfigError and GroupError; where the leader is lost, the process ends
+    with exit code 1."""
     with config_errors():
         link, address = join(seat, profile_of(config, seat))
         try:
@@ -58,18 +58,24 @@ def follow(config: ConfigDict, seat: Seat, on_ready: Callable[[], None]) -> None
     executor.close()
 
 
-def _build(config: ConfigDict, link: Link) -> Executor:
+def _build(config: Config, link: Link) -> Executor:
     name, free = free_memory()
     facts = {"device": jax.local_devices()[0].device_kind, "memory": [name, free]}
     link.send(Message(FACTS, facts))
     message = link.receive()
     if message.name != BUILD:  # a leader that has closed
         raise GroupError("the leader has ended before it was ready")
-    config = config.copy_and_resolve_references()
     compilation_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
     together = functools.partial(meet, link)
-    executor, _ = build_executor(config, blueprint, progress=Show.NOTHING, bar=iter, meet=together)
+    executor, _ = build_executor(
+        config.model,
+        config.mesh.tensor,
+        blueprint,
+        progress=Show.NOTHING,
+        bar=iter,
+        meet=together,
+    )
     together()
     link.hurry()
     return executor

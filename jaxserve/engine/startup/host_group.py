@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxserve import __version__
+from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import HostLost
 from jaxserve.engine.startup.config_errors import first_line
@@ -33,13 +33,13 @@ _OWN = frozenset(
 )
 
 
-def profile_of(config: ConfigDict, seat: Seat) -> dict[str, Any]:
+def profile_of(config: Config, seat: Seat) -> dict[str, Any]:
     """What has to be the same on all hosts, by name, as JSON has it."""
-    fields = {
-        name: value
-        for section in _SECTIONS
-        for name, value in _leaves(config[section], f"{section}.")
-        if name not in _OWN
+    fields: dict[str, Any] = {
+        f"{section}.{name}": value
+        for section, values in config.as_dict().items()
+        for name, value in values.items()
+        if section in _SECTIONS and f"{section}.{name}" not in _OWN
     }
     fields |= {"mesh.hosts": seat.hosts, "jaxserve": __version__, "jax": jax.__version__}
     plain: dict[str, Any] = json.loads(json.dumps(fields))
@@ -47,7 +47,7 @@ def profile_of(config: ConfigDict, seat: Seat) -> dict[str, Any]:
 
 
 def lead(
-    config: ConfigDict, seat: Seat, starter: Starter | None = None
+    config: Config, seat: Seat, starter: Starter | None = None
 ) -> tuple[Group, tuple[str, int]]:
     """The group, with JAX started over all of it, and the least memory that is free on a device of
     any host: its name, and bytes. starter: as `gather`. Raises GroupError."""
@@ -83,11 +83,3 @@ def share_fate(engine: Engine, group: Group) -> None:
 
     engine.add_failure_listener(tell)
     group.on_loss(lambda why: engine.abandon(HostLost(why)))
-
-
-def _leaves(section: ConfigDict, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, ConfigDict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

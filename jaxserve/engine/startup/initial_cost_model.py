@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
+from jaxserve.config import Config
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.startup import cost_model_cache
 from jaxserve.engine.startup.engine_choices import Choices
@@ -27,14 +26,17 @@ class Prior:
 
 
 def find_prior(
-    config: ConfigDict, chosen: Choices, executor: Executor, progress: Progress = iter
+    config: Config, chosen: Choices, executor: Executor, progress: Progress = iter
 ) -> Prior:
     """The profile that the configuration names, else what was kept from an earlier start, else what
     is timed on the executor, which is warm and serves nobody."""
     if chosen.profile is not None:
         source = f"profile {Path(config.scheduler.profile).name}"
         return _with_rho(chosen.profile.cost_model, chosen, source)
-    directory, key = config.engine.compilation_cache_dir, cost_model_cache.key_of(config, chosen)
+    directory, key = (
+        config.engine.compilation_cache_dir,
+        cost_model_cache.key_of(config.mesh.tensor, chosen),
+    )
     num_layers = chosen.model.config.num_layers
     known = cost_model_cache.find(directory, key)
     beside = executor.copies_beside

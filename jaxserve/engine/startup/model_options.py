@@ -8,42 +8,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.startup.cpu_bfloat16 import has_instructions
 from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models.base import Family, ModelConfig
-from jaxserve.weights import FORMATS, checkpoint_dtype, load_config, load_preset
-from jaxserve.weights.config import DTYPES
+from jaxserve.weights import checkpoint_dtype, load_config, load_preset
 
 
-def load_shape(config: ConfigDict) -> tuple[Family, ModelConfig, dict[str, Any]]:
+def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """The family, the model's shape and its Hugging Face config: of the checkpoint, or for random
     weights of a preset. Raises ConfigError where neither is named, CheckpointError where it cannot
     be read."""
-    path, name, load_format = config.model.path, config.model.preset, config.model.load_format
-    if load_format not in FORMATS:
-        raise ConfigError(
-            f"model.load_format must be one of {', '.join(FORMATS)}, got {load_format!r}"
-        )
-    if path:
-        return load_config(path)
-    if load_format != "random":
+    if served.path:
+        return load_config(served.path)
+    if served.load_format != "random":
         raise ConfigError(
             "model.path is empty: give a checkpoint directory, or model.preset with "
             "model.load_format=random"
         )
-    if not name:
+    if not served.preset:
         raise ConfigError("model.preset is empty: random weights need a shape, such as opt-125m")
-    return load_preset(name)
+    return load_preset(served.preset)
 
 
-def tokenizer_path(config: ConfigDict) -> str | None:
+def tokenizer_path(served: ServedModelConfig) -> str | None:
     """The directory to load a tokenizer from. None for random weights that have none: they write
     noise anyway."""
-    path: str = os.path.expanduser(config.model.path)
-    optional = config.model.load_format == "random"
+    path = os.path.expanduser(served.path)
+    optional = served.load_format == "random"
     return None if optional and not os.path.isfile(os.path.join(path, FILE_NAME)) else path
 
 
@@ -54,7 +47,7 @@ def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.
     auto: the checkpoint's own, but on TPUs, which do not compute in float16, bfloat16 for that. On
     CPUs bfloat16 if the checkpoint says that it is, so that nothing of it is lost, the processor
     has instructions for it, and no hidden caches are to be read, whose parts of the weights would
-    be converted at every call; else float32. Raises ConfigError for other names.
+    be converted at every call; else float32.
     """
     if name == "auto":
         stored = checkpoint_dtype(hf)
@@ -64,8 +57,6 @@ def choose_dtype(name: str, hf: dict[str, Any], *, hidden: bool = False) -> jnp.
         stored = stored or jnp.dtype(jnp.bfloat16)
         on_tpu = jax.default_backend() == "tpu"
         return jnp.dtype(jnp.bfloat16) if on_tpu and stored == jnp.float16 else stored
-    if name not in DTYPES:
-        raise ConfigError(f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {name!r}")
     return jnp.dtype(name)
 
 

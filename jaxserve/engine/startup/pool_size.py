@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxserve.config import ConfigError
 from jaxserve.engine.device.cache_moves import STAGED_SLOTS
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
 from jaxserve.pallas_kernels import block_bytes, default_block_size
@@ -47,9 +46,7 @@ class Room:
 
 
 def choose_block_size(wanted: int) -> int:
-    """Tokens of a block as cache.block_size has it, 0 being what suits the device. ConfigError."""
-    if wanted < 0:
-        raise ConfigError(f"cache.block_size must be at least 0, got {wanted}")
+    """Tokens of a block as cache.block_size has it, 0 being what suits the device."""
     return wanted or default_block_size(jax.default_backend())
 
 
@@ -161,8 +158,6 @@ def host_slots(
 ) -> int:
     """Slots, of one plane and all layers each, that host memory for checkpoints holds. heads: KV
     heads that one host keeps. ConfigError if it is not for a policy that makes any."""
-    if not 0 <= gib < math.inf:
-        raise ConfigError(f"cache.host_gib must be at least 0, got {gib}")
     if gib and not policy.moves_cache:
         raise ConfigError(f"cache.host_gib={gib:g}: the policy makes no checkpoints")
     return int(gib * GIB // _slot_bytes(config, dtype, heads))

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders
 
 from jaxserve.checkpoint_files import read_text
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.text.text_limit import BYTE_OF_CHAR, text_limit
 from jaxserve.sched.request import InvalidRequest, too_many_tokens
 

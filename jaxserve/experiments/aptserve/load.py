@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from jaxserve.bench import runs
 from jaxserve.bench.load_target import EngineTarget
+from jaxserve.config import Config
+from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.stats import Observer
 from jaxserve.experiments.common.claims import Row, Section
@@ -36,6 +38,7 @@ SCALE, LONGEST = 1 / 3, 255  # of ShareGPT's lengths; tokens in and out of one r
 HELD = 10  # requests whose K and V the pool holds, at their mean final length
 SLO_ASKED = SLO(ttft=2.0, tbt=1.0)
 FILE_NAME = "aptserve_load.json"
+_BLOCK = 16  # tokens
 COMMAND = "python -m jaxserve.experiments.aptserve --measure=load"
 
 
@@ -68,16 +71,18 @@ def workload(rate: float, repeat: int, count: int) -> Workload:
     return Workload.of(arrival, Lengths(prompt, output), limit=output, terms=terms)
 
 
-def config_of(policy: str, config: Any) -> Any:
+def config_of(policy: str, config: Config) -> Config:
     """The configuration, for serving with this policy from a small pool."""
-    config.scheduler.policy = policy
-    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = LONGEST + 1
-    config.engine.max_model_len = LONGEST + 1
-    config.cache.block_size = 16
     sample = workload(1.0, 0, 1000)
     mean = float((sample.prompt_len + sample.output_len).mean())
-    config.cache.num_blocks = HELD * int(blocks_for(math.ceil(mean), config.cache.block_size))
-    return config
+    return config.with_fields(
+        scheduler__policy=policy,
+        scheduler__max_batch_tokens=LONGEST + 1,
+        scheduler__max_prefill_tokens=LONGEST + 1,
+        engine__max_model_len=LONGEST + 1,
+        cache__block_size=_BLOCK,
+        cache__num_blocks=HELD * int(blocks_for(math.ceil(mean), _BLOCK)),
+    )
 
 
 def measure(
@@ -85,16 +90,17 @@ def measure(
     count: int = REQUESTS,
     repeats: int = REPEATS,
     policies: Sequence[str] = POLICIES,
-    base: Callable[[], Any] = opt_125m_cpu.get_config,
+    base: Config | None = None,
 ) -> list[Load]:
     """On this machine. Repeats go round all policies and rates, so that a disturbance falls on one
-    sample of several. base: the configuration to start from."""
+    sample of several. base: the configuration to start from, `opt_125m_cpu` without one."""
     from jaxserve.engine.startup.build import build_engine
 
+    base = base or config_from_config_dict(opt_125m_cpu.get_config())
     engines: dict[str, Any] = {}
     try:
         for policy in policies:
-            engines[policy] = build_engine(config_of(policy, base()), progress=sys.stderr.isatty())
+            engines[policy] = build_engine(config_of(policy, base), progress=sys.stderr.isatty())
             engines[policy].start()
             runs.warm_up(EngineTarget(engines[policy]), 8, 32, 16, 0)
         kinds = {policy: _Kinds(engine) for policy, engine in engines.items()}

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from jaxserve.config import Config
+from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.engine.startup.step_timer import CHAIN, Shape, StepTimer
@@ -47,16 +48,17 @@ def measure(
     rows: Sequence[int] = ROWS,
     tokens: Sequence[int] = TOKENS,
     reads: Sequence[str] = READS,
-    base: Callable[[], Any] = opt_125m_cpu.get_config,
+    base: Config | None = None,
 ) -> list[StepTimes]:
     """On this machine; an engine for either way of reading. base: the configuration to start
-    from."""
+    from, `opt_125m_cpu` without one."""
     # Imported late: jax takes seconds, and the page can be written without it.
     from jaxserve.engine.startup.build import build_engine
 
+    base = base or config_from_config_dict(opt_125m_cpu.get_config())
     found = []
     for read in reads:
-        engine = build_engine(_config(base(), read, rows, tokens), progress=False)
+        engine = build_engine(_config(base, read, rows, tokens), progress=False)
         timer = StepTimer(engine.executor, engine.info().num_blocks)
         for count in rows:
             for length in tokens:
@@ -78,21 +80,22 @@ def _pair(timer: StepTimer, shape: Shape) -> tuple[float, float]:
     return statistics.median(kv), statistics.median(other)
 
 
-def _config(config: Any, read: str, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-    config.scheduler.policy = "aptserve_s"
-    config.scheduler.max_rows = rows[-1]
-    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = rows[-1]
-    config.engine.row_buckets = tuple(rows)
-    config.engine.token_buckets = (rows[-1],)
-    config.engine.max_model_len = tokens[-1] + 1
-    config.engine.compilation_cache_dir = ""
-    config.cache.hidden_read = read
-    config.cache.rho = "0"
-    config.cache.memory_gib = 0.0
-    size = choose_block_size(config.cache.block_size)
-    request = blocks_for(config.engine.max_model_len, size)
-    config.cache.num_blocks = rows[-1] * int(request)
-    return config
+def _config(config: Config, read: str, rows: Sequence[int], tokens: Sequence[int]) -> Config:
+    size, longest = choose_block_size(config.cache.block_size), tokens[-1] + 1
+    return config.with_fields(
+        scheduler__policy="aptserve_s",
+        scheduler__max_rows=rows[-1],
+        scheduler__max_batch_tokens=rows[-1],
+        scheduler__max_prefill_tokens=rows[-1],
+        engine__row_buckets=tuple(rows),
+        engine__token_buckets=(rows[-1],),
+        engine__max_model_len=longest,
+        engine__compilation_cache_dir="",
+        cache__hidden_read=read,
+        cache__rho="0",
+        cache__memory_gib=0.0,
+        cache__num_blocks=rows[-1] * int(blocks_for(longest, size)),
+    )
 
 
 def dump(found: Sequence[StepTimes], path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.access.key_file import ApiKey, check_other, digest_of, parse_lines
 from jaxserve.server.access.key_limits import RateLimited, TooManyRequests, Usage
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 _LOCAL = "localhost"
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")

@@ -6,9 +6,8 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.browser_origins import Browsers, own_names
 from jaxserve.server.access.key_file import parse_lines
@@ -41,10 +40,9 @@ class Access:
         return "http" if self.tls is None else "https"
 
 
-def access_settings(config: Any) -> Access:
-    """What the config of a server says, and the keys in the environment's JAXSERVE_API_KEYS: lines
+def access_settings(server: ServerConfig) -> Access:
+    """What is set for a server, and the keys in the environment's JAXSERVE_API_KEYS: lines
     as in the file, which semicolons may separate, too. Raises ConfigError."""
-    server = config.server
     try:
         text = os.environ.get(KEYS_VARIABLE, "").replace(";", "\n")
         fixed = parse_lines(text, KEYS_VARIABLE)
@@ -55,8 +53,8 @@ def access_settings(config: Any) -> Access:
     return Access(keys, _tls(server), _origins(server.cors_origins), hosts)
 
 
-def _tls(server: Any) -> Tls | None:
-    cert, key, client_ca = (server[f"tls_{name}"] for name in ("cert", "key", "client_ca"))
+def _tls(server: ServerConfig) -> Tls | None:
+    cert, key, client_ca = server.tls_cert, server.tls_key, server.tls_client_ca
     if not (cert or key or client_ca):
         return None
     for name, value in (("cert", cert), ("key", key)):

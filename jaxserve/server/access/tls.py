@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 log = logging.getLogger(__name__)
 _OTHER_TIME = {9: "is not valid yet", 10: "has expired"}  # OpenSSL's X509_V_ERR_CERT_*

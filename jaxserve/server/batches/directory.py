@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 
 class LockedDirectory:

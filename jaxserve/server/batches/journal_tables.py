@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 _VERSION = 2  # of the tables
 _LOG_BYTES = 64 << 20  # of the write-ahead log, once what was in it has been written back

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.access.api_keys import Keys, Unauthenticated
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.grpc.batches_service import BatchesService

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from jaxserve.config import Config
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import Batches
 from jaxserve.server.http.admission_middleware import Doorkeeper
@@ -29,7 +29,7 @@ class HttpSettings:
     limits: Limits
 
 
-def http_settings(config: Any) -> HttpSettings | None:
+def http_settings(config: Config) -> HttpSettings | None:
     """What the config says; None: no HTTP. Raises ConfigError for a chat template that cannot be
     read."""
     if config.server.http_port < 0:

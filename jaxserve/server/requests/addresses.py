@@ -7,7 +7,7 @@ import errno
 import socket
 from typing import Any
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 
 Address = tuple[socket.AddressFamily, Any]
 ATTEMPTS = 20

@@ -6,9 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.workloads.classes import parse_terms
@@ -61,10 +60,10 @@ def permitted(asked: ServiceLevel, said: bool, key: ApiKey | None) -> ServiceLev
     return asked
 
 
-def slo_classes(config: Any) -> dict[str, ServiceLevel]:
-    """Those of `config.server.slo_classes`, by name, in alphabetical order. Raises ConfigError,
+def slo_classes(texts: Mapping[str, object]) -> dict[str, ServiceLevel]:
+    """Those of `server.slo_classes`, by name, in alphabetical order. Raises ConfigError,
     naming the class."""
-    given = dict(sorted(config.server.slo_classes.items()))
+    given = dict(sorted(texts.items()))
     if len(given) > MAX_CLASSES:
         problem = f"has {len(given)} classes; at most {MAX_CLASSES} are allowed"
         raise ConfigError(f"server.slo_classes: {problem}")

@@ -1,18 +1,15 @@
-"""What `jaxserve serve --help` prints: flags, and fields as configs/base.py explains them."""
+"""What `jaxserve serve --help` prints: flags, and fields as their docstrings explain them."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import textwrap
 from collections.abc import Mapping
 
-from ml_collections import ConfigDict
+from jaxserve.config import Config
+from jaxserve.config.tree import field_docs, section_docs
 
-from jaxserve.configs import base
 
-
-def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> str:
+def help_text(shortcuts: Mapping[str, tuple[str, str]], config: Config) -> str:
     """shortcuts: flags beside --config, each with the field that it sets and what that is. config:
     whose values are shown."""
     lines = [
@@ -33,49 +30,14 @@ def help_text(shortcuts: Mapping[str, tuple[str, str]], config: ConfigDict) -> s
     for name, (path, text) in shortcuts.items():
         lines += [f"  --{name}=VALUE", *_wrapped(f"{text}; the same as --config.{path}")]
     lines += ["", "Fields, with the values that they have:"]
-    functions = _functions()
-    for section in base.get_config():
-        lines += ["", f"{section}: {ast.get_docstring(functions[section])}"]
-        for name, comment in field_comments(section).items():
-            value = config[section][name]
-            if isinstance(value, ConfigDict):
-                value = ", ".join(f"{key}={text}" for key, text in value.items())
-            lines += [f"  --config.{section}.{name}={value}", *_wrapped(comment)]
+    for section, what in section_docs().items():
+        lines += ["", f"{section}: {what}"]
+        for name, text in field_docs(section).items():
+            value = getattr(getattr(config, section), name)
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{key}={own}" for key, own in value.items())
+            lines += [f"  --config.{section}.{name}={value}", *_wrapped(text)]
     return "\n".join(lines)
-
-
-def field_comments(section: str) -> dict[str, str]:
-    """By name of a field of the section: the comment that stands above it in base.py."""
-    lines, found = inspect.getsource(base).splitlines(), {}
-    functions = _functions()
-    for key in _fields(functions[section], functions):
-        words: list[str] = []
-        for line in reversed(lines[: key.lineno - 1]):
-            if not line.strip().startswith("#"):
-                break
-            words.insert(0, line.strip().lstrip("# "))
-        found[str(key.value)] = " ".join(words)
-    return found
-
-
-def _functions() -> dict[str, ast.FunctionDef]:
-    """By section, and by what sections have from elsewhere: the function with the fields."""
-    nodes = ast.parse(inspect.getsource(base)).body
-    return {node.name[1:]: node for node in nodes if isinstance(node, ast.FunctionDef)}
-
-
-def _fields(
-    function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]
-) -> list[ast.Constant]:
-    (returned,) = (node for node in function.body if isinstance(node, ast.Return))
-    assert isinstance(returned.value, ast.Dict)
-    found: list[ast.Constant] = []
-    for key, value in zip(returned.value.keys, returned.value.values, strict=True):
-        if isinstance(key, ast.Constant):
-            found.append(key)
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):  # **_name()
-            found += _fields(functions[value.func.id[1:]], functions)
-    return found
 
 
 def _wrapped(text: str) -> list[str]:

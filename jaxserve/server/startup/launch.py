@@ -6,12 +6,11 @@ Nothing here imports jax, so that a mistake shows before anything slow starts.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from ml_collections import ConfigDict, config_flags
 from jaxserve import __version__
 from jaxserve.checkpoint_files import check_folder
 from jaxserve.command_line import with_underscores
+from jaxserve.config import AUTO, Config, ConfigError, ServerConfig
+from jaxserve.config.config_dict import config_from_config_dict
+from jaxserve.config.tree import DEFAULTS, OPEN_FIELDS, did_you_mean_field
 from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.hub import download, is_hub_id
 from jaxserve.server.access.options import KEY_VARIABLE, Access
-from jaxserve.server.batches.options import check_batches
 from jaxserve.server.requests.addresses import bind
-from jaxserve.server.requests.options import check_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 from jaxserve.server.startup.flag_hints import hint
@@ -36,10 +35,6 @@ from jaxserve.server.startup.help_text import help_text
 
 DEFAULT_PORT = 50051
 _PORTS = ("port", "http_port", "metrics_port")
-_OPEN = {  # sections whose fields are the user's own, and what one is called
-    "scheduler.params": "parameter",
-    "server.slo_classes": "class",
-}
 _OWN_NAME = re.compile("[A-Za-z0-9_-]+")
 _SHORTCUTS = {
     "model": ("model.path", "checkpoint directory, Hugging Face or Orbax"),
@@ -136,10 +131,8 @@ def parse_flags(
         config_flags.DEFINE_config_file(
             "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
         )
-        fields = base.get_config()
         for name, (path, text) in _SHORTCUTS.items():
-            section, field = path.split(".")
-            define = _DEFINE[type(fields[section][field])]
+            define = _DEFINE[type(DEFAULTS[path])]
             define(name, None, f"{text}; the same as --config.{path}", flag_values=values)
         left = values(list(argv))
         _set_own(values["config"].value, own)
@@ -160,86 +153,58 @@ def parse_flags(
 
 def flag_names() -> list[str]:
     """The flags of `jaxserve serve`: shortcuts, and fields as config.SECTION.FIELD."""
-    fields = [f"config.{path}" for path, _ in _leaves(base.get_config())]
-    return ["config", *_SHORTCUTS, *fields]
+    return ["config", *_SHORTCUTS, *(f"config.{path}" for path in DEFAULTS)]
 
 
-def read_config(values: flags.FlagValues = flags.FLAGS) -> ConfigDict:
+def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
     """The config with the shortcuts applied, checked. Raises ConfigError."""
-    config: ConfigDict = values.config
-    check_config(config)
-    for name, (path, _) in _SHORTCUTS.items():
-        if values[name].value is not None:
-            section, field = path.split(".")
-            config[section][field] = values[name].value
+    fields = {
+        path.replace(".", "__"): values[name].value
+        for name, (path, _) in _SHORTCUTS.items()
+        if values[name].value is not None
+    }
     if values["model"].value is not None:
-        config.model.preset = ""  # the checkpoint has a shape of its own
-        if values["load_format"].value is None:
-            config.model.load_format = "auto"  # random weights were for want of a checkpoint
-    for name in _PORTS:
-        low = 0 if name == "port" else -1
-        if not low <= config.server[name] <= 65535:
-            limits = f"must be {low} to 65535, got {config.server[name]}"
-            raise ConfigError(f"server.{name}: {limits}")
-    check_options(config)
-    check_batches(config)
-    slo_classes(config)
+        fields["model__preset"] = ""  # the checkpoint has a shape of its own
+        # Random weights were for want of a checkpoint.
+        fields.setdefault("model__load_format", AUTO)
+    config = config_from_config_dict(values.config, fields)
+    slo_classes(config.server.slo_classes)
     return config
 
 
-def find_checkpoint(config: ConfigDict) -> None:
-    """Whether the model's path may be a checkpoint's, before JAX is imported. What is no folder
-    here, but may be a model of the Hugging Face Hub, is taken from there. Raises ConfigError."""
-    if not config.model.path:
-        return
+def find_checkpoint(config: Config) -> Config:
+    """The same with a folder for its model, which may be a checkpoint's, before JAX is imported.
+    What is no folder here, but may be a model of the Hugging Face Hub, is taken from there. Raises
+    ConfigError."""
+    path = config.model.path
+    if not path:
+        return config
     try:
-        if is_hub_id(config.model.path):
-            config.model.name = config.model.name or config.model.path
-            config.model.path = download(config.model.path)
+        if is_hub_id(path):
+            name = config.model.name or path
+            config = config.with_fields(model__path=download(path), model__name=name)
         check_folder(config.model.path)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from None
+    return config
 
 
-def check_config(config: Any) -> None:
-    """Exactly base.py's fields, each of base.py's type. What is under `scheduler.params` only the
-    policy knows, and `slo_classes` what is under `server.slo_classes`. Raises ConfigError."""
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"config: get_config() returned {type(config).__name__}, not ConfigDict")
-    known = dict(_leaves(base.get_config()))
-    given = dict(_leaves(config))
-    for path in _OPEN:
-        if not isinstance(_section(config, path), ConfigDict):
-            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
-    for path in given:
-        if path not in known and not _is_own(path):
-            raise ConfigError(f"config: unknown field {path}{_hint(path, known)}")
-    for path, default in known.items():
-        if _is_own(path):
-            continue
-        if path not in given:
-            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
-        if not _fits(given[path], default):
-            kind = "tuple of int" if isinstance(default, tuple) else type(default).__name__
-            raise ConfigError(f"{path}: must be {kind}, got {given[path]!r}")
-
-
-def check_ports(config: ConfigDict) -> None:
+def check_ports(server: ServerConfig) -> None:
     """Raises ConfigError if the host is unknown, or a port is taken: better now than after the
     model has loaded."""
     taken: dict[int, str] = {}
     for name in _PORTS:
-        port = config.server[name]
+        port = getattr(server, name)
         if port < 0:
             continue
         if port > 0 and port in taken:
             raise ConfigError(f"server.{name}: {port} is {taken[port]} already")
         taken[port] = f"server.{name}"
         try:
-            for listener in bind(config.server.host, port, 1):
+            for listener in bind(server.host, port, 1):
                 listener.close()
         except OSError as error:
-            where = f"cannot listen on {config.server.host}:{port} ({error.strerror})"
+            where = f"cannot listen on {server.host}:{port} ({error.strerror})"
             shortcut = f"--{name}={0 if name == 'port' else -1}"
             wish = "takes any free port" if name == "port" else "does without"
             raise ConfigError(f"server.{name}: {where}; {shortcut} {wish}") from None
@@ -304,36 +269,10 @@ def jaxserve_command() -> str:
     return f"{here.relative_to(Path.cwd()) if inside else here}{module}"
 
 
-def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _fits(value: Any, default: Any) -> bool:
-    if isinstance(default, tuple):
-        return isinstance(value, tuple) and all(type(entry) is int for entry in value)
-    if isinstance(default, float):
-        return type(value) in (int, float)
-    return type(value) is type(default)
-
-
-def _section(config: Any, path: str) -> Any:
-    """None where there is none."""
-    for name in path.split("."):
-        config = config.get(name) if isinstance(config, ConfigDict) else None
-    return config
-
-
-def _is_own(path: str) -> bool:
-    """Whether the field is the user's own."""
-    return path.rpartition(".")[0] in _OPEN
-
-
 def _own_usage(argument: str, section: str) -> UsageError:
-    return UsageError(f"{argument}: a {_OPEN[section]} is set as --config.{section}.NAME=VALUE")
+    return UsageError(
+        f"{argument}: a {OPEN_FIELDS[section]} is set as --config.{section}.NAME=VALUE"
+    )
 
 
 def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
@@ -343,7 +282,7 @@ def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str
     for argument in argv:
         path, equals, value = argument.lstrip("-").partition("=")
         path = path.removeprefix("config.")
-        section = next((one for one in _OPEN if path.startswith(f"{one}.")), None)
+        section = next((one for one in OPEN_FIELDS if path.startswith(f"{one}.")), None)
         if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":
             left.append(argument)
             continue
@@ -354,13 +293,15 @@ def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str
     return left, own
 
 
-def _set_own(config: Any, own: Sequence[tuple[str, str, str]]) -> None:
-    """Adds them to the config; `check_config` refuses a config that has no place for them."""
+def _set_own(config: object, own: Sequence[tuple[str, str, str]]) -> None:
+    """Adds them to the config; one that has no place for them is refused when the tree is made."""
     for path, name, value in own:
-        section = _section(config, path)
+        section: object = config
+        for part in path.split("."):
+            section = section.get(part) if isinstance(section, ConfigDict) else None
         if isinstance(section, ConfigDict):
             # The file may have a number where this is text.
-            with config.unlocked(), config.ignore_type():
+            with section.unlocked(), section.ignore_type():
                 section[name] = value
 
 
@@ -370,11 +311,10 @@ def _check_field_flag(argument: str) -> None:
     path = name.removeprefix("no").removeprefix("config.")
     if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
         return
-    known = dict(_leaves(base.get_config()))
-    if path in _OPEN:
+    if path in OPEN_FIELDS:
         raise _own_usage(argument, path)
-    if path not in known:
-        raise UsageError(f"unknown field {path}{_hint(path, known)}")
+    if path not in DEFAULTS:
+        raise UsageError(f"unknown field {path}{did_you_mean_field(path)}")
 
 
 def _config_file(given: str) -> str:
@@ -406,8 +346,3 @@ def _wrong_value(error: Exception) -> str:
         if found:
             return f"{flag}: {wanted}"
     return text
-
-
-def _hint(path: str, known: dict[str, Any]) -> str:
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(known)}"

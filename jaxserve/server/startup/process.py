@@ -8,8 +8,8 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
+from jaxserve.config import JSON, Config
 from jaxserve.hosts.process_exit import end_process
 from jaxserve.server.access.options import Access
 from jaxserve.server.batches.batch_operations import BatchSettings
@@ -17,7 +17,7 @@ from jaxserve.server.http.frontend import HttpSettings
 from jaxserve.server.requests.call_outcome import Sink
 from jaxserve.server.requests.engine_client import ServedEngine
 from jaxserve.server.requests.open_files import raise_limit
-from jaxserve.server.requests.options import JSON, server_options
+from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def run_server(
     engine: ServedEngine,
-    config: Any,
+    config: Config,
     on_ready: Callable[[Server], None] | None = None,
     batches: BatchSettings | None = None,
     http: HttpSettings | None = None,
@@ -37,7 +37,7 @@ def run_server(
     returns the exit code: 0, or 1 if the engine has failed. Where the engine is hung, whose threads
     would hold the process up, it ends here and now.
 
-    config: as in configs/base.py, checked. on_ready is called once calls are taken. A second signal
+    on_ready is called once calls are taken. A second signal
     cuts the grace period short. Must run in the main thread.
     """
     raise_limit()
@@ -48,7 +48,7 @@ def run_server(
         metrics_port=config.server.metrics_port,
         grace_s=config.server.grace_s,
         batches=batches,
-        slo_classes=slo_classes(config),
+        slo_classes=slo_classes(config.server.slo_classes),
         http=http,
         options=server_options(config),
         access=access,

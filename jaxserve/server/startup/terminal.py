@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from jaxserve.server.requests.options import JSON
+from jaxserve.config import JSON
 
 log = logging.getLogger(__name__)
 

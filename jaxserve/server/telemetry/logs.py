@@ -13,7 +13,7 @@ from typing import Any
 
 from pythonjsonlogger.json import JsonFormatter
 
-from jaxserve.server.requests.options import JSON, TEXT
+from jaxserve.config import JSON, TEXT
 
 _WAITING, _WAITING_CHARS = 10_000, 1 << 25  # lines, and characters of all of them
 _FLUSH_S = 2.0

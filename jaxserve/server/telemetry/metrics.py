@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.sched.request import NO_CLASS, Tier

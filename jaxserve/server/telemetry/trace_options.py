@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.requests.call_outcome import Sink
 
 
 @contextlib.contextmanager
-def open_traces(config: Any, model: Callable[[], str]) -> Iterator[Sink | None]:
-    """Sends them meanwhile, from a thread of its own; None where the config names no endpoint.
-    model: what is served, asked once there are calls. Raises ConfigError for an endpoint that is
-    none, and without OpenTelemetry."""
-    endpoint = config.telemetry.otlp_endpoint
+def open_traces(endpoint: str, model: Callable[[], str]) -> Iterator[Sink | None]:
+    """Sends them meanwhile, from a thread of its own.
+
+    Args:
+        endpoint: As `telemetry.otlp_endpoint` has it.
+        model: What is served, asked once there are calls.
+
+    Yields:
+        Who takes calls that have ended; None without an endpoint.
+
+    Raises:
+        ConfigError: The endpoint is none, or OpenTelemetry is not installed.
+    """
     if not endpoint:
         yield None
         return

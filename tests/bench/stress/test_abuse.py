@@ -15,7 +15,7 @@ from jaxserve.bench import cli
 from jaxserve.bench.stress import abuse, attacks, tenants
 from jaxserve.bench.stress.abuse import Row
 from jaxserve.bench.stress.faulty_server import Saboteur
-from jaxserve.configs import base
+from jaxserve.config import ServerConfig
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.server.access.options import KEYS_VARIABLE, access_settings
 from jaxserve.server.batches.batch_operations import BatchSettings
@@ -57,7 +57,7 @@ def test_bytes_that_are_no_message_are_all_refused(
 @pytest.fixture
 def two_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(KEYS_VARIABLE, tenants.key_lines())
-    access = access_settings(base.get_config())
+    access = access_settings(ServerConfig())
     journal = Journal(tmp_path, 1 << 30)
     settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
     with (

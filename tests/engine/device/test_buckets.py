@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.config import ConfigError
 from jaxserve.engine.device.buckets import make_buckets
-from jaxserve.engine.errors import ConfigError
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.cost_model import BatchFeatures
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import ConfigError
 from jaxserve.engine.device import buckets
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.hidden_options import choose_read
 from jaxserve.weights import load_config

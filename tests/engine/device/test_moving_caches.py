@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.configs import base
+from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.device import cache_moves
 from jaxserve.engine.device.cache_moves import ROOM
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.startup import engine_choices
 from jaxserve.engine.startup.model_options import load_shape
@@ -97,9 +96,8 @@ def test_host_memory_is_for_policies_that_use_it(shapes: dict[str, Path]) -> Non
 
 
 def test_what_moves_has_room_beside_the_pool(shapes: dict[str, Path]) -> None:
-    fields, policy = base.get_config(), MovingCaches()
-    fields.model.path = str(shapes["opt"])
-    _, config, _ = load_shape(fields)
+    policy = MovingCaches()
+    _, config, _ = load_shape(ServedModelConfig(path=str(shapes["opt"])))
     slot = config.num_layers * config.num_kv_heads * config.head_dim * 4
     heads = config.num_kv_heads
     assert moving_workspace(policy, config, "float32", heads) == 2 * ROOM * slot

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.sampling import SampleResult
@@ -46,21 +45,20 @@ MODEL = {
 }
 
 
-def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any) -> ConfigDict:
+def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any) -> Config:
     """A configuration as serve.py reads it, with a model whose requests have at most `longest`
     tokens, and a profile with the prior. fields override it, `scheduler__policy="vllm"`."""
     shape = {**MODEL, "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(shape))
     projects = fields.get("cache__hidden_read") == PROJECTED
     System("prior", prior, kv_tokens=1, rho=0.0, projects=projects).save(folder / "prior.json")
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(folder), "random"
-    config.engine.compilation_cache_dir = ""
-    config.scheduler.profile = str(folder / "prior.json")
-    for name, value in fields.items():
-        section, key = name.split("__")
-        config[section][key] = value
-    return config
+    return Config().with_fields(
+        model__path=str(folder),
+        model__load_format="random",
+        engine__compilation_cache_dir="",
+        scheduler__profile=str(folder / "prior.json"),
+        **fields,
+    )
 
 
 class Clock:
@@ -162,7 +160,7 @@ class Served(Observer):
     running error of the cost model after each of them.
     """
 
-    def __init__(self, config: ConfigDict, workload: Workload, cost_model: CostModel) -> None:
+    def __init__(self, config: Config, workload: Workload, cost_model: CostModel) -> None:
         self.chosen: Choices = choose(config)
         self.plans: list[BatchPlan] = []
         self.token_times: dict[int, list[float]] = {}

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.configs import base
+from jaxserve.config import Config, ConfigError, SchedulerConfig
 from jaxserve.engine.device import model_step
 from jaxserve.engine.device.executor import JaxExecutor
-from jaxserve.engine.errors import ConfigError
 from jaxserve.engine.startup import (
     blueprint,
     build,
@@ -84,6 +83,7 @@ from tests.engine.harness import SHAPES, engine, write_shape
             {"engine.attention_backend": "triton"},
             "engine.attention_backend: backend: triton needs a gpu, this is a cpu",
         ),
+        ({"engine.record": "x", "engine.record_mib": 0}, "engine.record_mib must be at least 1"),
         ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
         ({"cache.block_size": -1}, "cache.block_size must be at least 0, got -1"),
         ({"cache.num_blocks": -1}, "cache.num_blocks must be at least 2"),
@@ -114,17 +114,16 @@ def test_config_errors(
         raise AssertionError("compiled before the config was checked")
 
     monkeypatch.setattr(JaxExecutor, "warmup", compiling)
-    config = base.get_config()
-    config.model.path = str(shapes["opt"])
-    config.model.load_format = "random"
-    config.engine.compilation_cache_dir = ""
-    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 64
-    with config.unlocked():
-        for name, value in fields.items():
-            section, key = name.split(".")
-            config[section][key] = value
+    config = Config().with_fields(
+        model__path=str(shapes["opt"]),
+        model__load_format="random",
+        engine__compilation_cache_dir="",
+        scheduler__max_batch_tokens=64,
+        scheduler__max_prefill_tokens=64,
+    )
     with pytest.raises(ConfigError) as caught:
-        build.build_engine(config, progress=False)
+        named = {name.replace(".", "__"): value for name, value in fields.items()}
+        build.build_engine(config.with_fields(**named), progress=False)
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -148,9 +147,12 @@ def test_how_far_it_is_has_lines_where_no_bar_can_be_seen(
 
     monkeypatch.setattr(build, "build_executor", stop)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
-    config.engine.compilation_cache_dir, config.telemetry.log_format = "", form
+    config = Config().with_fields(
+        model__path=str(shapes["opt"]),
+        model__load_format="random",
+        engine__compilation_cache_dir="",
+        telemetry__log_format=form,
+    )
     for progress, wanted in ((True, how), (False, Show.NOTHING)):
         with pytest.raises(ConfigError, match="far enough"):
             build.build_engine(config, progress=progress)
@@ -176,9 +178,9 @@ def test_memory_that_is_not_there_after_all(
         raise error
 
     monkeypatch.setattr(blueprint, "make_pool", full)
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
-    config.cache.num_blocks = 100
+    config = Config().with_fields(
+        model__path=str(shapes["opt"]), model__load_format="random", cache__num_blocks=100
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         build.build_engine(config, progress=False)
     assert "\n" not in str(caught.value)
@@ -191,7 +193,7 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", none)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ConfigError) as caught:
-        build.build_engine(base.get_config(), progress=False)
+        build.build_engine(Config(), progress=False)
     said = "JAX_PLATFORMS=cuda: there is no such device: Unknown backend cuda"
     assert str(caught.value) == said
 
@@ -253,11 +255,14 @@ def test_a_profile_is_of_such_an_engine(
     measured = {"layers": 2, **measured}
     model = dataclasses.replace(FLAT, num_layers=measured.pop("layers"))
     System("mine", model, kv_tokens=100, **measured).save(path)
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
-    config.cache.num_blocks = 100
-    config.cache.rho, config.scheduler.policy = rho, policy
-    config.scheduler.profile = str(path)
+    config = Config().with_fields(
+        model__path=str(shapes["opt"]),
+        model__load_format="random",
+        cache__num_blocks=100,
+        cache__rho=rho,
+        scheduler__policy=policy,
+        scheduler__profile=str(path),
+    )
     if message is None:
         found = engine_choices.choose(config).profile
         assert found is not None and found.cost_model == model
@@ -267,10 +272,8 @@ def test_a_profile_is_of_such_an_engine(
 
 
 def test_the_policy_has_the_parameters_of_its_name_and_of_the_config() -> None:
-    config = base.get_config()
-    config.scheduler.policy = "aptserve:adaptive=false"
-    config.scheduler.params.slo_decay = "0.4"
-    config.scheduler.params.headroom = 0.2
+    params = {"slo_decay": "0.4", "headroom": 0.2}
+    config = SchedulerConfig(policy="aptserve:adaptive=false", params=params)
     policy: Any = engine_choices._policy(config)
     assert (policy.adaptive, policy.slo_decay, policy.headroom) == (False, 0.4, 0.2)
 

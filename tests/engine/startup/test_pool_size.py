@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
@@ -70,24 +70,25 @@ def test_a_start_with_less_memory_decides_for_those_after_it(
     tmp_path: Path, shapes: dict[str, Path]
 ) -> None:
     """So that memory that comes and goes does not have each start compile everything again."""
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(shapes["llama"]), "random"
-    config.model.dtype = "float32"
-    config.scheduler.max_rows, config.engine.compilation_cache_dir = 256, str(tmp_path)
-    config.scheduler.max_batch_tokens = config.scheduler.max_prefill_tokens = 256
+    config = Config().with_fields(
+        model__path=str(shapes["llama"]),
+        model__load_format="random",
+        model__dtype="float32",
+        scheduler__max_rows=256,
+        scheduler__max_batch_tokens=256,
+        scheduler__max_prefill_tokens=256,
+    )
 
     def blocks(mib: int, **given: float) -> int:
-        with config.unlocked():
-            config.cache.update(given)
-        chosen = choose(config, ("this host", mib << 20))
-        return with_pool_as_before(config, chosen).allocated_blocks
+        chosen = choose(config.with_fields(**given), ("this host", mib << 20))
+        return with_pool_as_before(str(tmp_path), 1, chosen).allocated_blocks
 
     assert [blocks(m) for m in (30, 31, 8, 12, 16)] == [2048, 2048, 512, 512, 512]
     assert blocks(30) == 2048, "that much is worth it"
     (tmp_path / POOLS).write_text("[1, 2")
     assert blocks(8) == 512
     assert blocks(12) == 512
-    assert blocks(12, memory_gib=0.008) == 2048, "a size that is asked for is had"
+    assert blocks(12, cache__memory_gib=0.008) == 2048, "a size that is asked for is had"
 
 
 class Stop(Exception):
@@ -105,12 +106,10 @@ def test_another_number_of_blocks_compiles_nothing(
         raise Stop
 
     monkeypatch.setattr(JaxExecutor, "warmup", warmup)
-    config = base.get_config()
-    config.model.path, config.model.load_format = str(shapes["opt"]), "random"
+    config = Config().with_fields(model__path=str(shapes["opt"]), model__load_format="random")
     for blocks in (1000, 1024, 700):
-        config.cache.num_blocks = blocks
         with pytest.raises(Stop):
-            build_engine(config, progress=False)
+            build_engine(config.with_fields(cache__num_blocks=blocks), progress=False)
     assert compiled[0] == compiled[1] == compiled[2]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.text.detokenizer import HFTokenizer, NullTokenizer, load_tokenizer
 from jaxserve.sched.request import InvalidRequest
 from tests.engine.text.tokenizers_for_tests import TEXTS, byte_fallback, byte_level

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys, RateLimited, TooManyRequests, Unauthenticated
 from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import access_settings
@@ -204,9 +203,7 @@ def test_a_file_that_turns_bad_changes_nothing_but_a_line(
 
 
 def settings(**fields: str) -> Keys:
-    config = base.get_config()
-    config.server.update(fields)
-    return access_settings(config).keys
+    return access_settings(ServerConfig(**fields)).keys
 
 
 def test_keys_come_from_the_environment_too(

@@ -15,8 +15,7 @@ import pytest
 from jaxserve import client as api
 from jaxserve.client import Client, ServerError, Unreachable
 from jaxserve.client.cli import complete
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access, access_settings
 from jaxserve.server.access.tls import Tls
@@ -188,9 +187,8 @@ def test_the_command_has_flags_for_it(
 
 
 def settings(**fields: str) -> Access:
-    config = base.get_config()
-    config.server.update({f"tls_{name}": value for name, value in fields.items()})
-    return access_settings(config)
+    given = {f"tls_{name}": value for name, value in fields.items()}
+    return access_settings(ServerConfig(**given))
 
 
 def test_what_cannot_be_served_is_one_line(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.batches import journal as journal_module
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import (

@@ -6,29 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import Config, ConfigError, SchedulerConfig, ServerConfig
 from jaxserve.server.batches.journal import Journal
-from jaxserve.server.batches.options import batch_directory, check_batches, open_batches
+from jaxserve.server.batches.options import batch_directory, open_batches
 from tests.server.processes import refused
-
-
-def config(**server):
-    made = base.get_config()
-    made.server.update(server)
-    return made
 
 
 def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     state = Path("/home/me/.local/state/jaxserve")
-    assert batch_directory(config()) == state / "batches-50051"
-    assert batch_directory(config(port=7)) == state / "batches-7"
-    assert batch_directory(config(batch_dir="~/x", port=0)) == Path("/home/me/x")
-    assert batch_directory(config(port=0)) is None, "its next run would not find it"
-    assert batch_directory(config(batch_dir="")) is None
+    assert batch_directory(ServerConfig()) == state / "batches-50051"
+    assert batch_directory(ServerConfig(port=7)) == state / "batches-7"
+    assert batch_directory(ServerConfig(batch_dir="~/x", port=0)) == Path("/home/me/x")
+    assert batch_directory(ServerConfig(port=0)) is None, "its next run would not find it"
+    assert batch_directory(ServerConfig(batch_dir="")) is None
     with pytest.raises(ConfigError, match=r"batch_dir: there is no home directory for ~nobody-at-"):
-        batch_directory(config(batch_dir="~nobody-at-home/x"))
+        batch_directory(ServerConfig(batch_dir="~nobody-at-home/x"))
 
 
 @pytest.mark.parametrize(
@@ -43,26 +36,27 @@ def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_fields_out_of_range(fields: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=r"^server\." + words):
-        check_batches(config(**fields))
+        Config(server=ServerConfig(**fields))
 
 
 def test_what_is_in_range_is_what_the_server_gets(tmp_path: Path) -> None:
-    given = config(batch_dir=str(tmp_path), batch_keep_days=2.0)
-    check_batches(given)
-    with open_batches(given) as batches:
+    given, scheduler = ServerConfig(batch_dir=str(tmp_path), batch_keep_days=2.0), SchedulerConfig()
+    with open_batches(given, scheduler) as batches:
         assert batches is not None
         assert (batches.in_flight, batches.keep_s) == (64, 2 * 86_400)
-        with pytest.raises(ConfigError, match="in use by another server"), open_batches(given):
+        with (
+            pytest.raises(ConfigError, match="in use by another server"),
+            open_batches(given, scheduler),
+        ):
             pass
-    given.scheduler.max_queue = 0
-    with open_batches(given) as batches:
+    with open_batches(given, SchedulerConfig(max_queue=0)) as batches:
         assert batches is not None and batches.in_flight == 1
-    given.scheduler.max_queue = 9
-    given.server.batch_in_flight = 9
-    check_batches(given)
-    with open_batches(given) as batches:
+    few = Config().with_fields(
+        server__batch_dir=str(tmp_path), server__batch_in_flight=9, scheduler__max_queue=9
+    )
+    with open_batches(few.server, few.scheduler) as batches:
         assert batches is not None and batches.in_flight == 9
-    with open_batches(config(batch_dir="")) as batches:
+    with open_batches(ServerConfig(batch_dir=""), scheduler) as batches:
         assert batches is None
 
 

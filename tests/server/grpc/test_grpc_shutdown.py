@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.client import Call, Client, ServerError
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 from tests.server.processes import serve_command

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.client import Client
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch
 from tests.server.fake_engine import FakeEngine
@@ -51,8 +50,7 @@ def test_a_free_port_is_the_servers_on_every_address() -> None:
 def test_a_port_that_is_taken_on_one_address_is_taken(taken: int) -> None:
     with pytest.raises(ConfigError, match=f"server.port: cannot listen on two:{taken} "):
         Server(FakeEngine(), host="two", port=taken).start()
-    config = base.get_config()
-    config.server.update(host="two", port=taken, http_port=-1, metrics_port=-1)
+    config = ServerConfig(host="two", port=taken, http_port=-1, metrics_port=-1)
     with pytest.raises(ConfigError, match=f"server.port: cannot listen on two:{taken} "):
         launch.check_ports(config)
 

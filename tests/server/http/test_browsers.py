@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve import __version__
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.browser_origins import Browsers, NotAllowed
 from jaxserve.server.access.options import Access, access_settings
@@ -177,8 +176,7 @@ def test_whatever_is_said_there_is_an_answer(host: str, origin: str) -> None:
     ],
 )
 def test_names_are_names(text: str, names: tuple[str, ...] | None) -> None:
-    config = base.get_config()
-    config.server.update(allowed_hosts=text, host="Box.example")
+    config = ServerConfig(allowed_hosts=text, host="Box.example")
     if names is not None:
         assert access_settings(config).hosts[2:] == names
         assert access_settings(config).hosts[0] == "box.example"

@@ -6,8 +6,7 @@ import http.client
 
 import pytest
 
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access, access_settings
 from jaxserve.server.server import Server
@@ -77,8 +76,7 @@ def test_or_of_any(engine: FakeEngine) -> None:
     ],
 )
 def test_origins_are_exact(text: str, origins: tuple[str, ...] | None) -> None:
-    config = base.get_config()
-    config.server.cors_origins = text
+    config = ServerConfig(cors_origins=text)
     if origins is not None:
         assert access_settings(config).cors_origins == origins
         return

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.errors import ConfigError, EngineStopped, QueueFull
+from jaxserve.config import ConfigError
+from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates import template_process
 from jaxserve.server.requests.templates.chat_template import ChatTemplate, load_chat_template

@@ -8,8 +8,7 @@ import grpc
 import pytest
 
 from jaxserve.client import Client, ServerError, make_request
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import Config, ConfigError
 from jaxserve.sched.request import NO_CLASS, SLO, Tier
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.proto import generation_pb2_grpc
@@ -19,15 +18,12 @@ from tests.server.fake_engine import FakeEngine
 
 
 def of(**classes: object) -> dict[str, ServiceLevel]:
-    config = base.get_config()
-    with config.unlocked(), config.ignore_type():
-        config.server.slo_classes = classes
-    return slo_classes(config)
+    return slo_classes(classes)
 
 
 @pytest.fixture
 def classes() -> dict[str, ServiceLevel]:
-    return slo_classes(base.get_config())
+    return slo_classes(Config().server.slo_classes)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.requests import addresses
 
 V4, V6 = (socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))

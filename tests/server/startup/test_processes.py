@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from jaxserve.configs import base
+from jaxserve.config import Config
 from tests.server.processes import ROOT, serve_command
 
 TESTS = ROOT / "tests"
@@ -30,7 +30,7 @@ def test_only_one_function_of_the_tests_starts_serve_py() -> None:
 
 def test_it_takes_no_port_that_another_server_has_by_default() -> None:
     flags = dict(part.lstrip("-").split("=") for part in serve_command() if part.startswith("--"))
-    ports = {name for name in base.get_config().server if name.endswith("port")}
+    ports = {name for name in Config().as_dict()["server"] if name.endswith("port")}
     assert flags == dict.fromkeys(ports, "0")
 
 

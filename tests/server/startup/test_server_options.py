@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
-from jaxserve.server.requests.options import ServerOptions, check_options, server_options
+from jaxserve.config import Config, ConfigError
+from jaxserve.server.requests.options import ServerOptions, server_options
 
 
 @pytest.mark.parametrize(
@@ -29,17 +28,13 @@ from jaxserve.server.requests.options import ServerOptions, check_options, serve
     ],
 )
 def test_what_is_out_of_range_is_one_line(path: str, value: object, words: str) -> None:
-    config = base.get_config()
-    check_options(config)
-    section, name = path.split(".")
-    config[section][name] = value
     with pytest.raises(ConfigError, match=f"{path}: {words}") as error:
-        check_options(config)
+        Config().with_fields(**{path.replace(".", "__"): value})
     assert "\n" not in str(error.value)
 
 
 def test_the_defaults_bound_all_that_can_grow() -> None:
-    config = base.get_config()
+    config = Config()
     assert server_options(config) == ServerOptions(
         max_calls=config.scheduler.max_queue + config.scheduler.max_rows,
         stream_buffer_bytes=1 << 20,
@@ -50,11 +45,9 @@ def test_the_defaults_bound_all_that_can_grow() -> None:
         request_log=False,
         reflection=True,
     )
-    config.server.max_calls = 7
-    assert server_options(config).max_calls == 7
+    assert server_options(config.with_fields(server__max_calls=7)).max_calls == 7
 
 
 def test_the_process_stays_where_the_config_says_so() -> None:
-    config = base.get_config()
-    config.server.exit_on_failure = "off"
+    config = Config().with_fields(server__exit_on_failure="off")
     assert not server_options(config).exit_on_failure

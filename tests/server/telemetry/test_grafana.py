@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, make_line
-from jaxserve.configs import base
+from jaxserve.config import ServerConfig
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -183,5 +183,5 @@ def test_its_variables_are_labels(
 def test_the_scrape_example_is_for_the_port_of_the_metrics() -> None:
     scrape = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
-    port = base.get_config().server.metrics_port
+    port = ServerConfig().metrics_port
     assert job["static_configs"] == [{"targets": [f"localhost:{port}"]}]

@@ -18,7 +18,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.access.options import Access
 from jaxserve.server.requests.call_outcome import Ending, Endings
 from jaxserve.server.server import Server

@@ -19,8 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jaxserve.client import Client, ServerError
-from jaxserve.configs import base
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.engine.output import FinishReason, Output, Timings, Usage
 from jaxserve.server.grpc.grpc_server import METHODS
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
@@ -239,9 +238,7 @@ def test_a_state_is_as_opentelemetry_has_it(state: str) -> None:
 
 
 def opened(endpoint: str) -> None:
-    config = base.get_config()
-    config.telemetry.otlp_endpoint = endpoint
-    with open_traces(config, lambda: "fake") as traces:
+    with open_traces(endpoint, lambda: "fake") as traces:
         assert (traces is None) == (not endpoint)
 
 

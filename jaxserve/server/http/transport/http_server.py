@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.server.access.tls import Tls
 from jaxserve.server.http.transport.connections import Connections, Place
 from jaxserve.server.http.transport.protocol import Connection

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.checkpoint_files import read_json, read_text
-from jaxserve.engine.errors import ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.requests.templates.template_limits import MAX_SOURCE
 from jaxserve.server.requests.templates.template_process import TemplateFailed, TemplateProcess

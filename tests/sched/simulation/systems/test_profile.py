@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from jaxserve import profile
 from jaxserve.bench import fidelity
-from jaxserve.configs import base
+from jaxserve.config import Config
 from jaxserve.engine.startup import step_profile
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients
 from jaxserve.sched.cost.cost_model_fit import Sample, columns
@@ -21,19 +20,19 @@ from tests.cost_models import FLAT
 from tests.engine.harness import write_shape
 
 
-def tiny(folder: Path) -> ConfigDict:
-    config = base.get_config()
-    config.model.path = str(write_shape(folder, "llama"))
-    config.model.load_format = "random"
-    config.cache.block_size = 4
-    config.cache.num_blocks = 256
-    config.scheduler.max_batch_tokens = 32
-    config.scheduler.max_prefill_tokens = 32
-    config.scheduler.max_rows = 4
-    config.engine.row_buckets = (4, 32)
-    config.engine.token_buckets = (32,)
-    config.engine.compilation_cache_dir = ""
-    return config
+def tiny(folder: Path) -> Config:
+    return Config().with_fields(
+        model__path=str(write_shape(folder, "llama")),
+        model__load_format="random",
+        cache__block_size=4,
+        cache__num_blocks=256,
+        scheduler__max_batch_tokens=32,
+        scheduler__max_prefill_tokens=32,
+        scheduler__max_rows=4,
+        engine__row_buckets=(4, 32),
+        engine__token_buckets=(32,),
+        engine__compilation_cache_dir="",
+    )
 
 
 @pytest.mark.parametrize("max_len", [8, 50, 4096])
@@ -110,8 +109,7 @@ def test_the_pivot_is_where_throughput_was_measured_to_flatten() -> None:
 
 
 def test_the_host_is_measured_in_a_pool_smaller_than_the_longest_request(tmp_path: Path) -> None:
-    config = tiny(tmp_path)
-    config.cache.num_blocks = 16
+    config = tiny(tmp_path).with_fields(cache__num_blocks=16)
     engine = profile.build(config, progress=False)
     try:
         info = engine.info()

@@ -1,0 +1,384 @@
+"""What can be set, section by section: each field with its default, what it means, and its range.
+
+`--config.SECTION.FIELD=VALUE` sets one; `--help` shows what is said of each here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.config.errors import ConfigError
+from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
+
+AUTO = "auto"
+LOAD_FORMATS = (AUTO, "safetensors", "orbax", "random")
+DTYPES = ("float32", "bfloat16", "float16")
+TEXT, JSON = "text", "json"  # what logs can be
+MAX_SEED = 2**31 - 1
+_MAX_S = 86_400
+_MAX_SHARE = 1000
+_MAX_KIB = 1 << 20
+SLO_CLASSES = {
+    "interactive": "ttft=1s:tbt=187.5ms",
+    "standard": "ttft=5s:tbt=375ms",
+    "offline": "jct=600s:tier=best_effort",
+}
+
+
+def _require(fine: bool, problem: str) -> None:
+    if not fine:
+        raise ConfigError(problem)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The pool of blocks.
+
+    Attributes:
+        block_size: Tokens a block holds. 0: 64 on TPUs, 16 elsewhere.
+        num_blocks: Blocks of the pool; each holds K or V of block_size tokens, for all layers. 0:
+            as many as memory_gib holds. Its array has a few more, one of few sizes, so that not
+            each number has steps of its own to compile.
+        memory_gib: Size of the pool; 0: what memory_fraction leaves, as far as max_rows requests of
+            max_model_len can use it. On CPUs, whose memory others need, too, an eighth to a quarter
+            of it, one of few sizes, for each of which steps are compiled, or less, if the last
+            start had less; but room for four such requests.
+        memory_fraction: Of the memory that is free on the device, or the host, what weights, pool
+            and steps take.
+        host_gib: Host memory for checkpoints of caches, for policies that make them.
+        hidden_read: How policies with hidden caches have them read: auto (absorbed where positions
+            are not rotated, else projected) | absorbed | projected.
+        rho: Seconds that a step takes longer for a token of a hidden cache than for one of K and V:
+            a number, or auto for what scheduler.profile, or the timing at the start, says.
+    """
+
+    block_size: int = 0
+    num_blocks: int = 0
+    memory_gib: float = 0.0
+    memory_fraction: float = 0.9
+    host_gib: float = 0.0
+    hidden_read: str = "auto"
+    rho: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "memory_gib", "host_gib"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"cache.{name} must be at least 0, got {value}")
+        _require(
+            self.num_blocks == 0 or self.num_blocks >= 2,
+            "cache.num_blocks must be at least 2, one for K and one for V (0 for as many as fit), "
+            f"got {self.num_blocks}",
+        )
+        _require(
+            0 < self.memory_fraction <= 1,
+            f"cache.memory_fraction must be in (0, 1], got {self.memory_fraction}",
+        )
+        _require(
+            self.hidden_read in (AUTO, *HIDDEN_READS),
+            f"cache.hidden_read must be auto or one of {', '.join(HIDDEN_READS)}, got "
+            f"{self.hidden_read!r}",
+        )
+        try:
+            fine = self.rho == AUTO or math.isfinite(float(self.rho))
+        except ValueError:
+            fine = False
+        _require(fine, f"cache.rho must be auto or a number of seconds, got {self.rho!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How steps are run.
+
+    Attributes:
+        max_model_len: Prompt and output tokens of one request; 0: what the model was trained for.
+        attention_backend: auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, numba on CPUs
+            that have it, else xla) | xla | numba | triton | tpu | mosaic-gpu (Hopper: as triton,
+            but for decodes; where `jaxserve bench gpu` has measured that it is faster).
+            triton-interpret, tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly: for
+            tests.
+        row_buckets: Rows of the decode batches to compile, ascending; empty: powers of two, then
+            steps of 256.
+        token_buckets: The same of the tokens of other batches.
+        compilation_cache_dir: Compiled steps survive a restart here; empty: nothing is kept.
+        overlap: Finish a step on the host while the device runs the next one.
+        forbid_compile: A compilation after the warm-up is an engine failure.
+        stall_s: Seconds without a finished step, though there are requests, after which the engine
+            counts as hung: health turns to NOT_SERVING until it goes on. 0: never.
+        record: File that all that is served is written to, without any text, so that jaxserve
+            simulate --replay=FILE can serve it again; empty: nowhere.
+        record_mib: At this size, MiB, and at each start of the server, what is there goes on as
+            FILE.1, replacing an older one, and FILE begins again. One server a FILE.
+    """
+
+    max_model_len: int = 0
+    attention_backend: str = "auto"
+    row_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+    compilation_cache_dir: str = "~/.cache/jaxserve/xla"
+    overlap: bool = True
+    forbid_compile: bool = False
+    stall_s: float = 60.0
+    record: str = ""
+    record_mib: int = 64
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.stall_s <= _MAX_S,
+            f"engine.stall_s: must be 0 to {_MAX_S}, got {self.stall_s}",
+        )
+        _require(
+            not self.record or self.record_mib >= 1,
+            f"engine.record_mib must be at least 1, got {self.record_mib}",
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The devices.
+
+    Attributes:
+        tensor: Devices that one layer's heads are split over; of several hosts as many on each.
+        hosts: Processes, one a host, that serve the model together, see docs/hosts.md; 0: as many
+            as the cluster says (TPU pod, SLURM, Kubernetes Job).
+        coordinator: HOST:PORT at which the first of them, the leader, listens for the others;
+            empty: as the cluster says.
+        host_index: Which of them this one is, 0 leads; -1: as the cluster says.
+        hosts_wait_s: Seconds in which all of them have to come.
+    """
+
+    tensor: int = 1
+    hosts: int = 1
+    coordinator: str = ""
+    host_index: int = -1
+    hosts_wait_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class ServedModelConfig:
+    """What is served.
+
+    Attributes:
+        path: Directory of a checkpoint: Hugging Face (config.json, safetensors) or Orbax.
+        load_format: auto | safetensors | orbax | random. random needs no weights: config.json under
+            path gives the shape, or preset does.
+        preset: A built-in shape for random weights, e.g. opt-125m.
+        dtype: Of the weights: auto | float32 | bfloat16 | float16. auto: the checkpoint's; on TPUs
+            bfloat16 for float16; on CPUs float32, but bfloat16 for a checkpoint of bfloat16 where
+            the processor has instructions for it. All else is computed in the same, on CPUs in
+            float32; K and V are kept in the same, on CPUs of float16 and beside hidden caches in
+            float32.
+        seed: Seed of random weights.
+        name: What GetServerInfo and the metrics call it; empty: from path or preset.
+    """
+
+    path: str = ""
+    load_format: str = "auto"
+    preset: str = ""
+    dtype: str = "auto"
+    seed: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.load_format in LOAD_FORMATS,
+            f"model.load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}",
+        )
+        _require(
+            self.dtype in (AUTO, *DTYPES),
+            f"model.dtype must be auto or one of {', '.join(DTYPES)}, got {self.dtype!r}",
+        )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Who is served next.
+
+    Attributes:
+        policy: vllm: prefill first. sarathi: decode first, prompts in chunks beside decodes.
+            jaxserve policies lists all. path/to/file.py:name is one of your own, or path/to/file.py
+            where that has no other.
+        params: The policy's own parameters, as jaxserve policies shows them:
+            --config.scheduler.params.watermark=0.05. They may follow its name, too,
+            sarathi:watermark=0.05.
+        max_batch_tokens: Tokens of one batch. Where policies compute whole prompts (vllm), it must
+            hold the longest request.
+        max_prefill_tokens: How far prefills may fill it; policies that compute whole prompts do not
+            ask.
+        max_rows: Requests of one batch, at most max_batch_tokens.
+        max_queue: Requests waiting; beyond them calls get RESOURCE_EXHAUSTED. What is kept of them
+            and of max_rows may take 1 GiB, which is some hundred thousand of them. Where several
+            API keys call, one cannot have all of the places.
+        profile: What steps take is learned while serving. This is what is believed before: a
+            profile that jaxserve profile wrote; empty: what a few steps take that are timed at the
+            first start, in at most 20 s, and kept beside the compiled ones.
+        seed: For policies that draw lots.
+    """
+
+    policy: str = "sarathi"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    max_batch_tokens: int = 512
+    max_prefill_tokens: int = 512
+    max_rows: int = 32
+    max_queue: int = 256
+    profile: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_rows"):
+            value = getattr(self, name)
+            _require(value >= 1, f"scheduler.{name} must be at least 1, got {value}")
+        _require(
+            self.max_rows <= self.max_batch_tokens,
+            f"scheduler.max_rows ({self.max_rows}) must be at most scheduler.max_batch_tokens "
+            f"({self.max_batch_tokens}): each request of a batch has at least a token in it",
+        )
+        _require(
+            self.max_queue >= 0, f"scheduler.max_queue must be at least 0, got {self.max_queue}"
+        )
+        _require(
+            0 <= self.seed <= MAX_SEED,
+            f"scheduler.seed must be 0 to {MAX_SEED}, got {self.seed}",
+        )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where it listens.
+
+    Attributes:
+        host: localhost: this machine only. 0.0.0.0: everyone; what is open to them a line in the
+            log says.
+        port: 0: any free one.
+        http_port: HTTP, in the shape of OpenAI's API; -1: none, 0: any free port.
+        metrics_port: Prometheus; -1: none, 0: any free port.
+        api_keys: File of API keys, jaxserve keys writes it, read again when it changes. More may be
+            in the environment, JAXSERVE_API_KEYS. With neither, everybody may call.
+        tls_cert: TLS on all ports: PEM file of the certificate and those between it and its CA.
+        tls_key: PEM file of its key.
+        tls_client_ca: PEM file of the CAs whose certificates clients must have (mTLS); empty: they
+            need none.
+        cors_origins: Origins of pages that may call from a browser, such as https://example.org,
+            separated by commas; * is any. Empty: none but the console, and without keys those of
+            localhost, which may call and not read.
+        allowed_hosts: Names by which the server is called over HTTP where it has no API keys:
+            gpu1.example, *.example, separated by commas; * is any. localhost, addresses, host and
+            the machine's own name are always some. Pages of other sites could call under any other
+            name.
+        grace_s: Seconds that running requests get after SIGTERM.
+        max_calls: Generate calls that are open at once, those included that wait for a slow reader;
+            beyond them calls get RESOURCE_EXHAUSTED. 0: as many as scheduler.max_queue and
+            max_rows.
+        refuse_late: Real-time requests with a TTFT or JCT target are refused, with
+            RESOURCE_EXHAUSTED, where they are expected to wait for others for more than this share
+            of what the target leaves beside their own prompt; those that say serve_late are not. 0:
+            nobody is.
+        stream_buffer_kib: KiB of output that may wait for the reader of one call; then it ends with
+            RESOURCE_EXHAUSTED.
+        write_timeout_s: Seconds that the reader may take to read a message; then the same.
+        exit_on_failure: Whether the process ends, with exit code 1, once the engine has failed or
+            hung, after calls got their INTERNAL, so that whoever supervises it starts it again: on
+            | off (it stays, refuses, and is for a health check to end).
+        reflection: gRPC server reflection, with which tools such as grpcurl need no proto file.
+        batch_dir: Folder of the batches, which survive the server there; only one server at a time,
+            on a local disk. auto: ~/.local/state/jaxserve/batches-PORT, none with any free port.
+            Empty: batches are refused.
+        batch_in_flight: Requests of batches, each of the n of a line, that the engine gets at once;
+            the others wait on the disk. 0: twice scheduler.max_rows, but at most half of
+            scheduler.max_queue.
+        batch_keep_days: Batches that are over are forgotten after so many days, and those that were
+            never whole.
+        batch_gib: GiB on the disk, beyond which no more lines are taken.
+        batch_key_share: What the batches of one API key may take of it, and its files of as much
+            again, where its line in the file of keys does not say.
+        batch_key_files: How many batches it may have, and how many files; without keys, all of
+            them.
+        slo_classes: Targets with a name, which a request may give instead of its own: any of ttft=,
+            tbt= and jct=, and tier=best_effort. Classes of one's own go beside these,
+            --config.server.slo_classes.mine=ttft=2s:tbt=50ms. Tokens come at the speed at which
+            people read (AccelGen section 1: 0.1875 s each), and at half of it.
+    """
+
+    host: str = "localhost"
+    port: int = 50051
+    http_port: int = 8000
+    metrics_port: int = 9464
+    api_keys: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    cors_origins: str = ""
+    allowed_hosts: str = ""
+    grace_s: float = 30.0
+    max_calls: int = 0
+    refuse_late: float = 0.75
+    stream_buffer_kib: int = 1024
+    write_timeout_s: float = 30.0
+    exit_on_failure: str = "on"
+    reflection: bool = True
+    batch_dir: str = "auto"
+    batch_in_flight: int = 0
+    batch_keep_days: float = 7.0
+    batch_gib: float = 4.0
+    batch_key_share: float = 0.25
+    batch_key_files: int = 10_000
+    slo_classes: Mapping[str, str] = field(default_factory=lambda: dict(SLO_CLASSES))
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("http_port", -1, 65535),
+            ("metrics_port", -1, 65535),
+            ("grace_s", 0, _MAX_S),
+            ("stream_buffer_kib", 64, _MAX_KIB),
+            ("write_timeout_s", 0.1, _MAX_S),
+            ("refuse_late", 0, _MAX_SHARE),
+        ):
+            value = getattr(self, name)
+            _require(low <= value <= high, f"server.{name}: must be {low} to {high}, got {value}")
+        for name, least in (("max_calls", 0), ("batch_key_files", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"server.{name}: must be at least {least}, got {value}")
+        for name in ("batch_keep_days", "batch_gib"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"server.{name}: must be more than 0, got {value}")
+        _require(
+            0 < self.batch_key_share <= 1,
+            f"server.batch_key_share: must be more than 0 and at most 1, got "
+            f"{self.batch_key_share}",
+        )
+        _require(
+            self.exit_on_failure in ("on", "off"),
+            f"server.exit_on_failure: must be on or off, got {self.exit_on_failure!r}",
+        )
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """What an operator is told, beside the metrics.
+
+    Attributes:
+        log_format: text | json: one object a line. docs/operations.md lists the fields.
+        request_log: Log one line a call: id, lengths, times, targets and how it ended; nothing of
+            what was said.
+        log_prompts: In those lines, what was said, too: prompts and texts.
+        otlp_endpoint: Where traces go by OTLP over gRPC, http://localhost:4317: a span a call, and
+            its queueing, prefill and decode. Empty: nowhere. pip install 'jaxserve[otel]'.
+    """
+
+    log_format: str = "text"
+    request_log: bool = False
+    log_prompts: bool = False
+    otlp_endpoint: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.log_format in (TEXT, JSON),
+            f"telemetry.log_format: must be {TEXT} or {JSON}, got {self.log_format!r}",
+        )
+        _require(
+            self.request_log or not self.log_prompts,
+            "telemetry.log_prompts: needs telemetry.request_log, whose lines they are in",
+        )

@@ -1,0 +1,164 @@
+"""All sections as one tree, and from named values to it: made, and checked, here only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.config.errors import ConfigError
+from jaxserve.config.sections import (
+    CacheConfig,
+    EngineConfig,
+    MeshConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+    ServerConfig,
+    TelemetryConfig,
+)
+
+OPEN_FIELDS = {  # fields with names of the user's own in them, and what one is called
+    "scheduler.params": "parameter",
+    "server.slo_classes": "class",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that can be set. A part of jaxserve gets the sections that it needs.
+
+    Attributes:
+        cache: The pool of blocks.
+        engine: How steps are run.
+        mesh: The devices.
+        model: What is served.
+        scheduler: Who is served next.
+        server: Where it listens.
+        telemetry: What an operator is told.
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ServedModelConfig = field(default_factory=ServedModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        queue, in_flight = self.scheduler.max_queue, self.server.batch_in_flight
+        if not 0 <= in_flight <= queue:
+            limits = f"must be 0 to scheduler.max_queue ({queue}), got {in_flight}"
+            raise ConfigError(f"server.batch_in_flight: {limits}")
+
+    def with_fields(self, **fields: Any) -> Config:
+        """The same with other values.
+
+        Args:
+            fields: By name, `scheduler__max_rows=16`.
+
+        Raises:
+            ConfigError: There is no such field, or it cannot have that value.
+        """
+        return config_from_dict(self.as_dict(), fields)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Sections of fields."""
+        return dataclasses.asdict(self)
+
+
+DEFAULTS: Mapping[str, Any] = {
+    f"{section}.{name}": value
+    for section, fields in Config().as_dict().items()
+    for name, value in fields.items()
+}
+"""By path, SECTION.FIELD: all fields there are."""
+
+
+def config_from_dict(given: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> Config:
+    """The tree of plain values.
+
+    Args:
+        given: Sections of fields; all of them, and no others.
+        fields: Other values of some of them, by name as `section__field`.
+
+    Raises:
+        ConfigError: A field is unknown, missing, of another type or out of its range.
+    """
+    leaves = dict(_leaves(given))
+    for name, value in (fields or {}).items():
+        path = name.replace("__", ".", 1)
+        if path not in DEFAULTS:
+            problem = "there is no such field; fields are named section__field"
+            raise ConfigError(f"{name}: {problem}")
+        leaves[path] = value
+    for path in leaves:
+        if path not in DEFAULTS:
+            raise ConfigError(f"config: unknown field {path}{did_you_mean_field(path)}")
+    for path, default in DEFAULTS.items():
+        if path not in leaves:
+            raise ConfigError(f"config: {path} is missing; start from configs/base.py")
+        if not _fits(leaves[path], default):
+            kind = "tuple of int" if isinstance(default, tuple) else type(default).__name__
+            raise ConfigError(f"{path}: must be {kind}, got {leaves[path]!r}")
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in leaves.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return Config(
+        cache=CacheConfig(**sections["cache"]),
+        engine=EngineConfig(**sections["engine"]),
+        mesh=MeshConfig(**sections["mesh"]),
+        model=ServedModelConfig(**sections["model"]),
+        scheduler=SchedulerConfig(**sections["scheduler"]),
+        server=ServerConfig(**sections["server"]),
+        telemetry=TelemetryConfig(**sections["telemetry"]),
+    )
+
+
+def field_docs(section: str) -> dict[str, str]:
+    """By name of a field of the section: what its docstring says."""
+    text = inspect.getdoc(type(getattr(Config(), section))) or ""
+    found: dict[str, str] = {}
+    name = ""
+    for line in text.partition("Attributes:\n")[2].splitlines():
+        if line.startswith(" " * 8):
+            found[name] += f" {line.strip()}"
+        else:
+            name, _, text = line.strip().partition(": ")
+            found[name] = text
+    return found
+
+
+def section_docs() -> dict[str, str]:
+    """By name of a section: what it is."""
+    return {
+        each.name: (inspect.getdoc(type(getattr(Config(), each.name))) or "").partition("\n")[0]
+        for each in dataclasses.fields(Config)
+    }
+
+
+def did_you_mean_field(path: str) -> str:
+    """The end of a line about a path that is unknown: the nearest one, or all there are."""
+    near = difflib.get_close_matches(path, DEFAULTS, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(DEFAULTS)}"
+
+
+def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in OPEN_FIELDS:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(type(entry) is int for entry in value)
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return type(value) is type(default)
