@@ -194,5 +194,5 @@ def test_every_command_is_run_so() -> None:
                 r"^    (run|signal|entry_point)", text, re.M
             ):
                 others.add(str(path.relative_to(PACKAGE)))
-    tools = {"tools/generate_proto.py", "server/requests/templates/template_worker.py"}
-    assert others == OWN_CALLERS | tools
+    worker = {"server/requests/templates/template_worker.py"}
+    assert others == OWN_CALLERS | worker

@@ -127,9 +127,9 @@ def test_the_commands_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     compare.one_round(compare.parse(["--repeats=2"]))
     assert len(commands) == 4 * len(compare.DTYPES)
     for dtype, some in zip(compare.DTYPES, (commands[:4], commands[4:]), strict=True):
-        assert [c[3] for c in some[:2]] == ["throughput", "latency"]
+        assert [c[4] for c in some[:2]] == ["throughput", "latency"]
         for command in some[:2]:
-            args, config = cli.parse(command[3:])
+            args, config = cli.parse(command[4:])
             assert args.input_len == 128 and args.output_len == 64 and args.json
             assert config is not None and config.model.preset == "opt-125m"
             assert (config.engine.max_model_len, config.model.dtype) == (512, dtype)

@@ -59,7 +59,7 @@ def nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has to be run is a mistake."""
     for name in ("run", "saturate", "optimum", "latencies"):
         monkeypatch.setattr(collect, name, refuse)
-    monkeypatch.setattr(collect.plan, "measure", refuse)
+    monkeypatch.setattr(collect.planning_time, "measure", refuse)
 
 
 def same(folder: Path, other: Path) -> bool:

@@ -164,7 +164,7 @@ def test_a_sentence_that_the_numbers_do_not_carry_is_refused(
     [
         ("policies/apt/knapsack.py", {"aptserve"}),
         ("policies/sarathi.py", {"sarathi"}),
-        ("unified.py", {"sarathi", "aptserve", "bros"}),
+        ("unified/unified_policy.py", {"sarathi", "aptserve", "bros"}),
         ("optimal/solve.py", set()),
     ],
 )

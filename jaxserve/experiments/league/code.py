@@ -14,7 +14,15 @@ import jaxserve.sched.registry
 from jaxserve.experiments.league import runs, workloads
 from jaxserve.sched.registry import PolicyName, make_policy
 
-_OF_ALL = ("*.py", "simulation/**/*.py", "simulation/*.json", "workloads/*.py")  # of sched/
+_OF_ALL = (  # of sched/
+    "*.py",
+    *(
+        f"{part}/*.py"
+        for part in ("state", "cache", "cost", "slo", "fairness", "unified", "workloads")
+    ),
+    "simulation/**/*.py",
+    "simulation/systems/*.json",
+)
 _POLICIES = "jaxserve.sched.policies"
 DIGITS = 10
 
