@@ -189,13 +189,9 @@ def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
         assert server.process.wait(PATIENCE) == 0
 
 
-def test_what_cannot_be_served_is_one_line_and_exit_1() -> None:
-    """tests/engine/startup/test_build.py has all that build_engine refuses; this is the way out."""
-    assert "model.path: no such" in refused("--model=no/such/one")
-
-
-def test_the_platforms_that_are_not_there_are_no_news() -> None:
-    """What is asked for and not there is."""
+def test_what_cannot_be_served_is_one_line() -> None:
+    """Platforms that are not there are no news, but where they are asked for. What `build_engine`
+    refuses is all in tests/engine/startup/test_build.py; this is the way out."""
     assert "model.path: no such" in refused("--model=no/such/one", JAX_PLATFORMS="")
     said = refused(JAX_PLATFORMS="cuda")
     assert said.startswith("serve.py: JAX_PLATFORMS=cuda: there is no such device")

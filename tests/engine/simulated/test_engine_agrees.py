@@ -182,8 +182,16 @@ def same(served: Served, result: SimulationResult) -> None:
         np.testing.assert_allclose(measured, batches.duration, rtol=1e-9)
 
 
-@pytest.mark.parametrize("policy", DEPLOYABLE)
-@pytest.mark.parametrize(("rate", "blocks", "early"), [(100.0, SMALL, True), (6.0, LARGE, False)])
+@pytest.mark.parametrize(
+    ("policy", "rate", "blocks", "early"),
+    [
+        *((policy, 100.0, SMALL, True) for policy in DEPLOYABLE),
+        *(
+            (policy, 6.0, LARGE, False)
+            for policy in ("accelgen", "aptserve", "bros", "edf", "vllm")
+        ),
+    ],
+)
 def test_the_plans_are_the_same_one_by_one(
     policy: str, rate: float, blocks: int, early: bool, agree: Callable[..., SimulationResult]
 ) -> None:

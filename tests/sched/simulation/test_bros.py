@@ -35,7 +35,7 @@ def load(count: int, rate: float, seed: int) -> Workload:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     rate=st.sampled_from((2.0, 10.0, 100.0)),
     seed=st.integers(0, 10**6),

@@ -153,7 +153,7 @@ def test_a_gap_that_is_still_open_counts() -> None:
     until=st.floats(0.5, 6.0),
     kv_tokens=st.integers(400, 4000),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_steps_together_or_one_by_one_until_the_end(
     seed: int, policy: str, until: float, **options: Any
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -96,6 +97,7 @@ class BothPools(RuleBasedStateMachine):
 
 
 TestBothPools = BothPools.TestCase
+TestBothPools.settings = settings(max_examples=40, deadline=None)
 
 
 def test_who_is_in_which_block_is_not_known() -> None:

@@ -23,7 +23,8 @@ def starts(source: str) -> list[int]:
 
 
 def test_only_one_function_of_the_tests_starts_serve_py() -> None:
-    found = {path: starts(path.read_text()) for path in TESTS.rglob("*.py")}
+    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
+    found = {path: starts(text) for path, text in texts.items() if "serve.py" in text}
     assert [path for path, lines in found.items() if lines] == [STARTER]
     assert len(found[STARTER]) == 1
 

@@ -51,7 +51,7 @@ def served(routing: Routing, workload: Workload, replicas: int, **options: Any) 
     notice=st.sampled_from([0.0, 0.4]),
     interval=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_nobody_is_lost_or_served_twice(
     name: str, seed: int, dead: list[int], at: float, notice: float, interval: float
 ) -> None:

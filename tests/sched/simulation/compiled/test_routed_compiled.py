@@ -52,7 +52,7 @@ def faults(draw: st.DrawFn, replicas: int) -> tuple[Fault, ...]:
     loss=st.sampled_from([0.0, 0.4]),
     max_queue=st.sampled_from([None, 3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_outcome_is_the_same(
     data: st.DataObject,
     seed: int,

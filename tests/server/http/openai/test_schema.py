@@ -21,7 +21,7 @@ from jaxserve.server.server import Server
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-CALLS = 40  # of each path
+CALLS = 15  # of each path
 
 
 @pytest.fixture(scope="module")
