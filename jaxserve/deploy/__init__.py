@@ -1,1 +1,1 @@
-"""Replicas of the engine behind one door, on Ray Serve."""
+"""Replicas of the engine behind one address, on Ray Serve."""

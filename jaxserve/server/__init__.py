@@ -1,1 +1,1 @@
-"""The gRPC server over an engine: `Server` in runner.py is the way in."""
+"""A server over an engine, by gRPC and HTTP: `Server` in server.py is the way in."""

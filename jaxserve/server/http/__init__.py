@@ -1,2 +1,1 @@
-"""The HTTP door, in the shape of OpenAI's API: `build_app` in app.py, `HttpServer` in
-http_server.py."""
+"""The HTTP frontend, in the shape of OpenAI's API: `build_app` in app.py, `HttpServer`."""
