@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jaxserve.config import TEXT, ConfigError
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import find_seat
+from jaxserve.hosts.rank import find_rank
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.batches.options import open_batches
 from jaxserve.server.http.frontend import http_settings
@@ -41,7 +41,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
         2 for a flag or a config that cannot be served.
     """
     log_to_stderr()
-    form, seat = TEXT, None
+    form, rank = TEXT, None
     try:
         argv = [name, *launch.with_model(argv)]
         answer = launch.answer(argv, launch.preset_path("tiny_cpu"))
@@ -52,14 +52,14 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
         form = config.telemetry.log_format
         log_to_stderr(form)
         config = launch.find_checkpoint(config)
-        seat = find_seat(config.mesh)
-        if seat is not None and not seat.leads:
+        rank = find_rank(config.mesh)
+        if rank is not None and not rank.leads:
             from jaxserve.engine.startup.follower_executor import (
-                follow,
+                follow_leader,
                 leave_signals_to_the_leader,
             )
 
-            follow(config, seat, leave_signals_to_the_leader)
+            follow_leader(config, rank, leave_signals_to_the_leader)
             return 0
         launch.check_ports(config.server)
         http, access = http_settings(config), access_settings(config.server)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.startup.build import build_engine
 
-            engine = build_engine(config, seat=seat)
+            engine = build_engine(config, rank=rank)
             engine.start()
 
             def on_ready(server: launch.Server) -> None:
@@ -78,17 +78,17 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
                 announce(launch.ready_text(engine.info(), server, seconds), form)
 
             code = run_server(engine, config, on_ready, batches, http, access, traces)
-        if code and seat is not None:
+        if code and rank is not None:
             end_process(code)  # the other hosts have ended: JAX would wait for them
         return code
     except (launch.UsageError, ConfigError, GroupError) as error:
         complain(f"{name}: {error}", form)
         code = 1 if isinstance(error, GroupError) else 2
-        if seat is not None:
+        if rank is not None:
             end_process(code)  # JAX would wait for the other hosts
         return code
     except Exception:
-        if seat is None:
+        if rank is None:
             raise
         traceback.print_exc()
         end_process(1)

@@ -32,7 +32,7 @@ from jaxserve.pallas_kernels.pool import (
     read_tokens,
     row_major,
 )
-from jaxserve.pallas_kernels.skinny_matmul import few_rows, few_rows_kernel
+from jaxserve.pallas_kernels.skinny_matmul import has_skinny_matmul, skinny_matmul
 
 __all__ = [
     "BACKENDS",
@@ -47,9 +47,8 @@ __all__ = [
     "argmax",
     "block_bytes",
     "default_block_size",
-    "few_rows",
-    "few_rows_kernel",
     "get_backend",
+    "has_skinny_matmul",
     "make_pool",
     "move_slots",
     "paged_attention",
@@ -62,6 +61,7 @@ __all__ = [
     "resolve_backend",
     "row_major",
     "select_backend",
+    "skinny_matmul",
     "stage_in",
     "stage_out",
     "write",

@@ -1,4 +1,4 @@
-"""Products of few rows, less than a chunk of prompts has, with weights of bfloat16 or float32,
+"""Skinny matmuls: few rows, fewer than a chunk of a prompt has, by weights of bfloat16 or float32,
 where the platform has a kernel for them."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels.backends import resolve_backend
 
 
-def few_rows_kernel(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether `few_rows` is to be taken for the product of so many rows with these weights, on the
-    first device: where numba has kernels, see `resolve_backend`."""
+def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
+    """Whether the first device has a `skinny_matmul` for so many rows and these weights."""
     if resolve_backend("auto") != "numba":
         return False
     from jaxserve.pallas_kernels.cpu import panels  # as backends are, when chosen
@@ -25,18 +24,18 @@ def few_rows_kernel(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def few_rows(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
+def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one
     device; sums in float32. transposed: the weights are [out, in]."""
     from jaxserve.pallas_kernels.cpu import panels
     from jaxserve.pallas_kernels.cpu import rows as numba_rows
 
     if numba_rows.takes(x.shape[0], weights, transposed=transposed):
-        return numba_rows.few_rows(x, weights, transposed=transposed)
+        return numba_rows.skinny_matmul(x, weights, transposed=transposed)
     return panels.panels(x, weights, transposed=transposed)
 
 
-@few_rows.defjvp
+@skinny_matmul.defjvp
 def _derived(
     transposed: bool, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,4 +45,4 @@ def _derived(
     product = functools.partial(
         jax.lax.dot_general, dimension_numbers=numbers, preferred_element_type=jnp.float32
     )
-    return few_rows(x, weights, transposed), product(dx, weights) + product(x, dweights)
+    return skinny_matmul(x, weights, transposed), product(dx, weights) + product(x, dweights)

@@ -42,7 +42,7 @@ class Checked:
     too_small: list[str] = field(default_factory=list)
 
 
-def check(
+def check_model(
     model: str, target: Target, count: int, wish: Wish, tell: Callable[[Result], None]
 ) -> Checked:
     """Compiles for `count` devices, or AUTO; `tell` hears every result at once."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxserve.command_line import Parser
 from jaxserve.compile_check import report, toolchain
 from jaxserve.compile_check.case import Sizes, model_shape
-from jaxserve.compile_check.check import AUTO, Wish, check
+from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import NOT_CHECKED, Result
 from jaxserve.compile_check.programs import choose
 from jaxserve.compile_check.targets import Target, load_target, target_names
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(report.header(), file=out, flush=True)
     checked = [
-        check(model, target, count, wish, tell)
+        check_model(model, target, count, wish, tell)
         for model in args.model
         for target, count in args.target
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxserve.compile_check import toolchain
-from jaxserve.compile_check.analysis.findings import Findings, look
+from jaxserve.compile_check.analysis.findings import Findings, find_problems
 from jaxserve.compile_check.case import Case
 from jaxserve.compile_check.programs import Program
 from jaxserve.pallas_kernels.gpu_triton import tuning
@@ -73,7 +73,7 @@ def compile_program(case: Case, program: Program) -> Result:
             lowered = program.lower(case)
             compiled = lowered.compile(compiler_options=_dumping(case, folder))
             seconds = time.perf_counter() - begin
-            findings = look(case, program, lowered, compiled.as_text() or "", folder)
+            findings = find_problems(case, program, lowered, compiled.as_text() or "", folder)
         except Exception as error:  # compilers raise what they like
             reason = _first_line(error)
             status = NO_ROOM if "RESOURCE_EXHAUSTED" in reason and _is_hbm(reason) else FAILED

@@ -17,7 +17,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxserve.config import Config, ConfigError
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 from jaxserve.server.requests.engine_client import ServedEngine
 from jaxserve.server.telemetry.logs import log_to_stderr
 
@@ -27,13 +27,13 @@ _END_S = 10.0  # for followers that have been told to end
 class HostFollower:
     """The actor: one of the other hosts."""
 
-    def follow(self, config: Config, seat: Seat) -> None:
+    def follow(self, config: Config, rank: Rank) -> None:
         """Serves with the others until the leader ends. Raises ConfigError; where the leader is
         lost, the process ends."""
         log_to_stderr(config.telemetry.log_format)
-        from jaxserve.engine.startup.follower_executor import follow  # jax takes seconds
+        from jaxserve.engine.startup.follower_executor import follow_leader  # jax takes seconds
 
-        follow(config, seat, lambda: None)
+        follow_leader(config, rank, lambda: None)
 
 
 class Followers:
@@ -48,14 +48,14 @@ class Followers:
         if len(self._bundles) < hosts:
             few = f"the placement group has {len(self._bundles)} bundles"
             raise ConfigError(f"hosts: {few}, of {hosts} that there must be")
-        self.seat = Seat(ray.util.get_node_ip_address(), 0, hosts, 0, config.mesh.hosts_wait_s)
+        self.rank = Rank(ray.util.get_node_ip_address(), 0, hosts, 0, config.mesh.hosts_wait_s)
         self._actors: list[Any] = []
         self._following: list[Any] = []
 
     def start(self, coordinator: str) -> None:
         """See `Starter`."""
         address, _, port = coordinator.rpartition(":")
-        for index in range(1, self.seat.hosts):
+        for index in range(1, self.rank.hosts):
             strategy = PlacementGroupSchedulingStrategy(self._group, index)
             given = dict(self._bundles[index])
             actor = ray.remote(HostFollower).options(
@@ -65,8 +65,8 @@ class Followers:
                 scheduling_strategy=strategy,
             )
             self._actors.append(actor.remote())
-            seat = Seat(address, int(port), self.seat.hosts, index, self.seat.wait_s)
-            self._following.append(self._actors[-1].follow.remote(self._config, seat))
+            rank = Rank(address, int(port), self.rank.hosts, index, self.rank.wait_s)
+            self._following.append(self._actors[-1].follow.remote(self._config, rank))
 
     def problem(self) -> str | None:
         """See `Starter`."""
@@ -94,11 +94,11 @@ def running(config: Config) -> Iterator[ServedEngine]:
     from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 
     with contextlib.ExitStack() as stack:
-        seat = followers = None
+        rank = followers = None
         if config.mesh.hosts > 1:
             followers = stack.enter_context(contextlib.closing(Followers(config)))
-            seat = followers.seat
-        engine = build_engine(config, progress=False, seat=seat, starter=followers)
+            rank = followers.rank
+        engine = build_engine(config, progress=False, rank=rank, starter=followers)
         stack.callback(engine.stop)
         engine.start()
         yield engine

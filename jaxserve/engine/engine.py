@@ -24,18 +24,18 @@ from jaxserve.engine.commands import Cancel, Submit
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling import RequestRow
-from jaxserve.engine.engine_snapshot import Readings
+from jaxserve.engine.engine_snapshot import EngineSnapshot
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.engine.failures import attempt, describe, refuse, with_traceback
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.request_places import Places
+from jaxserve.engine.request_places import RequestPlaces
 from jaxserve.engine.stats import EngineInfo, EngineStats, Observer
-from jaxserve.engine.step_loop import Serving
+from jaxserve.engine.step_loop import StepLoop
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.engine.text.stop_conditions import ContinuationText
-from jaxserve.engine.ttft_estimator import Outlook
+from jaxserve.engine.ttft_estimator import LiveTtftEstimator
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.cost.reachability import slo_problems
 from jaxserve.sched.request import Grammar, Request, validate
@@ -83,7 +83,7 @@ class Engine:
         self._clock = clock
         self._cost_model = cost_model
         self._compiles = CompileCounter()
-        self._serving = Serving(
+        self._step_loop = StepLoop(
             executor,
             scheduler,
             info,
@@ -92,16 +92,20 @@ class Engine:
             clock=clock,
             on_over=self._over,
         )
-        serving = self._serving
-        self._outlook = Outlook(scheduler, serving.watch, clock, lambda: serving.arrivals)
-        self._readings = Readings(scheduler, self._serving, self._compiles, self._outlook)
+        step_loop = self._step_loop
+        self._ttft_estimator = LiveTtftEstimator(
+            scheduler, step_loop.watch, clock, lambda: step_loop.arrivals
+        )
+        self._snapshot = EngineSnapshot(
+            scheduler, self._step_loop, self._compiles, self._ttft_estimator
+        )
         self._grammars = Grammars(tokenizer.definition(), info.vocab_size, eos_ids)
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
         self._inbox: deque[Submit | Cancel] = deque()
-        self._places = Places(scheduler.table.capacity)
+        self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
 
@@ -162,11 +166,11 @@ class Engine:
                 raise EngineStopped(f"the engine has failed: {self._failure}")
             if not self._open:
                 raise EngineStopped("the engine is shutting down")
-            self._places.take(request)
+            self._places.reserve(request)
             stamped = dataclasses.replace(request, arrival=self._clock())
             self._inbox.append(Submit(stamped, on_output, texts, row, alone, problems))
             self._wake.notify()
-        self._outlook.submitted(stamped)
+        self._ttft_estimator.submitted(stamped)
 
     def _texts(self, request: Request) -> list[ContinuationText]:
         """Of each of its continuations, at their beginning."""
@@ -192,30 +196,30 @@ class Engine:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
         with self._wake:
             queued = sum(isinstance(c, Submit) for c in self._inbox)
-        return self._readings.stats(queued, self._cost_model.error)
+        return self._snapshot.stats(queued, self._cost_model.error)
 
     def expected_wait(self, request: Request) -> Wait:
         """How long a request that is submitted now is expected to wait for its first token."""
-        return self._outlook.wait(request)
+        return self._ttft_estimator.wait(request)
 
     def backlog(self) -> Backlog:
         """What there was to do at the last step; its time is on the clock of requests' arrival."""
-        return self._outlook.backlog
+        return self._ttft_estimator.backlog
 
     def block_map(self) -> np.ndarray:
         """What each block holds, uint8 [num_blocks] of `sched.pool_map.BlockUse`. Taken while the
         engine runs: parts of it may be one step apart."""
-        return self._readings.block_map()
+        return self._snapshot.block_map()
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
         """Continuations by (SLO class, tier, whether they hold cache), one step apart at most."""
-        return self._readings.live_counts()
+        return self._snapshot.live_counts()
 
     def add_observer(self, observer: Observer) -> None:
         """Tells it of every step and token from now on, on the engine thread: it must return
         quickly. What it raises is logged and counted (`EngineStats.observer_failures`), and it
         hears of the next event all the same."""
-        self._serving.observers.add(observer)
+        self._step_loop.observers.add(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
         """listener(exception) is called once if the engine fails, on the engine thread or, where it
@@ -266,7 +270,7 @@ class Engine:
         for command in commands:
             if isinstance(command, Submit):
                 refuse(command.request, command.on_output, FinishReason.CANCELLED)
-        self._serving.stop()
+        self._step_loop.stop()
 
     def abandon(self, error: BaseException) -> None:
         """Gives the engine up from outside, since its own thread may wait for ever for a device: it
@@ -290,22 +294,22 @@ class Engine:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._serving.stop()
+            self._step_loop.stop()
 
     def _loop(self) -> None:
         pending: InFlight | None = None
-        self._serving.woke(None)
-        while self._receive(wait=pending is None and not self._serving.live):
-            launched = self._serving.launch(idle=pending is None)
-            self._outlook.publish(pending, launched)  # who comes from now on comes behind it
+        self._step_loop.woke(None)
+        while self._receive(wait=pending is None and not self._step_loop.live):
+            launched = self._step_loop.launch(idle=pending is None)
+            self._ttft_estimator.publish(pending, launched)  # who comes from now on comes behind it
             if pending is not None:
-                self._serving.finish(pending)
-            pending = None if launched is None else self._serving.draw(launched)
+                self._step_loop.finish(pending)
+            pending = None if launched is None else self._step_loop.sample(launched)
             if pending is not None and not self._options.overlap:
-                self._serving.finish(pending)
+                self._step_loop.finish(pending)
                 pending = None
-            if not self._serving.live:  # nobody who has ended is waited for while it sleeps
-                self._outlook.publish(pending)
+            if not self._step_loop.live:  # nobody who has ended is waited for while it sleeps
+                self._ttft_estimator.publish(pending)
 
     def _receive(self, *, wait: bool) -> bool:
         """Takes in what other threads asked for; False when the engine is to end."""
@@ -314,16 +318,16 @@ class Engine:
                 self._wake.wait_for(lambda: self._inbox or self._stop)
                 first = self._inbox[0] if self._inbox else None
                 arrival = first.request.arrival if isinstance(first, Submit) else None
-                self._serving.woke(arrival)
+                self._step_loop.woke(arrival)
             if self._stop:
                 return False
             commands = len(self._inbox)
         for _ in range(commands):
             command = self._inbox.popleft()
             if isinstance(command, Submit):
-                self._serving.admit(command)
+                self._step_loop.admit(command)
             else:
-                self._serving.cancel(command.request_id)
+                self._step_loop.cancel(command.request_id)
         return True
 
     def _over(self, request_id: str) -> None:
@@ -341,10 +345,10 @@ class Engine:
         with self._wake:
             commands = list(self._inbox)
             self._inbox.clear()
-        serving = self._serving
-        for continuation in list(serving.live.values()):
+        step_loop = self._step_loop
+        for continuation in list(step_loop.live.values()):
             attempt(
-                functools.partial(serving.end_failed, engine_failed=True), continuation, message
+                functools.partial(step_loop.end_failed, engine_failed=True), continuation, message
             )
         for command in commands:
             if isinstance(command, Submit):

@@ -8,32 +8,36 @@ import numpy as np
 
 from jaxserve.engine.device.compile_counter import CompileCounter
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.step_loop import Serving
-from jaxserve.engine.ttft_estimator import Outlook
+from jaxserve.engine.step_loop import StepLoop
+from jaxserve.engine.ttft_estimator import LiveTtftEstimator
 from jaxserve.sched.cache.pool_map import pool_map
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.tiers import blocks_used
 from jaxserve.sched.state.request_table import State
 
 
-class Readings:
+class EngineSnapshot:
     """Each of them is taken while the engine runs."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        serving: Serving,
+        step_loop: StepLoop,
         compiles: CompileCounter,
-        outlook: Outlook,
+        ttft_estimator: LiveTtftEstimator,
     ) -> None:
-        self._scheduler, self._serving, self._outlook = scheduler, serving, outlook
+        self._scheduler, self._step_loop, self._ttft_estimator = (
+            scheduler,
+            step_loop,
+            ttft_estimator,
+        )
         self._compiles = compiles
 
     def stats(self, queued: int, step_time_error: float) -> EngineStats:
         """queued: requests that the engine has not taken in yet."""
         scheduler = self._scheduler
         table, pool, host = scheduler.table, scheduler.pool, scheduler.host
-        failures = self._serving.failures
+        failures = self._step_loop.failures
         return EngineStats(
             waiting=int(np.isin(table.state, (State.WAITING, State.HELD)).sum()) + queued,
             running=int(np.isin(table.state, (State.RUNNING, State.DRAINING)).sum()),
@@ -47,9 +51,9 @@ class Readings:
             host_full=host.num_full,
             preemptions=scheduler.preemptions,
             compiles_after_warmup=self._compiles.count,
-            steps=self._serving.steps,
+            steps=self._step_loop.steps,
             step_time_error=step_time_error,
-            expected_wait=self._outlook.by_tier(),
+            expected_wait=self._ttft_estimator.by_tier(),
             request_failures=failures.requests,
             step_failures=failures.steps,
             observer_failures=failures.observers,
@@ -64,5 +68,5 @@ class Readings:
         held = self._scheduler.pool.held
         return Counter(
             (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
-            for row, one in list(self._serving.live.items())
+            for row, one in list(self._step_loop.live.items())
         )

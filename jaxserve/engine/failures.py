@@ -86,7 +86,7 @@ class Observers:
         """From any thread: it is told from now on."""
         self._all = (*self._all, observer)
 
-    def tell(self, event: Callable[[Observer], None]) -> None:
+    def notify(self, event: Callable[[Observer], None]) -> None:
         """Calls event(observer) for each of them."""
         for observer in self._all:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.engine.device.executor import Handle, Undrawn
+from jaxserve.engine.device.executor import Handle, PendingSample
 from jaxserve.engine.prompt_logprobs import PromptLogprobs
 from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
@@ -17,7 +17,7 @@ class InFlight:
     what it tells of prompts, None if nothing. begin: when it was planned, in seconds; the others
     are as `StepStats` has them."""
 
-    handle: Handle | Undrawn
+    handle: Handle | PendingSample
     emitting: list[tuple[int, Continuation]]
     prompts: PromptLogprobs | None
     step: Step

@@ -75,16 +75,18 @@ class PromptLogprobs:
             at.append(begin)
         return cls(pieces, targets, at)
 
-    def tell(self, found: SampleResult, now: float) -> Iterator[tuple[Continuation, BaseException]]:
+    def deliver(
+        self, found: SampleResult, now: float
+    ) -> Iterator[tuple[Continuation, BaseException]]:
         """Hands out what the step has found, [T], to those that are not over. Yields those for whom
         that failed, each once, and has the others told all the same."""
         for piece, at in zip(self.pieces, self.at, strict=True):
             try:
-                self._tell(piece, at, found, now)
+                self._deliver(piece, at, found, now)
             except BaseException as error:
                 yield piece.continuation, error
 
-    def _tell(self, piece: Piece, at: int, found: SampleResult, now: float) -> None:
+    def _deliver(self, piece: Piece, at: int, found: SampleResult, now: float) -> None:
         count, continuation = piece.end - piece.first, piece.continuation
         for begin in range(at, at + count, TOLD_AT_ONCE):
             if not continuation.finished:

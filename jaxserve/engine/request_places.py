@@ -9,7 +9,7 @@ from jaxserve.sched.fairness.fair_share import may_have
 from jaxserve.sched.request import InvalidRequest, Request
 
 
-class Places:
+class RequestPlaces:
     """capacity: continuations that are queued or running at most. Not thread-safe."""
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,7 @@ class Places:
         """Of the requests that are not over."""
         return list(self._left)
 
-    def take(self, request: Request) -> None:
+    def reserve(self, request: Request) -> None:
         """One more. Raises InvalidRequest for an id that is there, or more continuations than there
         are places; QueueFull where there are none left, or, where several tenants come, too few to
         let this one have more."""

@@ -12,7 +12,7 @@ from jaxserve.engine.commands import Submit
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
-from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.sampling import SampleResult, SlotParams, mask_words, plain_slot
 from jaxserve.engine.failures import (
     OF_NEWCOMERS,
@@ -35,7 +35,7 @@ from jaxserve.sched.step import Discard, Step
 from jaxserve.sched.step_timing import StepWatch
 
 
-class Serving:
+class StepLoop:
     """Continuations by table row, from `admit` to `end`; `launch` and `finish` a step in turns.
 
     What fails for one continuation ends it alone, and what fails for a step those that it is of
@@ -101,7 +101,7 @@ class Serving:
             self._refuse(command, mine, error)
 
     def _tell_arrival(self, one: Continuation) -> None:
-        self.observers.tell(lambda observer: observer.on_arrival(one.number, one.request))
+        self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
     def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
         """Ends a request that cannot be taken in, or not as a whole."""
@@ -233,7 +233,7 @@ class Serving:
         prompts: PromptLogprobs | None,
         *,
         full: bool,
-    ) -> Handle | Undrawn:
+    ) -> Handle | PendingSample:
         targets = None if prompts is None else prompts.targets
         if any(member.matcher for _, member in emitting):
             return self._executor.compute(layout, batch.buffer, targets=targets)
@@ -246,10 +246,10 @@ class Serving:
             self._failed.append((self.live[row], error))
             return (0,) * (end - first)
 
-    def draw(self, step: InFlight) -> InFlight | None:
+    def sample(self, step: InFlight) -> InFlight | None:
         """Has the tokens drawn of a step in which grammars have a say, now that every token before
         them is here. None if that failed."""
-        if not isinstance(step.handle, Undrawn):
+        if not isinstance(step.handle, PendingSample):
             return step
         begin = self._clock()
         try:
@@ -257,7 +257,7 @@ class Serving:
             masks = masks.view(np.uint32)
             for i, continuation in step.emitting:
                 self._mask(continuation, masks[i])
-            handle = self._executor.draw(step.handle, masks)
+            handle = self._executor.sample(step.handle, masks)
         except BaseException as error:
             self._fail_step(error, step.recipients)
             return None
@@ -283,7 +283,7 @@ class Serving:
 
     def finish(self, step: InFlight) -> None:
         """Takes in a step's tokens; late ones of requests that are over are dropped."""
-        assert not isinstance(step.handle, Undrawn)
+        assert not isinstance(step.handle, PendingSample)
         result = step.handle.result()  # what this raises the device has raised
         prompt = None if step.prompts is None else step.handle.prompt()
         try:
@@ -301,7 +301,7 @@ class Serving:
         now = self._clock()
         device_time = self.watch.finished(step.watched, now)
         if step.prompts is not None and prompt is not None:
-            for continuation, error in step.prompts.tell(prompt, now):
+            for continuation, error in step.prompts.deliver(prompt, now):
                 self._fail(continuation, error)
         mine = [(i, c) for i, c in step.emitting if not c.finished]
         self._scheduler.receive(np.array([c.row for _, c in mine], np.int64), now)
@@ -362,16 +362,16 @@ class Serving:
             launch_time=step.launch_time,
             finish_time=self._since - now,
         )
-        self.observers.tell(lambda observer: observer.on_step(stats))
+        self.observers.notify(lambda observer: observer.on_step(stats))
 
     def _observe_token(self, continuation: Continuation, now: float) -> None:
         tier, came = continuation.request.tier, continuation.token_times
         if came:
             since = now - came[-1]
-            self.observers.tell(lambda observer: observer.on_inter_token(since, tier))
+            self.observers.notify(lambda observer: observer.on_inter_token(since, tier))
         else:
             ttft = now - continuation.request.arrival
-            self.observers.tell(lambda observer: observer.on_first_token(ttft, tier))
+            self.observers.notify(lambda observer: observer.on_first_token(ttft, tier))
 
     def _take_slot(self, member: Continuation, now: float) -> None:
         member.slot = self._free_slots.pop()
@@ -398,7 +398,7 @@ class Serving:
         """Ends the executor, and tells the observers, for the last time."""
         self._executor.close()
         observers, self.observers = self.observers, Observers(self.failures)
-        observers.tell(lambda observer: observer.on_stop())
+        observers.notify(lambda observer: observer.on_stop())
 
     # How they end.
 
@@ -463,4 +463,4 @@ class Serving:
         except BaseException as error:
             self.failures.of_request(error, request.id)
         else:
-            self.observers.tell(lambda observer: observer.on_finish(stats))
+            self.observers.notify(lambda observer: observer.on_finish(stats))

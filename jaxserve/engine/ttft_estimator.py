@@ -17,7 +17,7 @@ from jaxserve.sched.step_timing import StepWatch
 log = logging.getLogger(__name__)
 
 
-class Outlook:
+class LiveTtftEstimator:
     """`publish` is the engine's thread's; the others are any thread's, and hold nobody else up.
     clock: seconds, of the requests' arrival. arrivals(): continuations so far that the engine's
     thread has taken in, or could not. backlog: what was there to do when the last step had been

@@ -32,7 +32,7 @@ def pool_view(engine: Engine) -> PoolView:
     """What the engine's pool holds now. Called in an `on_output`, that is on the engine's thread,
     it is exact; elsewhere its parts may be one step apart."""
     scheduler = engine._scheduler  # no request's path needs this, so the engine does not offer it
-    names = {row: c.request.id for row, c in dict(engine._serving.live).items()}
+    names = {row: c.request.id for row, c in dict(engine._step_loop.live).items()}
     return view_of(scheduler.pool, scheduler.table.computed.copy(), names)
 
 

@@ -17,7 +17,7 @@ from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Group:
                 channel.send(Message(WELCOME, {"coordinator": coordinator}))
             link.start()
 
-    def tell(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Every follower, in the order of the calls."""
         for link in self._links:
             link.send(message)
@@ -66,11 +66,11 @@ class Group:
         """The next message of each follower, in the order of their indices; waits for them."""
         return [link.receive() for link in self._links]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits until every follower has come to this point, and lets them go on: the devices'
         own collectives have little patience with those that are late."""
         self.answers()
-        self.tell(Message(ALL_HERE))
+        self.broadcast(Message(ALL_HERE))
 
     def hurry(self) -> None:
         """All of them serve, see `Link.hurry`."""
@@ -141,22 +141,22 @@ class Starter(Protocol):
 
 
 def gather(
-    seat: Seat, profile: Mapping[str, Any], starter: Starter | None = None
+    rank: Rank, profile: Mapping[str, Any], starter: Starter | None = None
 ) -> dict[int, Channel]:
     """Waits for all followers, by index, whose `profile` is this one's; who has another one is
     refused, and told why. starter: None where others start them. Raises GroupError."""
     try:
-        listener = socket.create_server((seat.address, seat.port), family=_family(seat))
+        listener = socket.create_server((rank.address, rank.port), family=_family(rank))
     except OSError as error:
-        where = f"cannot listen on {seat.coordinator}"
+        where = f"cannot listen on {rank.coordinator}"
         raise GroupError(f"mesh.coordinator: {where} ({error.strerror or error})") from error
     with listener:
-        seat = dataclasses.replace(seat, port=listener.getsockname()[1])
+        rank = dataclasses.replace(rank, port=listener.getsockname()[1])
         callers = Callers(
-            listener, lambda channel, address: _admitted(channel, address, seat, profile)
+            listener, lambda channel, address: _admitted(channel, address, rank, profile)
         )
         try:
-            found = _all_of(callers, seat, starter)
+            found = _all_of(callers, rank, starter)
         except BaseException as error:
             why = str(error) or type(error).__name__
             callers.close(lambda channel: _refuse(channel, why))
@@ -165,18 +165,18 @@ def gather(
         return found
 
 
-def _all_of(callers: Callers, seat: Seat, starter: Starter | None) -> dict[int, Channel]:
+def _all_of(callers: Callers, rank: Rank, starter: Starter | None) -> dict[int, Channel]:
     found: dict[int, Channel] = {}
     if starter is not None:
-        starter.start(seat.coordinator)
-    deadline = time.monotonic() + seat.wait_s
-    while len(found) < seat.hosts - 1:
+        starter.start(rank.coordinator)
+    deadline = time.monotonic() + rank.wait_s
+    while len(found) < rank.hosts - 1:
         left = deadline - time.monotonic()
         problem = None if starter is None else starter.problem()
         if problem is None and left <= 0:
             problem = (
-                f"mesh.hosts: {len(found)} of {seat.hosts - 1} followers have come to "
-                f"{seat.coordinator} within {seat.wait_s:g} s"
+                f"mesh.hosts: {len(found)} of {rank.hosts - 1} followers have come to "
+                f"{rank.coordinator} within {rank.wait_s:g} s"
             )
         if problem is not None:
             for channel in found.values():
@@ -192,11 +192,11 @@ def _all_of(callers: Callers, seat: Seat, starter: Starter | None) -> dict[int, 
     return dict(sorted(found.items()))
 
 
-def _family(seat: Seat) -> socket.AddressFamily:
-    return socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0][0]
+def _family(rank: Rank) -> socket.AddressFamily:
+    return socket.getaddrinfo(rank.address, rank.port, type=socket.SOCK_STREAM)[0][0]
 
 
-def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, Any]) -> int | None:
+def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, Any]) -> int | None:
     """The index of who has connected; None, and it is told why, if it does not belong here."""
     try:
         index, theirs = _hello(channel.receive(_HELLO_S, HELLO_BYTES))
@@ -205,8 +205,8 @@ def _admitted(channel: Channel, address: str, seat: Seat, profile: Mapping[str, 
         channel.close()
         return None
     problem = _difference(theirs, profile)
-    if problem is None and not 0 < index < seat.hosts:
-        problem = f"mesh.host_index must be 1 to {seat.hosts - 1}, got {index}"
+    if problem is None and not 0 < index < rank.hosts:
+        problem = f"mesh.host_index must be 1 to {rank.hosts - 1}, got {index}"
     if problem is None:
         return index
     log.warning("the host at %s is refused: %s", address, problem)

@@ -14,7 +14,7 @@ from jaxserve.hosts.group import HELLO, HELLO_BYTES, HERE, WELCOME
 from jaxserve.hosts.link import FAILED, PATIENCE_S, Link
 from jaxserve.hosts.messages import BadMessage, Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 
 log = logging.getLogger(__name__)
 
@@ -22,41 +22,41 @@ _AGAIN_S = 0.25  # between two attempts to reach a leader that is not there yet
 _CONNECT_S = 5.0
 
 
-def join(seat: Seat, profile: Mapping[str, Any]) -> tuple[Link, str]:
+def join_group(rank: Rank, profile: Mapping[str, Any]) -> tuple[Link, str]:
     """The link to the leader, and where its JAX coordinates, as "host:port". Where the leader is
     lost later on, the process ends with exit code 1. Raises GroupError."""
-    deadline = time.monotonic() + seat.wait_s
-    channel = _connect(seat, deadline)
+    deadline = time.monotonic() + rank.wait_s
+    channel = _connect(rank, deadline)
     try:
-        channel.send(Message(HELLO, {"index": seat.index, "profile": dict(profile)}))
+        channel.send(Message(HELLO, {"index": rank.index, "profile": dict(profile)}))
         # It waits for the others, too.
-        message = channel.receive(seat.wait_s + _CONNECT_S, HELLO_BYTES)
+        message = channel.receive(rank.wait_s + _CONNECT_S, HELLO_BYTES)
     except (Closed, BadMessage, TimeoutError) as error:
-        raise GroupError(f"mesh.coordinator: {seat.coordinator} does not go on: {error}") from error
+        raise GroupError(f"mesh.coordinator: {rank.coordinator} does not go on: {error}") from error
     if message.name == FAILED:
         raise GroupError(str(message.fields.get("why")))
     if message.name != WELCOME:
-        raise GroupError(f"mesh.coordinator: at {seat.coordinator} there is no leader")
-    link = Link(channel, f"the leader at {seat.coordinator}", _lost)
+        raise GroupError(f"mesh.coordinator: at {rank.coordinator} there is no leader")
+    link = Link(channel, f"the leader at {rank.coordinator}", _lost)
     link.start()
     return link, str(message.fields["coordinator"])
 
 
-def meet(link: Link) -> None:
-    """Waits until all hosts have come to this point, see `Group.meet`."""
+def barrier(link: Link) -> None:
+    """Waits until all hosts have come to this point, see `Group.barrier`."""
     link.send(Message(HERE))
     link.receive()
     link.done()
 
 
-def _connect(seat: Seat, deadline: float) -> Channel:
+def _connect(rank: Rank, deadline: float) -> Channel:
     while True:
         try:
-            where = (seat.address, seat.port)
+            where = (rank.address, rank.port)
             return Channel(socket.create_connection(where, _CONNECT_S), PATIENCE_S)
         except OSError as error:
             if time.monotonic() + _AGAIN_S > deadline:
-                nobody = f"nobody answers at {seat.coordinator} within {seat.wait_s:g} s"
+                nobody = f"nobody answers at {rank.coordinator} within {rank.wait_s:g} s"
                 raise GroupError(f"mesh.coordinator: {nobody} ({error})") from error
             time.sleep(_AGAIN_S)
 

@@ -13,8 +13,8 @@ _MAX_HOSTS_WAIT_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Seat:
-    """address, port: where the leader listens; port 0, of the leader's own seat, is any free one.
+class Rank:
+    """address, port: where the leader listens; port 0, of the leader's own rank, is any free one.
     hosts: how many there are. index: this one's, 0 leads. wait_s: seconds in which all have to
     come. devices: local ids of those that are this process's, None for all of the host."""
 
@@ -36,7 +36,7 @@ class Seat:
         return f"{self.address}:{self.port}"
 
 
-def find_seat(mesh: MeshConfig) -> Seat | None:
+def find_rank(mesh: MeshConfig) -> Rank | None:
     """From the config's section `mesh`; what is not given there is as the cluster says that JAX
     finds (TPU pods, SLURM, Kubernetes Jobs). None where there is one host. Raises GroupError."""
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
@@ -55,7 +55,7 @@ def find_seat(mesh: MeshConfig) -> Seat | None:
     if not 0 <= index < hosts:
         raise GroupError(f"mesh.host_index must be 0 to {hosts - 1}, got {index}")
     check_tensor(mesh.tensor, hosts)
-    return Seat(address, port, hosts, index, mesh.hosts_wait_s, devices)
+    return Rank(address, port, hosts, index, mesh.hosts_wait_s, devices)
 
 
 def check_wait(seconds: float) -> None:

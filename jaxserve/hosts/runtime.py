@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 import jax
 
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 
 # Hosts that are lost are noticed by the group's own beats, and long before: what JAX does then is
 # to abort the process, with many lines.
@@ -18,18 +18,18 @@ _SHUTDOWN_S = 10
 
 
 @contextmanager
-def reserved_address(seat: Seat) -> Iterator[str]:
+def reserved_address(rank: Rank) -> Iterator[str]:
     """Where JAX may coordinate: at the leader's address, on a free port, which meanwhile nobody
     else is given. JAX can listen there: its gRPC shares ports (SO_REUSEPORT), as this does, and a
     socket that does not listen takes no connection from it."""
-    family = socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)[0][0]
+    family = socket.getaddrinfo(rank.address, rank.port, type=socket.SOCK_STREAM)[0][0]
     with closing(socket.socket(family, socket.SOCK_STREAM)) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        place.bind((seat.address, 0))
-        yield f"{_quoted(seat.address)}:{place.getsockname()[1]}"
+        place.bind((rank.address, 0))
+        yield f"{_quoted(rank.address)}:{place.getsockname()[1]}"
 
 
-def start_jax(seat: Seat, address: str) -> None:
+def start_jax(rank: Rank, address: str) -> None:
     """Every process of the group calls it, before anything else of JAX's is used; afterwards
     `jax.devices` are those of all. address: as the leader has it of `reserved_address`.
     Raises GroupError."""
@@ -38,14 +38,14 @@ def start_jax(seat: Seat, address: str) -> None:
     try:
         jax.distributed.initialize(
             address,
-            seat.hosts,
-            seat.index,
-            local_device_ids=seat.devices,
+            rank.hosts,
+            rank.index,
+            local_device_ids=rank.devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=max(10, int(seat.wait_s)),
+            initialization_timeout=max(10, int(rank.wait_s)),
             heartbeat_timeout_seconds=_HEARTBEAT_S,
             shutdown_timeout_seconds=_SHUTDOWN_S,
-            coordinator_bind_address=address if seat.leads else None,
+            coordinator_bind_address=address if rank.leads else None,
         )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

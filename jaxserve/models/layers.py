@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.base import HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.sharding import constrain
-from jaxserve.pallas_kernels import few_rows, few_rows_kernel
+from jaxserve.pallas_kernels import has_skinny_matmul, skinny_matmul
 
 
 @flax.struct.dataclass
@@ -47,14 +47,14 @@ def matmul(
     Where x is wider than the weights, float32 on 16 bits, it is rounded to their dtype and the sums
     stay in its own: so XLA's CPU compiler takes its library's mixed matmul, which reads the weights
     as they are. A result of 16 bits, or of too few rows, has it convert them first, in each step;
-    up to 128 rows have kernels of their own where numba is installed, see `few_rows_kernel`, and
+    up to 128 rows have kernels of their own where numba is installed, see `has_skinny_matmul`, and
     so have some tens of rows of float32.
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
     rows, result = x.shape[0], jnp.dtype(dtype or x.dtype)
     alone = x.dtype == jnp.float32 and mesh is None
-    if alone and few_rows_kernel(rows, weights, transposed=transposed):
-        return few_rows(x.astype(weights.dtype), weights, transposed).astype(result)
+    if alone and has_skinny_matmul(rows, weights, transposed=transposed):
+        return skinny_matmul(x.astype(weights.dtype), weights, transposed).astype(result)
     if x.dtype != weights.dtype:
         x = jnp.pad(x.astype(weights.dtype), ((0, max(0, _FEWEST_ROWS - rows)), (0, 0)))
     y = jax.lax.dot_general(x, weights, numbers, preferred_element_type=result)

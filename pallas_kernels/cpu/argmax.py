@@ -20,10 +20,10 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     data,
     dims,
     finish,
+    finish_share,
     intrinsic,
     operands,
-    take,
-    take_next,
+    take_share,
 )
 
 CHUNK = 512  # numbers whose maximum is one loop of vectors
@@ -65,10 +65,10 @@ def target() -> str:
 
     def task(block: int) -> int:
         len(digest)
-        i = take(block)
+        i = take_share(block)
         while i >= 0:
             _row(operands(block), i)
-            i = take_next(block)
+            i = finish_share(block)
         return 0
 
     return numba_ffi.register(name, handler, task)

@@ -23,10 +23,10 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     data,
     dims,
     finish,
+    finish_share,
     operands,
     plan,
-    take,
-    take_next,
+    take_share,
     words,
 )
 from jaxserve.pallas_kernels.cpu.queries import many_queries, one_query
@@ -63,7 +63,7 @@ def target(head_dim: int, *, bfloat16: bool) -> str:
 
     def task(block: int) -> int:
         len(digest)
-        i = take(block)
+        i = take_share(block)
         while i >= 0:
             given = operands(block)
             shape = dims(given[_POOL], 5)
@@ -73,7 +73,7 @@ def target(head_dim: int, *, bfloat16: bool) -> str:
             else:
                 full = carray(data(given[_POOL]), _blocks(shape, head_dim), np.float32)
                 _share(given, full, plan(block), i, head_dim)
-            i = take_next(block)
+            i = finish_share(block)
         return 0
 
     return numba_ffi.register(name, handler, task)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.backends import Backend
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.cpu import attention
-from jaxserve.pallas_kernels.cpu.write import put
+from jaxserve.pallas_kernels.cpu.write import put_vectors
 from jaxserve.pallas_kernels.xla import backend, write
 
 
@@ -65,12 +65,12 @@ def _supports(
 
 
 BACKEND = Backend(
-    write=partial(write.write, put=put),
+    write=partial(write.write, put=put_vectors),
     attend=_attend,
     absorbed=backend.BACKEND.absorbed,
     projected=backend.BACKEND.projected,
-    move=partial(write.move, put=put),
+    move=partial(write.move, put=put_vectors),
     stage_out=backend.BACKEND.stage_out,
-    stage_in=partial(write.stage_in, put=put),
+    stage_in=partial(write.stage_in, put=put_vectors),
     supports=_supports,
 )

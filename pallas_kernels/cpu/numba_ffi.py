@@ -157,7 +157,7 @@ def plan(block: int) -> int:
 
 
 @njit(**OPTIONS)
-def take(block: int) -> int:
+def take_share(block: int) -> int:
     """The number of the next share, -1 if there is none left: then the block is not to be used any
     more."""
     i = _fetch_add(block + 8 * _NEXT, 1)
@@ -168,10 +168,10 @@ def take(block: int) -> int:
 
 
 @njit(**OPTIONS)
-def take_next(block: int) -> int:
+def finish_share(block: int) -> int:
     """The same once the share before is computed."""
     _fetch_add(block + 8 * _DONE, 1)
-    return take(block)
+    return take_share(block)
 
 
 @njit(**OPTIONS)

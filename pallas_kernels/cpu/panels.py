@@ -26,11 +26,11 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     data_address,
     dims,
     finish,
+    finish_share,
     free,
     operands,
     pointer,
-    take,
-    take_next,
+    take_share,
 )
 from jaxserve.pallas_kernels.cpu.pairs import (
     LANES,
@@ -92,10 +92,10 @@ def target(*, transposed: bool, wide: bool) -> str:
 
     def task(block: int) -> int:
         len(digest)
-        i = take(block)
+        i = take_share(block)
         while i >= 0:
             _panel(operands(block), i, transposed, wide)
-            i = take_next(block)
+            i = finish_share(block)
         return 0
 
     return numba_ffi.register(name, handler, task)

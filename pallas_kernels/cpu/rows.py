@@ -20,9 +20,9 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     data,
     dims,
     finish,
+    finish_share,
     operands,
-    take,
-    take_next,
+    take_share,
 )
 from jaxserve.pallas_kernels.cpu.tiles import (
     BYTES,
@@ -43,13 +43,13 @@ GRAIN = 64  # of its columns
 
 
 def takes(rows: int, weights: jax.Array, *, transposed: bool) -> bool:
-    """Whether `few_rows` has the product of so many rows with these weights."""
+    """Whether `skinny_matmul` has the product of so many rows with these weights."""
     depth, columns = weights.shape[::-1] if transposed else weights.shape
     whole = depth % PAIRS == 0 if transposed else depth % TOGETHER == columns % PAIRS == 0
     return rows <= MOST_ROWS and weights.dtype == jnp.bfloat16 and whole
 
 
-def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
+def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], that `takes`, both of bfloat16,
     on one CPU device. transposed: the weights are [out, in]. Sums are in float32."""
     columns = weights.shape[0 if transposed else 1]
@@ -64,7 +64,7 @@ def few_rows(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.Array
 @compiled_once
 def target(*, transposed: bool) -> str:
     """The name of the kernel, compiled if it is the first time."""
-    name = f"jaxserve_few_rows_{'transposed' if transposed else 'straight'}"
+    name = f"jaxserve_skinny_matmul_{'transposed' if transposed else 'straight'}"
     symbol = numba_ffi.task_symbol(name)
     digest = numba_ffi.digest(__file__, tiles.__file__)
 
@@ -76,13 +76,13 @@ def target(*, transposed: bool) -> str:
 
     def task(block: int) -> int:
         len(digest)
-        i = take(block)
+        i = take_share(block)
         while i >= 0:
             if transposed:
                 _dot(operands(block), i)
             else:
                 _add_up(operands(block), i)
-            i = take_next(block)
+            i = finish_share(block)
         return 0
 
     return numba_ffi.register(name, handler, task)

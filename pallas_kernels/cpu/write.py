@@ -21,9 +21,9 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     data_address,
     dims,
     finish,
+    finish_share,
     operands,
-    take,
-    take_next,
+    take_share,
 )
 
 SHARE = 1 << 18  # bytes that a share copies, about
@@ -31,14 +31,14 @@ SHARE = 1 << 18  # bytes that a share copies, about
 _POOL, _VALUES, _BLOCKS, _SLOTS, _INTS = range(5)
 
 
-def put(
+def put_vectors(
     pool: jax.Array,
     layer: jax.Array | int | None,
     blocks: jax.Array,
     slots: jax.Array,
     values: jax.Array,
 ) -> jax.Array:
-    """See `xla_write.put`, on one CPU device."""
+    """See `xla_write.put_vectors`, on one CPU device."""
     blocks, slots = jnp.broadcast_arrays(blocks, slots)
     layers, _, kv_heads, _, head_dim = pool.shape
     first, many = (0, layers) if layer is None else (layer, 1)
@@ -74,10 +74,10 @@ def target() -> str:
 
     def task(block: int) -> int:
         len(digest)
-        i = take(block)
+        i = take_share(block)
         while i >= 0:
             _share(operands(block), i)
-            i = take_next(block)
+            i = finish_share(block)
         return 0
 
     return numba_ffi.register(name, handler, task)

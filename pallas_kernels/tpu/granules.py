@@ -150,7 +150,7 @@ def layers_at_once(pool: jax.Array, layers: int, interpret: bool) -> int:
     return most_a_program(layers, most, sizes.cores)
 
 
-def put(
+def put_vectors(
     pool: jax.Array,
     layer: jax.Array | int,
     values: list[jax.Array],

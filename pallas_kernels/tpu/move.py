@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.tpu.granules import (
     Puts,
     granules,
     layers_at_once,
-    put,
+    put_vectors,
 )
 
 # Bytes between a copy's layers: libtpu 0.0.50 ends the process over more.
@@ -46,7 +46,7 @@ def stage_in(
     """See `move.stage_in`: staging [M, layers, kv_heads, head_dim] into slots int32 [M, 2]."""
     source = jnp.arange(len(slots), dtype=jnp.int32) * PLANES
     plan = _by_target(slots[:, 0], slots[:, 1], source, count, pool.shape[3])
-    return put(pool, 0, [staging], plan, interpret=interpret)
+    return put_vectors(pool, 0, [staging], plan, interpret=interpret)
 
 
 def _out_kernel(

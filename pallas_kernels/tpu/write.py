@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.batch import HIDDEN, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tpu.common import GRANULE
-from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts, granules, put
+from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts, granules, put_vectors
 
 
 def _candidates(batch: AttentionBatch) -> int:
@@ -17,8 +17,8 @@ def _candidates(batch: AttentionBatch) -> int:
 
 
 def plan(batch: AttentionBatch, block_size: int, *, hidden: bool) -> Puts:
-    """See `backends.Backend.plan_write`: what `tpu_granules.put` is to do, with k, v and x as its
-    arrays."""
+    """See `backends.Backend.plan_write`: what `granules.put_vectors` is to do, with k, v and x as
+    its arrays."""
     # A row's tokens touch consecutive granules, in units counted along its positions.
     start = batch.context_lens - batch.query_lens
     used = jnp.arange(batch.max_rows) < batch.num_rows
@@ -68,4 +68,4 @@ def write(
     """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, a
     granule of 8 slots at a time."""
     values = [value.astype(pool.dtype)[:, None] for value in (k, v, x) if value is not None]
-    return put(pool, layer, values, plan, interpret=interpret)
+    return put_vectors(pool, layer, values, plan, interpret=interpret)

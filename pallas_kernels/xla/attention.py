@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
 from jaxserve.pallas_kernels.xla import softmax
-from jaxserve.pallas_kernels.xla.gather import chunk_blocks, in_token_order, runs, take
+from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 from jaxserve.pallas_kernels.xla.softmax import Softmax, Step
 
 DECODE_GROUP = 8  # rows that step through their context together
@@ -83,7 +83,7 @@ def decode(
             reads = (length > j * width) & (start < (j + 1) * width)
             own = seen | ~reads[:, None]
             wanted = [runs_of(ids[:, plane]) for plane in range(planes)]
-            found = take(flat, wanted, shape, own[:, None, :, None], own.all())
+            found = gather_runs(flat, wanted, shape, own[:, None, :, None], own.all())
             new = step(state, query, found[0], found[-1], seen[:, None, None])
             # A row that this chunk is nothing to adds 0 times whatever is there: keep what it has.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
@@ -197,7 +197,7 @@ def _read_blocks(
     def chunk_of(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
         position = j * width + slot
-        k, v = take(
+        k, v = gather_runs(
             flat,
             [runs_of(ids[:1]), runs_of(ids[1:])],
             (1, kv_heads, width, head_dim),

@@ -43,7 +43,7 @@ def runs(pool: jax.Array, layer: jax.Array | int, chunk: int) -> tuple[jax.Array
     return flat, runs_of
 
 
-def _take(flat: jax.Array, ids: jax.Array) -> jax.Array:
+def _gather(flat: jax.Array, ids: jax.Array) -> jax.Array:
     """flat [X, E], ids [N] in [0, X) -> [N, E], a copy of N contiguous runs."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -52,7 +52,7 @@ def _take(flat: jax.Array, ids: jax.Array) -> jax.Array:
     return lax.gather(flat, ids[:, None], numbers, (1, flat.shape[1]), mode=promise)
 
 
-def take(
+def gather_runs(
     flat: jax.Array,
     ids: list[jax.Array],
     shape: tuple[int, int, int, int],
@@ -69,11 +69,11 @@ def take(
     """
 
     def plain(_: None) -> list[jax.Array]:
-        return [_take(flat, i) for i in ids]
+        return [_gather(flat, i) for i in ids]
 
     def cleaned(_: None) -> list[jax.Array]:
-        v = _take(flat, ids[-1])
+        v = _gather(flat, ids[-1])
         clean = jnp.where(own, v.reshape(shape), 0).reshape(v.shape)
-        return [*(_take(flat, i) for i in ids[:-1]), clean]
+        return [*(_gather(flat, i) for i in ids[:-1]), clean]
 
     return [found.reshape(shape) for found in lax.cond(all_own, plain, cleaned, None)]

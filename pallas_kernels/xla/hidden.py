@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.xla import softmax
 from jaxserve.pallas_kernels.xla.attention import TILE_QUERIES, Read, attend_row, decode
-from jaxserve.pallas_kernels.xla.gather import chunk_blocks, in_token_order, runs, take
+from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 
 PROJECT_CONTEXT = 128  # tokens of context that are projected at once
 
@@ -149,7 +149,7 @@ class _Rows:
         def one_chunk(j: jax.Array, made: _KV) -> _KV:
             ids = lax.dynamic_slice_in_dim(table, j * self._chunk, self._chunk)
             position = j * width + slot
-            (x,) = take(
+            (x,) = gather_runs(
                 self._flat,
                 [self._runs_of(ids[None])],
                 (1, self._parts, width, self._head_dim),

@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.batch import HIDDEN, RIGHT, AttentionBatch
 Put = Callable[..., jax.Array]
 
 
-def put(
+def put_vectors(
     pool: jax.Array,
     layer: jax.Array | int | None,
     blocks: jax.Array,
@@ -35,7 +35,7 @@ def write(
     x: jax.Array | None,
     batch: AttentionBatch,
     *,
-    put: Put = put,
+    put: Put = put_vectors,
 ) -> jax.Array:
     """See `attention.write`: k, v and x [T, kv_heads, head_dim] into their slots of the layer, by
     one `put`."""
@@ -57,7 +57,9 @@ def write(
     return put(pool, layer, ids, slot[:, None], values)
 
 
-def move(pool: jax.Array, moves: jax.Array, count: jax.Array, *, put: Put = put) -> jax.Array:
+def move(
+    pool: jax.Array, moves: jax.Array, count: jax.Array, *, put: Put = put_vectors
+) -> jax.Array:
     """See `move.move_slots`: the first `count` of moves int32 [M, 4], staged through a copy of
     them."""
     return stage_in(pool, stage_out(pool, moves[:, :2], count), moves[:, 2:], count, put=put)
@@ -70,7 +72,12 @@ def stage_out(pool: jax.Array, slots: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def stage_in(
-    pool: jax.Array, staging: jax.Array, slots: jax.Array, count: jax.Array, *, put: Put = put
+    pool: jax.Array,
+    staging: jax.Array,
+    slots: jax.Array,
+    count: jax.Array,
+    *,
+    put: Put = put_vectors,
 ) -> jax.Array:
     """See `move.stage_in`: staging [M, layers, kv_heads, head_dim] into slots int32 [M, 2]."""
     blocks = jnp.where(jnp.arange(len(slots)) < count, slots[:, 0], pool.shape[1])

@@ -19,7 +19,7 @@ from jaxserve.compile_check.analysis.host_memory import host_copies
 from jaxserve.compile_check.analysis.launches import shared_in, shared_memory
 from jaxserve.compile_check.analysis.ptx import parse
 from jaxserve.compile_check.case import Case, Sizes, make_case, model_shape
-from jaxserve.compile_check.check import AUTO, Wish, check
+from jaxserve.compile_check.check import AUTO, Wish, check_model
 from jaxserve.compile_check.compiling import (
     COMPILED,
     FAILED,
@@ -219,7 +219,7 @@ def test_a_model_that_no_group_holds_does_not_fit(monkeypatch: pytest.MonkeyPatc
     )
     told: list[Result] = []
     wish = Wish(choose("steps"), SIZES, "xla")
-    found = check("opt-13b", host(), AUTO, wish, told.append)
+    found = check_model("opt-13b", host(), AUTO, wish, told.append)
     assert [result.status for result in found.results] == [NO_ROOM]
     assert told == found.results
     assert "1: the model does not fit: weights 47.88 GiB" in found.too_small[0]
@@ -297,7 +297,7 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
         toolchain, "mesh", lambda target, n: Mesh(np.asarray(jax.devices()[:n]), ("tensor",))
     )
     wish = Wish(choose("write,decode step"), SIZES, "xla")
-    checked = [check("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
+    checked = [check_model("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
     page = report.page(checked, wish, ["--tensor=1"])
     steps = page.split("| target | program | seconds |")[1].splitlines()
     assert "| fits | bytes / floor | weights moved | kernels a layer | on chip |" in steps[0]

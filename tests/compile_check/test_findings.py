@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve.compile_check import toolchain
 from jaxserve.compile_check.analysis import findings, hlo
-from jaxserve.compile_check.analysis.findings import Findings, look
+from jaxserve.compile_check.analysis.findings import Findings, find_problems
 from jaxserve.compile_check.analysis.indices import narrow_in
 from jaxserve.compile_check.analysis.launches import outside_in
 from jaxserve.compile_check.analysis.weights import Move, is_parameter_of_model, moves
@@ -129,7 +129,7 @@ def case() -> Case:
 def problems(case: Case, text: str, folder: Path) -> list[str]:
     """Of a decode step with this optimised HLO."""
     nothing: Any = None
-    return look(case, choose("decode step")[0], nothing, text, folder).problems
+    return find_problems(case, choose("decode step")[0], nothing, text, folder).problems
 
 
 def test_weights_that_are_only_read_are_not_moved(case: Case, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(case: Case, tmp_path:
     nothing: Any = None
     tpu = dataclasses.replace(case, target=load_target("v6e"))
     for name, bad in (("decode step", True), ("hidden decode step", False)):
-        found = look(tpu, choose(name)[0], nothing, SCANNED, tmp_path)
+        found = find_problems(tpu, choose(name)[0], nothing, SCANNED, tmp_path)
         assert found.weights_moved == 2 * 5120 * 5120
         assert bool(found.problems) == bad
 

@@ -132,9 +132,9 @@ def test_an_engine_that_fails_ends_all_hosts_as_failures(
 
 def test_a_blueprint_crosses_as_json_and_hosts_with_other_models_say_so(tmp_path: Path) -> None:
     config = configured(tmp_path, 64, PRIOR, cache__num_blocks=64)
-    blueprint = Blueprint.of(choose(config), draws_masked=True)
+    blueprint = Blueprint.of(choose(config), masked_sampling=True)
     crossed = Blueprint.from_plain(json.loads(json.dumps(blueprint.plain())))
-    assert crossed == blueprint and crossed.draws_masked
+    assert crossed == blueprint and crossed.masked_sampling
     other = {**MODEL, "max_position_embeddings": 64, "ffn_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"model\.path: d_ff is 128 here, the leader's is 64"):

@@ -154,7 +154,7 @@ def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
         stats = running.stats()
         assert stats.blocks_free == stats.blocks_total
         wait_until_idle(running)
-        lengths = running._serving._scheduler.table.output_lengths
+        lengths = running._step_loop._scheduler.table.output_lengths
         assert lengths.count == 1, "the cancelled one says nothing of how long outputs get"
 
 
@@ -256,7 +256,7 @@ def test_a_thread_that_slept_says_how_long_it_took_to_wake_up(shapes: dict[str, 
         wait_for = running._wake.wait_for
 
         def waiting(*args: Any, **kwargs: Any) -> bool:
-            if running._serving.steps == 2:
+            if running._step_loop.steps == 2:
                 asleep.set()  # its lock is free once it sleeps
             return wait_for(*args, **kwargs)
 

@@ -71,10 +71,10 @@ def check_whole(on: Engine) -> None:
     assert stats.waiting == stats.running == 0
     on._scheduler.pool.check()
     limits = on._scheduler.view.limits
-    assert sorted(on._serving._free_slots) == list(range(limits.max_rows))
-    assert not on._places and not on._serving._by_id and not on._serving._failed
+    assert sorted(on._step_loop._free_slots) == list(range(limits.max_rows))
+    assert not on._places and not on._step_loop._by_id and not on._step_loop._failed
     on.expected_wait(Request("", (3,), SamplingParams()))
-    assert not on._outlook._since, "somebody is waited for who is not there"
+    assert not on._ttft_estimator._since, "somebody is waited for who is not there"
 
 
 Break = Callable[[pytest.MonkeyPatch, Callable[..., Any]], None]
@@ -264,13 +264,13 @@ def test_an_observer_that_raises_harms_nobody_and_goes_on_being_told(
     roomy: Engine, texts: list[list[int]]
 ) -> None:
     before, observer = roomy.stats(), Raising()
-    everybody = roomy._serving.observers._all
+    everybody = roomy._step_loop.observers._all
     roomy.add_observer(observer)
     try:
         assert [stream.wait().tokens() for stream in neighbours(roomy)] == texts
         check_whole(roomy)
     finally:
-        roomy._serving.observers._all = everybody
+        roomy._step_loop.observers._all = everybody
     after = roomy.stats()
     assert after.observer_failures - before.observer_failures == observer.told > 6 * 24
     assert after.request_failures == before.request_failures

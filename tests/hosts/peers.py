@@ -1,4 +1,4 @@
-"""Two ends of a connection, and seats at a port that is free."""
+"""Two ends of a connection, and ranks at a port that is free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 from jaxserve.hosts.channel import Channel
 from jaxserve.hosts.link import Link
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 
 TIMEOUT = 60.0
 SOON = 0.4  # the patience of a link that is to run out of it
@@ -59,6 +59,6 @@ def free_port() -> int:
         return port
 
 
-def seats(hosts: int, wait_s: float = TIMEOUT) -> list[Seat]:
+def ranks(hosts: int, wait_s: float = TIMEOUT) -> list[Rank]:
     port = free_port()
-    return [Seat("localhost", port, hosts, index, wait_s) for index in range(hosts)]
+    return [Rank("localhost", port, hosts, index, wait_s) for index in range(hosts)]

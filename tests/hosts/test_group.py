@@ -21,11 +21,11 @@ from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, gather
 from jaxserve.hosts.link import CLOSE, Link
-from jaxserve.hosts.membership import join
+from jaxserve.hosts.membership import join_group
 from jaxserve.hosts.messages import Message
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 
-from .peers import TIMEOUT, Losses, channels, seats
+from .peers import TIMEOUT, Losses, channels, ranks
 
 PROFILE = {"model.path": "there", "mesh.hosts": 3}
 
@@ -44,20 +44,20 @@ def beside(act: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def joining(seat: Seat, profile: dict[str, Any] = PROFILE) -> Future[tuple[Link, str]]:
-    return beside(lambda: join(seat, profile))
+def joining(rank: Rank, profile: dict[str, Any] = PROFILE) -> Future[tuple[Link, str]]:
+    return beside(lambda: join_group(rank, profile))
 
 
 def test_all_come_and_are_told_the_same() -> None:
-    leader, *others = seats(3)
-    followers = [joining(seat) for seat in reversed(others)]  # before there is a leader
+    leader, *others = ranks(3)
+    followers = [joining(rank) for rank in reversed(others)]  # before there is a leader
     group = Group(gather(leader, PROFILE), "here:1")
     found = [each.result(TIMEOUT) for each in followers][::-1]
     assert [address for _, address in found] == ["here:1"] * 2
     for index, (link, _) in enumerate(found, 1):
         link.send(Message("facts", {"index": index}))
     assert [answer.fields["index"] for answer in group.answers()] == [1, 2]
-    group.tell(Message("call"))
+    group.broadcast(Message("call"))
     group.close()
     for link, _ in found:
         assert [link.receive(TIMEOUT).name for _ in range(2)] == ["call", CLOSE]
@@ -68,8 +68,8 @@ def test_where_one_is_lost_all_others_end(monkeypatch: pytest.MonkeyPatch) -> No
     ended, told = Losses(), Losses()
     monkeypatch.setattr(group_module, "end_process", lambda code: ended(str(code)))
     monkeypatch.setattr(group_module, "LAST_S", 0.0)
-    leader, *others = seats(3)
-    followers = [joining(seat) for seat in others]
+    leader, *others = ranks(3)
+    followers = [joining(rank) for rank in others]
     group = Group(gather(leader, PROFILE), "here:1")
     group.on_loss(told)
     (first, _), (second, _) = (each.result(TIMEOUT) for each in followers)
@@ -112,7 +112,7 @@ class Starting:
     def start(self, coordinator: str) -> None:
         port = int(coordinator.rpartition(":")[2])
         for index in self._indices:
-            self.joined.append(joining(Seat("localhost", port, 3, index, TIMEOUT)))
+            self.joined.append(joining(Rank("localhost", port, 3, index, TIMEOUT)))
 
     def problem(self) -> str | None:
         return None
@@ -120,7 +120,7 @@ class Starting:
 
 def test_a_leader_on_any_free_port_may_start_the_others_itself() -> None:
     starting = Starting(1, 2)
-    leader = Seat("localhost", 0, 3, 0, TIMEOUT)
+    leader = Rank("localhost", 0, 3, 0, TIMEOUT)
     assert list(gather(leader, PROFILE, starting)) == [1, 2] and len(starting.joined) == 2
 
 
@@ -133,7 +133,7 @@ def test_where_one_cannot_be_started_nobody_waits_for_it() -> None:
             return "host 2: no such file" if self.looks == 2 else None
 
     with pytest.raises(GroupError, match=r"^host 2: no such file$"):
-        gather(Seat("localhost", 0, 3, 0, 5.0), PROFILE, Failing())
+        gather(Rank("localhost", 0, 3, 0, 5.0), PROFILE, Failing())
 
 
 def test_those_who_have_come_hear_that_another_one_does_not() -> None:
@@ -144,7 +144,7 @@ def test_those_who_have_come_hear_that_another_one_does_not() -> None:
             return "host 2: no such file" if came.is_set() else None
 
     starting = Failing(1)
-    leader = Seat("localhost", 0, 3, 0, TIMEOUT)
+    leader = Rank("localhost", 0, 3, 0, TIMEOUT)
     with pytest.MonkeyPatch.context() as patch:
         admitted = group_module._admitted
         patch.setattr(group_module, "_admitted", lambda *a: (admitted(*a), came.set())[0])
@@ -155,7 +155,7 @@ def test_those_who_have_come_hear_that_another_one_does_not() -> None:
 
 
 def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later() -> None:
-    leader, right = seats(2)
+    leader, right = ranks(2)
     gathered = beside(lambda: gather(leader, PROFILE))
     wrong = joining(right, {**PROFILE, "model.path": "elsewhere"})
     problem = "model.path: it has 'elsewhere', the leader 'there'"
@@ -163,7 +163,7 @@ def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later
         wrong.result(TIMEOUT)
     with pytest.raises(GroupError, match=re.escape("mesh.hosts: it has 4, the leader 3")):
         joining(right, {**PROFILE, "mesh.hosts": 4}).result(TIMEOUT)
-    outside = Seat(right.address, right.port, 5, 4, TIMEOUT)
+    outside = Rank(right.address, right.port, 5, 4, TIMEOUT)
     with pytest.raises(GroupError, match=re.escape("mesh.host_index must be 1 to 1, got 4")):
         joining(outside).result(TIMEOUT)
     joining(right)
@@ -171,7 +171,7 @@ def test_one_with_another_configuration_is_refused_and_the_right_one_comes_later
 
 
 def test_of_two_with_one_index_the_first_is_told() -> None:
-    leader, one, _ = seats(3)
+    leader, one, _ = ranks(3)
     gathered = beside(lambda: gather(leader, PROFILE))
     both = [joining(one), joining(one)]
     (first, *_), _ = wait(both, TIMEOUT, FIRST_COMPLETED)
@@ -181,7 +181,7 @@ def test_of_two_with_one_index_the_first_is_told() -> None:
 
 
 def test_whoever_else_connects_is_let_go() -> None:
-    leader, right = seats(2)
+    leader, right = ranks(2)
     gathered = beside(lambda: gather(leader, PROFILE))
     while True:
         try:
@@ -211,7 +211,7 @@ def test_whoever_else_connects_is_let_go() -> None:
 @pytest.mark.parametrize("strangers", [13, MOST + 20])
 def test_those_who_say_nothing_hold_nobody_up(strangers: int) -> None:
     """13 took longer than the leader waits, one after the other: 5 s each, of its 60."""
-    leader, *others = seats(3)
+    leader, *others = ranks(3)
     leader = dataclasses.replace(leader, wait_s=TIMEOUT)
     gathered = beside(lambda: gather(leader, PROFILE))
     silent = []
@@ -226,7 +226,7 @@ def test_those_who_say_nothing_hold_nobody_up(strangers: int) -> None:
             one.sendall(b"\x10")
         silent.append(one)
     began = time.monotonic()
-    followers = [joining(seat) for seat in others]
+    followers = [joining(rank) for rank in others]
     channels = gathered.result(TIMEOUT)
     assert list(channels) == [1, 2] and time.monotonic() - began < 4.0, (
         "less than one hello may take"
@@ -242,13 +242,13 @@ def test_those_who_say_nothing_hold_nobody_up(strangers: int) -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    leader, one, _ = seats(3, wait_s=0.3)
+    leader, one, _ = ranks(3, wait_s=0.3)
     with pytest.raises(GroupError, match=r"mesh\.coordinator: nobody answers at localhost:"):
-        join(one, PROFILE)
-    one = Seat(one.address, one.port, 3, 1, TIMEOUT)
+        join_group(one, PROFILE)
+    one = Rank(one.address, one.port, 3, 1, TIMEOUT)
     follower = joining(one)
     problem = re.escape("of 2 followers have come to localhost:")
-    leader = Seat(leader.address, leader.port, 3, 0, 0.7)
+    leader = Rank(leader.address, leader.port, 3, 0, 0.7)
     with pytest.raises(GroupError, match=problem):
         gather(leader, PROFILE)
     with pytest.raises(GroupError, match=problem):
@@ -256,7 +256,7 @@ def test_nobody_waits_for_ever() -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    leader, _ = seats(2)
+    leader, _ = ranks(2)
     with (
         socket.create_server((leader.address, leader.port)),
         pytest.raises(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.config import MeshConfig
 from jaxserve.hosts.errors import GroupError
-from jaxserve.hosts.rank import Seat, find_seat
+from jaxserve.hosts.rank import Rank, find_rank
 
 SLURM = {
     "SLURM_JOB_ID": "4096",
@@ -20,29 +20,29 @@ SLURM = {
 }
 
 
-def seat(**fields: Any) -> Seat | None:
-    return find_seat(MeshConfig(**fields))
+def rank(**fields: Any) -> Rank | None:
+    return find_rank(MeshConfig(**fields))
 
 
 def test_one_host_needs_none() -> None:
-    assert seat() is None
+    assert rank() is None
 
 
 def test_it_is_as_the_flags_say() -> None:
-    found = seat(hosts=2, coordinator="10.0.0.1:7000", host_index=1, tensor=8, hosts_wait_s=9.0)
-    assert found == Seat("10.0.0.1", 7000, 2, 1, 9.0)
+    found = rank(hosts=2, coordinator="10.0.0.1:7000", host_index=1, tensor=8, hosts_wait_s=9.0)
+    assert found == Rank("10.0.0.1", 7000, 2, 1, 9.0)
     assert not found.leads and found.coordinator == "10.0.0.1:7000"
-    found = seat(hosts=2, coordinator="[fd00::1]:7000", host_index=0, tensor=2)
+    found = rank(hosts=2, coordinator="[fd00::1]:7000", host_index=0, tensor=2)
     assert found is not None and found.leads and found.address == "fd00::1"
 
 
 def test_a_cluster_says_what_the_flags_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    found = seat(hosts=0, tensor=4)
-    assert found == Seat("node07", 61440, 4, 3, 300.0, devices=(1,))
-    found = seat(hosts=8, coordinator="here:7000", tensor=8, hosts_wait_s=1.0)
-    assert found == Seat("here", 7000, 8, 3, 1.0, devices=(1,))
+    found = rank(hosts=0, tensor=4)
+    assert found == Rank("node07", 61440, 4, 3, 300.0, devices=(1,))
+    found = rank(hosts=8, coordinator="here:7000", tensor=8, hosts_wait_s=1.0)
+    assert found == Rank("here", 7000, 8, 3, 1.0, devices=(1,))
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_cluster_says_what_the_flags_do_not(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(GroupError, match=re.escape(problem)):
-        seat(**fields)
+        rank(**fields)

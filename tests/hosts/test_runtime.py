@@ -6,13 +6,13 @@ import socket
 
 import pytest
 
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 from jaxserve.hosts.runtime import reserved_address
 
 
 def test_a_reserved_port_is_nobody_elses_until_jax_listens_there() -> None:
-    seat = Seat("127.0.0.1", 0, 2, 0, 1.0)
-    with reserved_address(seat) as address, reserved_address(seat) as other:
+    rank = Rank("127.0.0.1", 0, 2, 0, 1.0)
+    with reserved_address(rank) as address, reserved_address(rank) as other:
         assert address != other
         place = ("127.0.0.1", int(address.rpartition(":")[2]))
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from numba.core import caching, config
 
-from jaxserve.pallas_kernels import AttentionBatch, few_rows, few_rows_kernel
+from jaxserve.pallas_kernels import AttentionBatch, has_skinny_matmul, skinny_matmul
 from jaxserve.pallas_kernels.cpu import attention, numba_ffi
 from jaxserve.pallas_kernels.cpu import rows as numba_rows
 from jaxserve.pallas_kernels.cpu.pairs import has_pairs, has_vectors
@@ -100,13 +100,13 @@ def test_several_threads_at_once() -> None:
         for rows, shape in ((5, (64, 32)), (8, (192, 416)), (13, (96, 160)), (128, (160, 384)))
     ],
 )
-def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
+def test_skinny_matmul(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
     """Within float32's rounding of the product in float64; of one share and of several."""
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.bfloat16)
     weights = jnp.asarray(rng.normal(size=shape[::-1] if transposed else shape), jnp.bfloat16)
-    assert few_rows_kernel(rows, weights, transposed=transposed)
-    got = jax.jit(few_rows, static_argnums=2)(x, weights, transposed)
+    assert has_skinny_matmul(rows, weights, transposed=transposed)
+    got = jax.jit(skinny_matmul, static_argnums=2)(x, weights, transposed)
     assert got.dtype == jnp.float32
     left, right = np.asarray(x, np.float64), np.asarray(weights, np.float64)
     want = left @ (right.T if transposed else right)
@@ -117,33 +117,33 @@ def test_few_rows(rows: int, transposed: bool, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("rows", "shape"), [(3, (64, 32)), (8, (32, 416)), (13, (97, 160)), (64, (768, 384))]
 )
-def test_few_rows_of_float32(rows: int, shape: tuple[int, int]) -> None:
+def test_skinny_matmul_of_float32(rows: int, shape: tuple[int, int]) -> None:
     """And what training needs of them."""
     rng = np.random.default_rng(rows)
     x, dx = (jnp.asarray(rng.normal(size=(rows, shape[0])), jnp.float32) for _ in range(2))
     weights = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    assert few_rows_kernel(rows, weights, transposed=False)
-    got = jax.jit(few_rows, static_argnums=2)(x, weights, False)
+    assert has_skinny_matmul(rows, weights, transposed=False)
+    got = jax.jit(skinny_matmul, static_argnums=2)(x, weights, False)
     want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
     assert np.abs(np.asarray(got) - want).max() <= 1e-6 * np.abs(want).max() * shape[0] ** 0.5
-    _, along = jax.jvp(lambda x: few_rows(x, weights, False), (x,), (dx,))
+    _, along = jax.jvp(lambda x: skinny_matmul(x, weights, False), (x,), (dx,))
     np.testing.assert_allclose(along, dx @ weights, rtol=1e-3, atol=1e-3)
-    slope = jax.grad(lambda w: few_rows(x, w, False).sum())(weights)
+    slope = jax.grad(lambda w: skinny_matmul(x, w, False).sum())(weights)
     np.testing.assert_allclose(slope, np.tile(x.sum(0)[:, None], shape[1]), rtol=1e-3, atol=1e-3)
 
 
 @needs_vectors
-def test_products_of_float32_that_few_rows_has_not() -> None:
+def test_products_of_float32_that_skinny_matmul_has_not() -> None:
     weights = jnp.zeros((64, 64), jnp.float32)
-    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    taken = functools.partial(has_skinny_matmul, weights=weights, transposed=False)
     assert [rows for rows in (1, 2, 3, 64, 65) if taken(rows)] == [3, 64]
     assert not taken(8, transposed=True)
     assert not taken(8, weights=weights[:, :48])
 
 
-def test_products_that_few_rows_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_skinny_matmul_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = jnp.zeros((64, 64), jnp.bfloat16)
-    taken = functools.partial(few_rows_kernel, weights=weights, transposed=False)
+    taken = functools.partial(has_skinny_matmul, weights=weights, transposed=False)
     assert taken(4)
     assert taken(5) is taken(128) is has_pairs()
     assert not taken(129)

@@ -35,7 +35,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def look(
+def find_problems(
     case: Case, program: Program, lowered: jax.stages.Lowered, text: str, folder: Path
 ) -> Findings:
     """text: the optimised HLO. folder: what the compiler has dumped.

@@ -13,7 +13,12 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxserve.engine.device.device_arrays import own_part, own_shape, put_own_part, put_whole
+from jaxserve.engine.device.device_arrays import (
+    local_part,
+    local_shape,
+    put_local_part,
+    put_replicated,
+)
 from jaxserve.engine.device.host_copies import HostCopies
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.pallas_kernels import move_slots, stage_in, stage_out
@@ -73,8 +78,8 @@ class Mover:
         """Keeps what is in slots int32 [sum(counts), 2], (block, slot): the first counts[0] under
         keys[0], and so on."""
         for key, count in zip(keys, counts, strict=True):
-            mine = own_shape(self._staging, _staged_shape(pool, count))
-            self._host.open(key, mine, pool.dtype)
+            mine = local_shape(self._staging, _staged_shape(pool, count))
+            self._host.allocate(key, mine, pool.dtype)
         first = 0
         for piece, count in _pieces(slots):
             self._host.make_room(len(piece))
@@ -83,7 +88,7 @@ class Mover:
                 staged.copy_to_host_async()
             else:
                 staged = jax.device_put(staged, self._pinned)
-            self._host.put(staged, _parts(keys, counts, first, first + count))
+            self._host.copy_from(staged, _parts(keys, counts, first, first + count))
             first += count
 
     def load(
@@ -96,7 +101,7 @@ class Mover:
             parts = [kept[key][a:b] for key, a, b in _parts(keys, counts, first, first + count)]
             self._make_room(len(piece))
             mine = _joined(parts, len(piece))
-            staged = put_own_part(mine, self._staging, _staged_shape(pool, len(piece)))
+            staged = put_local_part(mine, self._staging, _staged_shape(pool, len(piece)))
             pool, there = self._in(pool, staged, *self._put(piece, count))
             self._arriving.append((there, len(piece)))
             first += count
@@ -123,7 +128,7 @@ class Mover:
             staged = self._out(pool, *self._put(slots, 0))
             if self._pinned is not None:
                 staged = jax.device_put(staged, self._pinned)
-            back = put_own_part(own_part(staged), self._staging, staged.shape)
+            back = put_local_part(local_part(staged), self._staging, staged.shape)
             pool, _ = self._in(pool, back, *self._put(slots, 0))
         return pool
 
@@ -136,7 +141,7 @@ class Mover:
             arriving.popleft()[0].block_until_ready()
 
     def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
-        placed: tuple[jax.Array, jax.Array] = put_whole((places, np.int32(count)), self._place)
+        placed: tuple[jax.Array, jax.Array] = put_replicated((places, np.int32(count)), self._place)
         return placed
 
 

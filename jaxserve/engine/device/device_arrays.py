@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 
-def put_whole(values: Any, place: Sharding | jax.Device) -> Any:
+def put_replicated(values: Any, place: Sharding | jax.Device) -> Any:
     """A tree of NumPy arrays, which every process has the same, whole on each device of `place`."""
     if isinstance(place, jax.Device) or place.is_fully_addressable:
         return jax.device_put(values, place)
@@ -28,7 +28,7 @@ def put_whole(values: Any, place: Sharding | jax.Device) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def own_part(array: jax.Array) -> np.ndarray:
+def local_part(array: jax.Array) -> np.ndarray:
     """What this host has of an array that is cut along one axis at most: all of it where there is
     one host. Waits for it."""
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -40,8 +40,8 @@ def own_part(array: jax.Array) -> np.ndarray:
     return np.concatenate(parts, axis=cut)
 
 
-def put_own_part(part: np.ndarray, place: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """The array of this shape of which each host has what `own_part` gave it."""
+def put_local_part(part: np.ndarray, place: Sharding, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape of which each host has what `local_part` gave it."""
     if place.is_fully_addressable:
         return jax.device_put(part, place)
     indices = place.addressable_devices_indices_map(shape)
@@ -56,7 +56,7 @@ def put_own_part(part: np.ndarray, place: Sharding, shape: tuple[int, ...]) -> j
     return jax.make_array_from_single_device_arrays(shape, place, copies)
 
 
-def own_shape(place: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+def local_shape(place: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of this host's part of such an array."""
     indices = place.addressable_devices_indices_map(shape).values()
     distinct = {_starts(index) for index in indices}

@@ -20,7 +20,7 @@ import numpy as np
 from jaxserve.engine.device.batch_layout import Layout, expand
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.cache_moves import Mover
-from jaxserve.engine.device.device_arrays import put_whole
+from jaxserve.engine.device.device_arrays import put_replicated
 from jaxserve.engine.device.hidden_cache import make_widen
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
@@ -57,7 +57,7 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True)
-class Undrawn:
+class PendingSample:
     """A step of so many rows whose tokens are not drawn yet. logits [R, V]; slots, emit [R]: as the
     sampler takes them; prompt [T]: of its targets, None without any; all in whatever form the
     executor has them."""
@@ -133,11 +133,11 @@ class Executor(Protocol):
 
     def compute(
         self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
-    ) -> Undrawn:
-        """Launches one step as far as its logits; `draw` is the next call about it."""
+    ) -> PendingSample:
+        """Launches one step as far as its logits; `sample` is the next call about it."""
         ...
 
-    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> Handle:
+    def sample(self, pending: PendingSample, masks: np.ndarray) -> Handle:
         """Launches the rest, in which each row draws one of the tokens that its mask allows.
         masks: uint32 [layout.rows, `mask_words(V)`], see `sampling.sample_full`."""
         ...
@@ -167,7 +167,7 @@ class StepHandle:
 class JaxExecutor:
     """Every step of a model over its pool, compiled for the layouts of `buckets`; an `Executor`.
     moves_cache: whether it is also ready to copy blocks, and slots to and from the host;
-    draws_masked: to draw tokens by masks."""
+    masked_sampling: to draw tokens by masks."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class JaxExecutor:
         buckets: Buckets,
         *,
         moves_cache: bool = False,
-        draws_masked: bool = False,
+        masked_sampling: bool = False,
     ) -> None:
         self.buckets = buckets
         self.params = params
@@ -194,7 +194,7 @@ class JaxExecutor:
             out_shardings=None if model.mesh is None else self._place,
         )
         self._widen = make_widen(model, pool_format)
-        self._draws_masked = draws_masked
+        self._masked_sampling = masked_sampling
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
 
     @property
@@ -222,16 +222,16 @@ class JaxExecutor:
     ) -> StepHandle:
         """See `Executor`."""
         if full:
-            return self._sample(self.compute(layout, packed, targets=targets))
+            return self._launch_sampling(self.compute(layout, packed, targets=targets))
         done, prompt = self._launch(layout, layout.greedy(packed), targets)
         return self._handle(SampleResult(done.tokens), prompt)
 
     def compute(
         self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
-    ) -> Undrawn:
+    ) -> PendingSample:
         """See `Executor`."""
         done, prompt = self._launch(layout, packed, targets)
-        return Undrawn(layout.rows, done.logits, done.slots, done.emit, prompt)
+        return PendingSample(layout.rows, done.logits, done.slots, done.emit, prompt)
 
     def _launch(
         self, layout: Layout, packed: np.ndarray, targets: np.ndarray | None
@@ -245,28 +245,28 @@ class JaxExecutor:
             self.pool, self._state = done.pool, self._state.after(done.newest)
             prompt = None
             if targets is not None:
-                wanted = put_whole(targets, self._place)
+                wanted = put_replicated(targets, self._place)
                 prompt = self._score(self.params, done.hidden, wanted, rows=layout.rows)
         return done, prompt
 
     def _put(self, layout: Layout, packed: np.ndarray) -> jax.Array:
         """A packed batch on the device, whole."""
-        batch: jax.Array = put_whole(packed, self._place)
+        batch: jax.Array = put_replicated(packed, self._place)
         if len(packed) == layout.size:
             return batch
         whole: jax.Array = self._expand(batch, layout=layout.as_expanded())
         return whole
 
-    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> StepHandle:
+    def sample(self, pending: PendingSample, masks: np.ndarray) -> StepHandle:
         """See `Executor`."""
-        return self._sample(undrawn, put_whole(masks, self._place))
+        return self._launch_sampling(pending, put_replicated(masks, self._place))
 
-    def _sample(self, undrawn: Undrawn, *masks: jax.Array) -> StepHandle:
+    def _launch_sampling(self, pending: PendingSample, *masks: jax.Array) -> StepHandle:
         with self._mesh or contextlib.nullcontext():
             self._state, result = _SAMPLE_FULL(
-                self._state, undrawn.logits, undrawn.slots, undrawn.emit, *masks
+                self._state, pending.logits, pending.slots, pending.emit, *masks
             )
-        return self._handle(result, undrawn.prompt)
+        return self._handle(result, pending.prompt)
 
     def _handle(self, result: SampleResult, prompt: SampleResult | None) -> StepHandle:
         for leaf in jax.tree.leaves((result, prompt)):
@@ -312,7 +312,7 @@ class JaxExecutor:
         """Compiles a model's step; a call with these arguments finds it compiled."""
         step: Any = self._step
         with self._mesh or contextlib.nullcontext():
-            batch = put_whole(layout.empty(), self._place)
+            batch = put_replicated(layout.empty(), self._place)
             arguments = (self.params, self.pool, self._state.newest, batch)
             step.lower(*arguments, layout=layout).compile()
 
@@ -323,18 +323,20 @@ class JaxExecutor:
         scored = not (layout.decode_only or layout.hidden)  # those with hidden rows share it
         targets = layout.no_targets() if scored else None
         self.submit(layout, layout.empty(), full=full, targets=targets).result()
-        if full and self._draws_masked:
+        if full and self._masked_sampling:
             masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
-            self.draw(self.compute(layout, layout.empty()), masks).result()
+            self.sample(self.compute(layout, layout.empty()), masks).result()
 
     def warmup(
         self,
         progress: Callable[[Iterable[Any]], Iterable[Any]],
-        meet: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         """Compiles and runs every step there is, on padding, so that none compiles later.
 
-        progress: wraps the list of work, as tqdm does. meet: called before the first step is run.
+        Args:
+            progress: wraps the list of work, as tqdm does.
+            barrier: called before the first step is run.
         """
         layouts = self.buckets.all()
         self._state = warm_up(self._state)
@@ -344,7 +346,7 @@ class JaxExecutor:
             work: list[Callable[[], Any]] = [
                 threads.submit(self._compile, layout).result for layout in layouts
             ]
-            work += [meet]
+            work += [barrier]
             work += [partial(self._run_once, layout, False) for layout in layouts]
             decodes = [self.buckets.decode(rows) for rows in self.buckets.rows]
             work += [partial(self._run_once, layout, True) for layout in decodes]

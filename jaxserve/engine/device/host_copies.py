@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.engine.device.device_arrays import own_part
+from jaxserve.engine.device.device_arrays import local_part
 
 
 class HostCopies:
@@ -33,10 +33,10 @@ class HostCopies:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Of all that is kept, in the order of `open`."""
+        """Of all that is kept, in the order of `allocate`."""
         return tuple(self._kept)
 
-    def open(self, key: int, shape: Sequence[int], dtype: Any) -> None:
+    def allocate(self, key: int, shape: Sequence[int], dtype: Any) -> None:
         """Memory for what comes under `key`."""
         self._kept[key], self._copied[key] = np.empty(shape, dtype), []
 
@@ -52,7 +52,7 @@ class HostCopies:
         if error is not None:
             raise error
 
-    def put(self, staged: jax.Array, parts: Iterable[tuple[int, int, int]]) -> None:
+    def copy_from(self, staged: jax.Array, parts: Iterable[tuple[int, int, int]]) -> None:
         """Begins to copy staged [m, ...]: one part after the other, (key, first, end), to the slots
         [first, end) of what is kept under the key. Whatever m is, there is room for it."""
         parts = list(parts)
@@ -85,7 +85,7 @@ class HostCopies:
 def _copy(staged: list[jax.Array], targets: list[np.ndarray]) -> None:
     """staged: the one array, taken out of the list, for whoever calls keeps its arguments until
     after it has said that this is done: then the array is to be gone."""
-    contents, first = own_part(staged.pop()), 0  # waits for the device
+    contents, first = local_part(staged.pop()), 0  # waits for the device
     for target in targets:
         target[:] = contents[first : first + len(target)]
         first += len(target)

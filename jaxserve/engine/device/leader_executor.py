@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
-from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.sampling import SampleResult, SlotParams
 from jaxserve.engine.errors import HostLost
 from jaxserve.hosts.group import Group
@@ -28,11 +28,11 @@ class Calls:
 
     ADMIT, WIDEN, COPY_SLOTS = "admit", "widen", "copy_slots"
     SAVE, LOAD, DISCARD = "save", "load", "discard"
-    SUBMIT, COMPUTE, DRAW = "submit", "compute", "draw"
+    SUBMIT, COMPUTE, SAMPLE = "submit", "compute", "sample"
 
 
 @dataclass(frozen=True)
-class NumberedUndrawn(Undrawn):
+class NumberedPendingSample(PendingSample):
     """One that the other hosts know, too, by its number."""
 
     number: int = 0
@@ -84,7 +84,7 @@ class LeaderExecutor:
     def _telling(self, name: str, *arrays: np.ndarray | None, **fields: Any) -> Iterator[None]:
         """Around the call that this host makes itself."""
         given = tuple(array for array in arrays if array is not None)
-        self._group.tell(Message(name, fields, given))
+        self._group.broadcast(Message(name, fields, given))
         self._together = False
         with _blaming(self._group):
             yield
@@ -136,19 +136,21 @@ class LeaderExecutor:
 
     def compute(
         self, layout: Layout, packed: np.ndarray, *, targets: np.ndarray | None = None
-    ) -> NumberedUndrawn:
+    ) -> NumberedPendingSample:
         """See `Executor`."""
         number = next(self._numbers)
         fields = {"layout": _plain(layout), "number": number}
         with self._telling(Calls.COMPUTE, packed, targets, **fields):
             step = self._local.compute(layout, packed, targets=targets)
-        return NumberedUndrawn(step.rows, step.logits, step.slots, step.emit, step.prompt, number)
+        return NumberedPendingSample(
+            step.rows, step.logits, step.slots, step.emit, step.prompt, number
+        )
 
-    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> LeaderHandle:
+    def sample(self, pending: PendingSample, masks: np.ndarray) -> LeaderHandle:
         """See `Executor`."""
-        assert isinstance(undrawn, NumberedUndrawn)
-        with self._telling(Calls.DRAW, masks, number=undrawn.number):
-            handle = self._local.draw(undrawn, masks)
+        assert isinstance(pending, NumberedPendingSample)
+        with self._telling(Calls.SAMPLE, masks, number=pending.number):
+            handle = self._local.sample(pending, masks)
         return LeaderHandle(handle, self._group)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.engine.device.device_arrays import put_whole
+from jaxserve.engine.device.device_arrays import put_replicated
 from jaxserve.sched.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -162,7 +162,7 @@ def init_state(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> Sam
     return SamplingState(
         last_token=jnp.zeros(num_slots, jnp.int32, device=place),
         num_generated=jnp.zeros(num_slots, jnp.int32, device=place),
-        rows=jnp.tile(put_whole(row, place), (num_slots, 1)),
+        rows=jnp.tile(put_replicated(row, place), (num_slots, 1)),
         counts=jnp.zeros((num_slots, vocab_size), jnp.uint16, device=place),
         mesh=mesh,
     )
@@ -241,8 +241,8 @@ def admit(state: SamplingState, slot: int, row: SlotParams) -> SamplingState:
     packed = row.packed.copy()
     packed[0] = slot
     if row.counts is None:
-        return _admit(state, put_whole(packed, place))
-    return _admit_counted(state, *put_whole((packed, row.counts), place))
+        return _admit(state, put_replicated(packed, place))
+    return _admit_counted(state, *put_replicated((packed, row.counts), place))
 
 
 def warm_up(state: SamplingState) -> SamplingState:

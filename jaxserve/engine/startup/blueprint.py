@@ -41,10 +41,10 @@ class Blueprint:
     allocated_blocks: int
     block_size: int
     moves_cache: bool
-    draws_masked: bool
+    masked_sampling: bool
 
     @classmethod
-    def of(cls, chosen: Choices, *, draws_masked: bool) -> Blueprint:
+    def of(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
         """What was chosen, for a tokenizer that has masks drawn or has not."""
         model = chosen.model
         return cls(
@@ -59,7 +59,7 @@ class Blueprint:
             allocated_blocks=chosen.allocated_blocks,
             block_size=chosen.block_size,
             moves_cache=chosen.policy.moves_cache,
-            draws_masked=draws_masked,
+            masked_sampling=masked_sampling,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -84,13 +84,22 @@ def build_executor(
     *,
     progress: Show,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
-    meet: Callable[[], None] = lambda: None,
+    barrier: Callable[[], None] = lambda: None,
 ) -> tuple[JaxExecutor, int]:
-    """Loads the model, makes the pool and compiles every step; the executor, warm, and the bytes of
-    the pool, on all devices. tensor: as `mesh.tensor` has it. bar: wraps what there is to compile.
-    meet: waits for the other hosts before the first thing that all do at once, and after what takes
-    some longer than others. Raises as `load_params`, and ConfigError where this host's model has
-    another shape."""
+    """Loads the model, makes the pool and compiles every step.
+
+    Args:
+        tensor: as `mesh.tensor` has it.
+        bar: wraps what there is to compile.
+        barrier: waits for the other hosts before the first thing that all do at once, and after
+            what takes some longer than others.
+
+    Returns:
+        The executor, warm, and the bytes of the pool, on all devices.
+
+    Raises:
+        ConfigError: this host's model has another shape; or as `load_params`.
+    """
     step_model = _step_model(served, tensor, blueprint)
     family, model, mesh = step_model.family, step_model.config, step_model.mesh
     params = load_params(
@@ -103,7 +112,7 @@ def build_executor(
         seed=served.seed,
         progress=progress,
     )
-    meet()
+    barrier()
     if step_model.fused:
         params = fuse_loaded(params, family, model, mesh)
     pool = make_pool(
@@ -121,9 +130,9 @@ def build_executor(
         pool,
         blueprint.buckets,
         moves_cache=blueprint.moves_cache,
-        draws_masked=blueprint.draws_masked,
+        masked_sampling=blueprint.masked_sampling,
     )
-    executor.warmup(bar, meet)
+    executor.warmup(bar, barrier)
     return executor, pool.nbytes
 
 

@@ -20,15 +20,15 @@ from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line
 from jaxserve.engine.startup.engine_choices import Choices, choose
-from jaxserve.engine.startup.host_group import BUILD, lead, share_fate
-from jaxserve.engine.startup.initial_cost_model import Prior, find_prior
+from jaxserve.engine.startup.host_group import BUILD, lead_group, share_fate
+from jaxserve.engine.startup.initial_cost_model import InitialCostModel, find_initial_cost_model
 from jaxserve.engine.startup.model_options import tokenizer_path
 from jaxserve.engine.startup.step_profile import Progress
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.text.detokenizer import Tokenizer, load_tokenizer
 from jaxserve.hosts.group import Group, Starter
 from jaxserve.hosts.messages import Message
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 from jaxserve.progress import Show, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
@@ -41,23 +41,23 @@ def build_engine(
     config: Config,
     *,
     progress: bool = True,
-    seat: Seat | None = None,
+    rank: Rank | None = None,
     starter: Starter | None = None,
 ) -> Engine:
     """Loads the model, sizes the pool, compiles every step. The engine is ready for `start`.
 
     progress: show a bar meanwhile, or lines where stderr is no
-    terminal or the log is JSON. seat: of the leader, where several hosts serve the model together;
+    terminal or the log is JSON. rank: of the leader, where several hosts serve the model together;
     `jaxserve.engine.startup.follower_executor` is for the others. starter: of those, None where
     they are started beside. Raises ConfigError with one clear line.
     """
     with config_errors():
         check_path(config.engine.record)
-        if seat is None:
+        if rank is None:
             if config.mesh.hosts != 1:
                 raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
             return _build(config, progress)
-        group, memory = lead(config, seat, starter)
+        group, memory = lead_group(config, rank, starter)
         try:
             return _build(config, progress, group, memory)
         except BaseException as error:
@@ -88,18 +88,18 @@ def _build(
         cache_dir, config.mesh.tensor, choose(config, memory)
     )
     tokenizer = load_tokenizer(tokenizer_path(config.model), chosen.model.config.vocab_size)
-    blueprint = Blueprint.of(chosen, draws_masked=tokenizer.definition() is not None)
+    blueprint = Blueprint.of(chosen, masked_sampling=tokenizer.definition() is not None)
     if group is not None:
-        group.tell(Message(BUILD, blueprint.plain()))
+        group.broadcast(Message(BUILD, blueprint.plain()))
     show = Show.of(progress, lines=config.telemetry.log_format == JSON)
     bar = _bar("compiling", show)
-    meet = _alone if group is None else group.meet
+    barrier = _alone if group is None else group.barrier
     local, pool_bytes = build_executor(
-        config.model, config.mesh.tensor, blueprint, progress=show, bar=bar, meet=meet
+        config.model, config.mesh.tensor, blueprint, progress=show, bar=bar, barrier=barrier
     )
     executor: Executor = local
     if group is not None:
-        group.meet()
+        group.barrier()
         group.hurry()
         executor = LeaderExecutor(local, group)
     engine = assemble(config, chosen, executor, tokenizer, pool_bytes=pool_bytes, progress=show)
@@ -125,8 +125,8 @@ def assemble(
 ) -> Engine:
     """The engine over an executor that is warm, as `build_engine` makes it. pool_bytes: of all
     devices. clock: seconds, of all that it serves."""
-    prior = find_prior(config, chosen, executor, _bar("timing", progress))
-    cost_model = OnlineCostModel(prior.model)
+    initial = find_initial_cost_model(config, chosen, executor, _bar("timing", progress))
+    cost_model = OnlineCostModel(initial.model)
     scheduler = Scheduler(
         chosen.policy,
         chosen.limits,
@@ -138,10 +138,10 @@ def assemble(
         padding=executor.buckets.padding,
         host_slots=chosen.host_slots,
         seed=config.scheduler.seed,
-        rho=prior.rho,
+        rho=initial.rho,
         projects=chosen.model.hidden_read == PROJECTED,
     )
-    info = _info(config, chosen, scheduler, prior, pool_bytes)
+    info = _info(config, chosen, scheduler, initial, pool_bytes)
     engine = Engine(
         executor,
         scheduler,
@@ -153,13 +153,13 @@ def assemble(
         clock=clock,
     )
     if config.engine.record:
-        header = _header(config, chosen, info, prior)
+        header = _header(config, chosen, info, initial)
         limit = config.engine.record_mib * MIB
         engine.add_observer(Recorder(config.engine.record, header, limit, clock))
     return engine
 
 
-def _header(config: Config, chosen: Choices, info: EngineInfo, prior: Prior) -> Header:
+def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialCostModel) -> Header:
     return Header(
         began=datetime.datetime.now(datetime.UTC).isoformat(),
         versions={"jaxserve": __version__, "jax": jax.__version__},
@@ -177,7 +177,7 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, prior: Prior) -> 
         host_slots=chosen.host_slots,
         hidden_read=info.hidden_read,
         rho=info.rho,
-        cost_model=prior.model,
+        cost_model=initial.model,
         padding=chosen.buckets.padding,
     )
 
@@ -187,7 +187,11 @@ def _bar(name: str, show: Show) -> Progress:
 
 
 def _info(
-    config: Config, chosen: Choices, scheduler: Scheduler, prior: Prior, pool_bytes: int
+    config: Config,
+    chosen: Choices,
+    scheduler: Scheduler,
+    initial: InitialCostModel,
+    pool_bytes: int,
 ) -> EngineInfo:
     path = str(config.model.path).rstrip("/")
     step_model = chosen.model
@@ -208,7 +212,7 @@ def _info(
         device=jax.devices()[0].device_kind,
         mesh_tensor=mesh.size if mesh else 1,
         attention_backend=step_model.backend,
-        cost_model=prior.source,
+        cost_model=initial.source,
         hidden_read=step_model.hidden_read,
         rho=scheduler.view.rho,
     )

@@ -13,20 +13,20 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.engine.device.batch_layout import Layout
-from jaxserve.engine.device.executor import Executor, Handle, Undrawn
+from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.leader_executor import Calls
 from jaxserve.engine.device.sampling import SlotParams
 from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
 from jaxserve.engine.startup.config_errors import config_errors, first_line
 from jaxserve.engine.startup.device_memory import free_memory
-from jaxserve.engine.startup.host_group import BUILD, FACTS, profile_of
+from jaxserve.engine.startup.host_group import BUILD, FACTS, host_profile
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.link import CLOSE, FAILED, Link
-from jaxserve.hosts.membership import join, meet
+from jaxserve.hosts.membership import barrier, join_group
 from jaxserve.hosts.messages import Message
 from jaxserve.hosts.process_exit import end_process
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 from jaxserve.hosts.runtime import start_jax
 from jaxserve.progress import Show
 
@@ -35,22 +35,22 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # steps launched whose results nobody has waited for: as many as the leader has
 
 
-def follow(config: Config, seat: Seat, on_ready: Callable[[], None]) -> None:
+def follow_leader(config: Config, rank: Rank, on_ready: Callable[[], None]) -> None:
     """Serves with the others until the leader ends. config: as the leader's. on_ready: called once
     this host serves. Raises ConfigError and GroupError; where the leader is lost, the process ends
     with exit code 1."""
     with config_errors():
-        link, address = join(seat, profile_of(config, seat))
+        link, address = join_group(rank, host_profile(config, rank))
         try:
-            start_jax(seat, address)
+            start_jax(rank, address)
             executor = _build(config, link)
         except Exception as error:
             link.close(Message(FAILED, {"why": first_line(error)}))
             raise
-    log.info("host %d of %d follows the leader at %s", seat.index, seat.hosts, seat.coordinator)
+    log.info("host %d of %d follows the leader at %s", rank.index, rank.hosts, rank.coordinator)
     on_ready()
     try:
-        make_calls(link, executor)
+        replay_calls(link, executor)
     except BaseException as error:
         log.exception("this host ends")
         link.close(Message(FAILED, {"why": first_line(error)}))
@@ -67,37 +67,37 @@ def _build(config: Config, link: Link) -> Executor:
         raise GroupError("the leader has ended before it was ready")
     compilation_cache.use(config.engine.compilation_cache_dir)
     blueprint = Blueprint.from_plain(message.fields)
-    together = functools.partial(meet, link)
+    together = functools.partial(barrier, link)
     executor, _ = build_executor(
         config.model,
         config.mesh.tensor,
         blueprint,
         progress=Show.NOTHING,
         bar=iter,
-        meet=together,
+        barrier=together,
     )
     together()
     link.hurry()
     return executor
 
 
-def make_calls(link: Link, executor: Executor) -> None:
+def replay_calls(link: Link, executor: Executor) -> None:
     """The leader's calls, as they come, until it closes."""
-    undrawn: dict[int, Undrawn] = {}
+    pending: dict[int, PendingSample] = {}
     launched: deque[Handle] = deque()
     while True:
         message = link.receive()
         if message.name == CLOSE:
             return
-        if message.name in (Calls.SUBMIT, Calls.DRAW) and len(launched) == IN_FLIGHT:
+        if message.name in (Calls.SUBMIT, Calls.SAMPLE) and len(launched) == IN_FLIGHT:
             launched.popleft().result()  # what went wrong on the device is raised here
-        handle = _make(message, executor, undrawn)
+        handle = _make(message, executor, pending)
         if handle is not None:
             launched.append(handle)
         link.done()
 
 
-def _make(message: Message, executor: Executor, undrawn: dict[int, Undrawn]) -> Handle | None:
+def _make(message: Message, executor: Executor, pending: dict[int, PendingSample]) -> Handle | None:
     """One call; the handle of a step whose tokens are drawn."""
     fields, arrays = message.fields, message.arrays
     match message.name:
@@ -107,9 +107,9 @@ def _make(message: Message, executor: Executor, undrawn: dict[int, Undrawn]) -> 
         case Calls.COMPUTE:
             layout = Layout(**fields["layout"])
             step = executor.compute(layout, arrays[0], targets=_second(message))
-            undrawn[fields["number"]] = step
-        case Calls.DRAW:
-            return executor.draw(undrawn.pop(fields["number"]), arrays[0])
+            pending[fields["number"]] = step
+        case Calls.SAMPLE:
+            return executor.sample(pending.pop(fields["number"]), arrays[0])
         case Calls.ADMIT:
             executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
         case Calls.WIDEN:

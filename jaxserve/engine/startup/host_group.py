@@ -16,7 +16,7 @@ from jaxserve.engine.startup.config_errors import first_line
 from jaxserve.engine.startup.device_memory import free_memory
 from jaxserve.hosts.errors import GroupError
 from jaxserve.hosts.group import Group, Starter, gather
-from jaxserve.hosts.rank import Seat
+from jaxserve.hosts.rank import Rank
 from jaxserve.hosts.runtime import reserved_address, start_jax
 
 FACTS, BUILD = "facts", "build"
@@ -33,7 +33,7 @@ _OWN = frozenset(
 )
 
 
-def profile_of(config: Config, seat: Seat) -> dict[str, Any]:
+def host_profile(config: Config, rank: Rank) -> dict[str, Any]:
     """What has to be the same on all hosts, by name, as JSON has it."""
     fields: dict[str, Any] = {
         f"{section}.{name}": value
@@ -41,21 +41,21 @@ def profile_of(config: Config, seat: Seat) -> dict[str, Any]:
         for name, value in values.items()
         if section in _SECTIONS and f"{section}.{name}" not in _OWN
     }
-    fields |= {"mesh.hosts": seat.hosts, "jaxserve": __version__, "jax": jax.__version__}
+    fields |= {"mesh.hosts": rank.hosts, "jaxserve": __version__, "jax": jax.__version__}
     plain: dict[str, Any] = json.loads(json.dumps(fields))
     return plain
 
 
-def lead(
-    config: Config, seat: Seat, starter: Starter | None = None
+def lead_group(
+    config: Config, rank: Rank, starter: Starter | None = None
 ) -> tuple[Group, tuple[str, int]]:
     """The group, with JAX started over all of it, and the least memory that is free on a device of
     any host: its name, and bytes. starter: as `gather`. Raises GroupError."""
-    channels = gather(seat, profile_of(config, seat), starter)
-    with reserved_address(seat) as address:
+    channels = gather(rank, host_profile(config, rank), starter)
+    with reserved_address(rank) as address:
         group = Group(channels, address)
         try:
-            start_jax(seat, address)
+            start_jax(rank, address)
             memory = [free_memory(), *_memory_of_others(group)]
         except Exception as error:
             group.close(first_line(error))

@@ -16,7 +16,7 @@ from jaxserve.sched.cost.cost_model import LinearCostModel
 
 
 @dataclass(frozen=True)
-class Prior:
+class InitialCostModel:
     """model: of the steps, before any was served. rho: see `View`. source: where the model came
     from, for people."""
 
@@ -25,9 +25,9 @@ class Prior:
     source: str
 
 
-def find_prior(
+def find_initial_cost_model(
     config: Config, chosen: Choices, executor: Executor, progress: Progress = iter
-) -> Prior:
+) -> InitialCostModel:
     """The profile that the configuration names, else what was kept from an earlier start, else what
     is timed on the executor, which is warm and serves nobody."""
     if chosen.profile is not None:
@@ -59,12 +59,12 @@ def find_prior(
     return _with_rho(model, chosen, "timed at the start")
 
 
-def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> Prior:
+def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> InitialCostModel:
     """A given rho is what the model says, too."""
     if chosen.model.hidden_read is None:
-        return Prior(model, None, source)
+        return InitialCostModel(model, None, source)
     k, layers, given = model.coefficients, model.num_layers, chosen.given_rho
     if given is None:
-        return Prior(model, layers * (k.hidden_token - k.decode_kv), source)
+        return InitialCostModel(model, layers * (k.hidden_token - k.decode_kv), source)
     read = dataclasses.replace(k, hidden_token=max(0.0, k.decode_kv + given / layers))
-    return Prior(dataclasses.replace(model, coefficients=read), given, source)
+    return InitialCostModel(dataclasses.replace(model, coefficients=read), given, source)

@@ -12,11 +12,11 @@ import pytest
 
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import make_buckets
-from jaxserve.engine.device.executor import Undrawn
+from jaxserve.engine.device.executor import PendingSample
 from jaxserve.engine.device.leader_executor import LeaderExecutor
 from jaxserve.engine.device.sampling import SampleResult, SlotParams
 from jaxserve.engine.errors import HostLost
-from jaxserve.engine.startup.follower_executor import IN_FLIGHT, make_calls
+from jaxserve.engine.startup.follower_executor import IN_FLIGHT, replay_calls
 from jaxserve.hosts import group as group_module
 from jaxserve.hosts.group import Group
 from jaxserve.hosts.link import Link
@@ -54,12 +54,12 @@ class Recorder:
         self.calls.append(("submit", *given, *named.values()))
         return _Handle(self, len(self.calls))
 
-    def compute(self, *given: Any, **named: Any) -> Undrawn:
+    def compute(self, *given: Any, **named: Any) -> PendingSample:
         self.calls.append(("compute", *given, *named.values()))
-        return Undrawn(4, len(self.calls), None, None)
+        return PendingSample(4, len(self.calls), None, None)
 
-    def draw(self, undrawn: Undrawn, masks: np.ndarray) -> Any:
-        self.calls.append(("draw", undrawn.logits, masks))
+    def sample(self, pending: PendingSample, masks: np.ndarray) -> Any:
+        self.calls.append(("sample", pending.logits, masks))
         return _Handle(self, len(self.calls))
 
 
@@ -89,7 +89,7 @@ class Pair:
         link = Link(there, "the leader", self.lost)
         link.start()
         self.leader = LeaderExecutor(self.local, self.group)
-        self._thread = threading.Thread(target=make_calls, args=(link, self.remote), daemon=True)
+        self._thread = threading.Thread(target=replay_calls, args=(link, self.remote), daemon=True)
         self._thread.start()
 
     def die(self) -> None:
@@ -128,8 +128,8 @@ def test_the_follower_makes_the_same_calls(pair: Pair) -> None:
     leader.submit(LAYOUT, PACKED[::-1], full=np.bool_(True), targets=targets)
     one = leader.compute(LAYOUT, PACKED, targets=targets)
     other = leader.compute(LAYOUT, PACKED)
-    leader.draw(other, MASKS)
-    leader.draw(one, MASKS + 1)
+    leader.sample(other, MASKS)
+    leader.sample(one, MASKS + 1)
     leader.widen(LAYOUT, PACKED)
     leader.copy_slots(np.array([[1, 2, 3, 4]], np.int32))
     leader.save((-1, np.int64(4)), (1, 2), slots)
@@ -141,8 +141,8 @@ def test_the_follower_makes_the_same_calls(pair: Pair) -> None:
     told, made = flat(pair.local.calls[:-1]), flat(pair.remote.calls)
     assert [call[0] for call in told] == [call[0] for call in made]
     assert told == made
-    drawn = [call for call in made if call[0] == "draw"]
-    assert drawn[0][1] > drawn[1][1]  # each with its own step
+    sampled = [call for call in made if call[0] == "sample"]
+    assert sampled[0][1] > sampled[1][1]  # each with its own step
 
 
 def test_the_follower_waits_for_the_steps_before_the_last(pair: Pair) -> None:

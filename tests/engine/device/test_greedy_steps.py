@@ -45,11 +45,11 @@ def test_a_step_draws_only_where_the_batch_says_so(roomy: Engine) -> None:
     rows = Rows(ones, 0 * ones, tables, tokens=[[5], [6]], slots=np.array([3, 1]), emits=ones)
     packed = layout.pack(rows).buffer
     before = jax.device_get(executor._state.newest)
-    undrawn = executor.compute(layout, packed)
+    pending = executor.compute(layout, packed)
     after = jax.device_get(executor._state.newest)
     np.testing.assert_array_equal(before, after)
     drawn = executor.submit(layout, packed, full=False).result().tokens[:2]
-    assert drawn.tolist() == np.asarray(undrawn.logits)[:2].argmax(axis=-1).tolist()
+    assert drawn.tolist() == np.asarray(pending.logits)[:2].argmax(axis=-1).tolist()
     newest = jax.device_get(executor._state.newest)
     assert newest.last_token[[3, 1]].tolist() == drawn.tolist()
     assert (newest.num_generated - before.num_generated).nonzero()[0].tolist() == [1, 3]

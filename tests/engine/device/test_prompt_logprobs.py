@@ -188,7 +188,7 @@ def test_the_cost_model_is_not_told_of_such_steps(
     roomy: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[Any] = []
-    watch = roomy._serving.watch
+    watch = roomy._step_loop.watch
     monkeypatch.setattr(watch.model, "observe", lambda *of: learned.append(of))
     _, stream = send(roomy, prompts()[0], max_tokens=1, prompt_logprobs=1)
     stream.wait()

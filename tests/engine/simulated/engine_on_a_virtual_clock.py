@@ -45,18 +45,20 @@ MODEL = {
 }
 
 
-def configured(folder: Path, longest: int, prior: LinearCostModel, **fields: Any) -> Config:
+def configured(folder: Path, longest: int, initial: LinearCostModel, **fields: Any) -> Config:
     """A configuration as serve.py reads it, with a model whose requests have at most `longest`
-    tokens, and a profile with the prior. fields override it, `scheduler__policy="vllm"`."""
+    tokens, and a profile with the initial. fields override it, `scheduler__policy="vllm"`."""
     shape = {**MODEL, "max_position_embeddings": longest}
     (folder / "config.json").write_text(json.dumps(shape))
     projects = fields.get("cache__hidden_read") == PROJECTED
-    System("prior", prior, kv_tokens=1, rho=0.0, projects=projects).save(folder / "prior.json")
+    System("initial", initial, kv_tokens=1, rho=0.0, projects=projects).save(
+        folder / "initial.json"
+    )
     return Config().with_fields(
         model__path=str(folder),
         model__load_format="random",
         engine__compilation_cache_dir="",
-        scheduler__profile=str(folder / "prior.json"),
+        scheduler__profile=str(folder / "initial.json"),
         **fields,
     )
 
@@ -221,7 +223,7 @@ class Served(Observer):
             due = float(arrival[self._sent])
             if due > clock.now:
                 clock.now = due
-                self.engine._serving.woke(due)
+                self.engine._step_loop.woke(due)
         self._submit_all(clock.now)
         return self._receive(wait=False)
 

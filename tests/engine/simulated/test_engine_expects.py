@@ -100,9 +100,9 @@ def test_in_an_overload(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["sarathi", "bros", "fastserve"])
 def test_once_all_have_ended_nobody_waits(tmp_path: Path, policy: str, overlap: bool) -> None:
     told: Any = Told(tmp_path, load(30.0, 60), np.inf, policy, overlap=overlap)
-    backlog = told.engine._outlook._latest[1]._backlog
+    backlog = told.engine._ttft_estimator._latest[1]._backlog
     assert not len(backlog) and backlog.free_blocks == 800
     wait = told.engine.expected_wait(Request("new", (1,) * 20, SamplingParams(4)))
     assert wait.seconds == wait.alone
-    assert not told.engine._outlook._since
+    assert not told.engine._ttft_estimator._since
     assert set(told.engine.stats().expected_wait) == {"realtime", "best_effort"}

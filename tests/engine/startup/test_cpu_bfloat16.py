@@ -44,7 +44,7 @@ LIBRARY = "__ynn_fusion"
 PANELS = "jaxserve_panels" if has_pairs() else LIBRARY
 # What multiplies weights in a step; of one with chunks the table by the last tokens of 8 rows only.
 KERNELS = {
-    "one row": ("jaxserve_few_rows",),
+    "one row": ("jaxserve_skinny_matmul",),
     "8 rows": (PANELS,),
     "chunks": (LIBRARY, PANELS),
 }

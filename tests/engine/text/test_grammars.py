@@ -244,15 +244,15 @@ def test_text_is_the_same_in_any_company(
 def test_a_batch_without_grammars_is_drawn_as_ever(on: Engine) -> None:
     """Masks are for those steps alone in which a grammar has a say."""
     drawn, executor = [], on.executor
-    draw = executor.draw
-    executor.draw = lambda *args: drawn.append(1) or draw(*args)  # type: ignore[method-assign,func-returns-value]
+    sample = executor.sample
+    executor.sample = lambda *args: drawn.append(1) or sample(*args)  # type: ignore[method-assign,func-returns-value]
     try:
         ask(on, None, max_tokens=5, temperature=1.0).wait()
         assert not drawn
         ask(on, Grammar.choice(["tea"])).wait()
         assert drawn
     finally:
-        executor.draw = draw  # type: ignore[method-assign]
+        executor.sample = sample  # type: ignore[method-assign]
 
 
 def test_many_grammars_at_once(on: Engine) -> None:
