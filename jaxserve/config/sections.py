@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxserve.config.errors import ConfigError
 from jaxserve.sched.cache.cache_kinds import HIDDEN_READS
@@ -21,6 +23,8 @@ MAX_SEED = 2**31 - 1
 _MAX_S = 86_400
 _MAX_SHARE = 1000
 _MAX_KIB = 1 << 20
+_ORIGIN = re.compile(r"\*|https?://[^/\s,*?#@]+")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 SLO_CLASSES = {
     "interactive": "ttft=1s:tbt=187.5ms",
     "standard": "ttft=5s:tbt=375ms",
@@ -31,6 +35,10 @@ SLO_CLASSES = {
 def _require(fine: bool, problem: str) -> None:
     if not fine:
         raise ConfigError(problem)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 @dataclass(frozen=True)
@@ -353,6 +361,30 @@ class ServerConfig:
             self.exit_on_failure in ("on", "off"),
             f"server.exit_on_failure: must be on or off, got {self.exit_on_failure!r}",
         )
+        for name in ("tls_cert", "tls_key"):
+            _require(
+                bool(getattr(self, name))
+                or not (self.tls_cert or self.tls_key or self.tls_client_ca),
+                f"server.{name}: is missing; TLS needs server.tls_cert and server.tls_key",
+            )
+        for origin in self.origins:
+            like = "must be like https://example.org, without a path, or *"
+            fine = _ORIGIN.fullmatch(origin) is not None
+            _require(fine, f"server.cors_origins: {like}; got {origin!r}")
+        for host in self.names:
+            like = "must be a name such as gpu1.example or *.example, without a port, or *"
+            fine = _HOST.fullmatch(host) is not None
+            _require(fine, f"server.allowed_hosts: {like}; got {host!r}")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """`cors_origins`, one by one."""
+        return _listed(self.cors_origins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`allowed_hosts`, one by one."""
+        return _listed(self.allowed_hosts)
 
 
 @dataclass(frozen=True)
@@ -381,4 +413,14 @@ class TelemetryConfig:
         _require(
             self.request_log or not self.log_prompts,
             "telemetry.log_prompts: needs telemetry.request_log, whose lines they are in",
+        )
+        try:
+            parts = urlsplit(self.otlp_endpoint)
+            fine = parts.scheme in ("http", "https") and bool(parts.hostname and parts.port)
+        except ValueError:
+            fine = False
+        _require(
+            fine or not self.otlp_endpoint,
+            "telemetry.otlp_endpoint: must be a URL as http://localhost:4317, got "
+            f"{self.otlp_endpoint!r}",
         )

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -47,20 +46,13 @@ from jaxserve.sched.step_timing import StepWatch
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """overlap: finish a step while the next one runs. forbid_compile: a compilation after the
-    warm-up, or an implicit transfer to the device, is an engine failure."""
-
-    overlap: bool = True
-    forbid_compile: bool = False
-
-
 class Engine:
     """Serves requests on one model. `submit`, `cancel`, `stats` and `drain` are thread-safe.
 
     executor: what its steps run on; nobody else uses it once the engine has started. cost_model:
-    what the scheduler's policy predicts steps with; it learns from those that are served.
+    what the scheduler's policy predicts steps with; it learns from those that are served. overlap:
+    finish a step while the next one runs. forbid_compile: a compilation after the warm-up, or an
+    implicit transfer to the device, is an engine failure.
     """
 
     def __init__(
@@ -72,14 +64,15 @@ class Engine:
         *,
         cost_model: OnlineCostModel,
         eos_ids: tuple[int, ...],
-        options: EngineOptions | None = None,
+        overlap: bool = True,
+        forbid_compile: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
         self.executor = executor
         self._scheduler = scheduler
         self._info, self._eos_ids = info, eos_ids
-        self._options = options or EngineOptions()
+        self._overlap, self._forbid_compile = overlap, forbid_compile
         self._clock = clock
         self._cost_model = cost_model
         self._compiles = CompileCounter()
@@ -88,7 +81,7 @@ class Engine:
             scheduler,
             info,
             watch=StepWatch(cost_model, executor.buckets.padding),
-            compiles=self._compiles if self._options.forbid_compile else None,
+            compiles=self._compiles if self._forbid_compile else None,
             clock=clock,
             on_over=self._over,
         )
@@ -287,7 +280,7 @@ class Engine:
 
     def _run(self) -> None:
         self._compiles.start()
-        guard = "disallow" if self._options.forbid_compile else "allow"
+        guard = "disallow" if self._forbid_compile else "allow"
         try:
             with jax.transfer_guard_host_to_device(guard):
                 self._loop()
@@ -305,7 +298,7 @@ class Engine:
             if pending is not None:
                 self._step_loop.finish(pending)
             pending = None if launched is None else self._step_loop.sample(launched)
-            if pending is not None and not self._options.overlap:
+            if pending is not None and not self._overlap:
                 self._step_loop.finish(pending)
                 pending = None
             if not self._step_loop.live:  # nobody who has ended is waited for while it sleeps

@@ -14,7 +14,7 @@ from jaxserve import __version__
 from jaxserve.config import JSON, Config, ConfigError
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.leader_executor import LeaderExecutor
-from jaxserve.engine.engine import Engine, EngineOptions
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import MIB, Recorder, check_path
 from jaxserve.engine.startup import compilation_cache, cost_model_cache
 from jaxserve.engine.startup.blueprint import Blueprint, build_executor
@@ -149,7 +149,8 @@ def assemble(
         info,
         cost_model=cost_model,
         eos_ids=chosen.model.config.eos_token_ids,
-        options=EngineOptions(config.engine.overlap, config.engine.forbid_compile),
+        overlap=config.engine.overlap,
+        forbid_compile=config.engine.forbid_compile,
         clock=clock,
     )
     if config.engine.record:

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import ConfigError
-
 _LOCAL = "localhost"
-_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _AUTHORITY = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 _ORIGIN = re.compile(r"https?://([^/?#@]*)")
 
@@ -68,17 +64,6 @@ class Browsers:
             return False
         name = _name(found[1])
         return found[1].lower() in map(str.lower, hosts) or (name is not None and _is_local(name))
-
-
-def own_names(host: str, text: str) -> tuple[str, ...]:
-    """The server's, from the config's server.host and server.allowed_hosts: names, with commas
-    between them. Raises ConfigError."""
-    listed = [each.strip() for each in text.split(",") if each.strip()]
-    for each in listed:
-        if not _HOST.fullmatch(each):
-            like = "must be a name such as gpu1.example or *.example, without a port, or *"
-            raise ConfigError(f"server.allowed_hosts: {like}; got {each!r}")
-    return tuple(each.lower() for each in (host, socket.gethostname(), *listed))
 
 
 def _name(authority: str) -> str | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys
-from jaxserve.server.access.browser_origins import Browsers, own_names
+from jaxserve.server.access.browser_origins import Browsers
 from jaxserve.server.access.key_file import parse_lines
 from jaxserve.server.access.tls import Tls
 
 KEYS_VARIABLE = "JAXSERVE_API_KEYS"  # of a server
 KEY_VARIABLE = "JAXSERVE_API_KEY"  # of a client
-_ORIGIN = re.compile(r"\*|https?://[^/\s,*?#@]+")
 
 
 @dataclass(frozen=True)
@@ -49,28 +48,16 @@ def access_settings(server: ServerConfig) -> Access:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     keys = Keys(Path(server.api_keys).expanduser() if server.api_keys else None, fixed)
-    hosts = own_names(server.host, server.allowed_hosts)
-    return Access(keys, _tls(server), _origins(server.cors_origins), hosts)
+    names = (server.host, socket.gethostname(), *server.names)
+    hosts = tuple(name.lower() for name in names)
+    return Access(keys, _tls(server), server.origins, hosts)
 
 
 def _tls(server: ServerConfig) -> Tls | None:
     cert, key, client_ca = server.tls_cert, server.tls_key, server.tls_client_ca
-    if not (cert or key or client_ca):
+    if not cert:
         return None
-    for name, value in (("cert", cert), ("key", key)):
-        if not value:
-            others = "server.tls_cert and server.tls_key"
-            raise ConfigError(f"server.tls_{name}: is missing; TLS needs {others}")
     ca = Path(client_ca).expanduser() if client_ca else None
     tls = Tls(Path(cert).expanduser(), Path(key).expanduser(), ca)
     tls.check()
     return tls
-
-
-def _origins(text: str) -> tuple[str, ...]:
-    origins = tuple(each.strip() for each in text.split(",") if each.strip())
-    for origin in origins:
-        if not _ORIGIN.fullmatch(origin):
-            like = "must be like https://example.org, without a path, or *"
-            raise ConfigError(f"server.cors_origins: {like}; got {origin!r}")
-    return origins

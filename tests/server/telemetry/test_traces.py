@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from jaxserve.client import Client, ServerError
-from jaxserve.config import ConfigError
+from jaxserve.config import ConfigError, TelemetryConfig
 from jaxserve.engine.output import FinishReason, Output, Timings, Usage
 from jaxserve.server.grpc.grpc_server import METHODS
 from jaxserve.server.http.admission_middleware import METHODS as HTTP_METHODS
@@ -249,7 +249,7 @@ def test_without_an_endpoint_there_are_none() -> None:
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "http://:4317", "ftp://a:1", "http://a:b"])
 def test_an_endpoint_that_is_none_is_one_line(endpoint: str) -> None:
     with pytest.raises(ConfigError) as error:
-        opened(endpoint)
+        TelemetryConfig(otlp_endpoint=endpoint)
     problem = f"must be a URL as http://localhost:4317, got {endpoint!r}"
     assert str(error.value) == f"telemetry.otlp_endpoint: {problem}"
 
