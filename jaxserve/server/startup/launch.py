@@ -33,7 +33,6 @@ from jaxserve.server.server import Server
 from jaxserve.server.startup.flag_hints import hint
 from jaxserve.server.startup.help_text import help_text
 
-DEFAULT_PORT = 50051
 _PORTS = ("port", "http_port", "metrics_port")
 _OWN_NAME = re.compile("[A-Za-z0-9_-]+")
 _SHORTCUTS = {
@@ -249,7 +248,7 @@ def client_line(address: str, access: Access) -> str:
     """The client's command, with its folder and the flags only if they are needed."""
     host, _, port = address.rpartition(":")
     reached = "localhost" if host in ("0.0.0.0", "[::]") else host
-    default = reached == "localhost" and int(port) == DEFAULT_PORT
+    default = reached == "localhost" and int(port) == ServerConfig.port
     where = "" if default else f"--address={reached}:{port} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "

@@ -17,7 +17,7 @@ import pytest
 from absl import flags
 
 from jaxserve import __version__
-from jaxserve.config import Config, ConfigError
+from jaxserve.config import Config, ConfigError, ServerConfig
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.config.tree import DEFAULTS
 from jaxserve.models.presets import preset_names
@@ -45,7 +45,7 @@ def parse(*arguments: str) -> Config:
 def test_without_flags_the_tiny_model_is_served() -> None:
     config = parse()
     assert config.model.path.endswith("assets/tiny-stories")
-    assert config.server.port == launch.DEFAULT_PORT
+    assert config.server.port == ServerConfig.port
 
 
 def test_fields_and_shortcuts_override_the_file() -> None:
