@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
+from jaxserve.engine.startup import initial_cost_model
 from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.step_profile import Progress, Seconds, timed_model
+from jaxserve.engine.startup.step_timer import Shape
+from jaxserve.sched.cost.cost_model import LinearCostModel
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.request import Request, SamplingParams, Tier
 
 TIMEOUT = 120  # seconds until a test gives up on the engine
@@ -83,7 +90,10 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
         "engine__forbid_compile": True,
     }
     config = Config().with_fields(**{**defaults, **fields})
-    built = build_engine(config, progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if not config.engine.compilation_cache_dir:
+            patch.setattr(initial_cost_model, "timed_model", _timed_once)
+        built = build_engine(config, progress=False)
     built.start()
     try:
         yield built
@@ -94,6 +104,24 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
     assert stats.waiting == stats.running == 0
     if config.engine.forbid_compile:
         assert stats.compiles_after_warmup == 0
+
+
+_timed: dict[Hashable, LinearCostModel] = {}
+
+
+def _timed_once(
+    seconds: Seconds,
+    wanted: Sequence[Shape],
+    padding: Padding,
+    num_layers: int,
+    *,
+    progress: Progress,
+) -> LinearCostModel:
+    """`timed_model`, once a process for the same steps, as `cost_model_cache` has it."""
+    key = tuple(wanted), padding, num_layers
+    if key not in _timed:
+        _timed[key] = timed_model(seconds, wanted, padding, num_layers, progress=progress)
+    return _timed[key]
 
 
 def wait_until_idle(on: Engine) -> None:

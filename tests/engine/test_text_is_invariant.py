@@ -55,8 +55,13 @@ def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> 
     wait_until_idle(on)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize(
+    ("family", "treatment"),
+    [
+        *(("opt", treatment) for treatment in TREATMENTS),
+        *(("llama", treatment) for treatment in ("preempted in chunks", "blocks of 16")),
+    ],
+)
 def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:
     with engine(shapes[family], **TREATMENTS[treatment]) as running:
         texts = generate(running, prompts(), **SAMPLING)
