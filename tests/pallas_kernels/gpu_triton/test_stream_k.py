@@ -68,7 +68,7 @@ def takers(heads: int, cutting: tuning.Cutting) -> Callable[[jax.Array], list[ja
 def test_every_tile_is_taken_once(heads: int, cutting: tuning.Cutting) -> None:
     """However few programs there are."""
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(st.lists(st.integers(0, MOST), min_size=ITEMS, max_size=ITEMS))
     def check(tiles: list[int]) -> None:
         taken, parts = takers(heads, cutting)(jnp.asarray(tiles, jnp.int32))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 from jax.experimental import pallas as pl
 
 from jaxserve.pallas_kernels import KV, LEFT, RIGHT, plan_absorbed, plan_attention
@@ -34,17 +35,21 @@ CUTS = {
     "one-tile": lambda tiles: tuning.Cutting(tiles, 1, 1, 1),
     "one-program": lambda tiles: tuning.Cutting(1, 1, 1, tiles),
 }
-# All ways for K and V; for the others the one that cuts anywhere, and the rest where there is time.
 CUT = [
-    pytest.param(
-        *which.values,
-        shares,
-        id=f"{which.id}-{shares}",
-        marks=() if which.values[0] is PAGED or shares == "three-tiles" else pytest.mark.slow,
-    )
+    pytest.param(*which.values, shares, id=f"{which.id}-{shares}")
     for which in WHICH
     for shares in CUTS
 ]
+
+
+def mostly_slow(found: list[ParameterSet], *kept: str) -> list[ParameterSet]:
+    """Those that end so, and the others where there is time."""
+    return [
+        one
+        if str(one.id).endswith(kept)
+        else pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
+        for one in found
+    ]
 
 
 def test_what_a_kernel_does_not_write_is_nan_here() -> None:
@@ -67,7 +72,7 @@ def run_of(attention: Attention, case: Case):  # type: ignore[no-untyped-def]
     return jax.jit(run)
 
 
-@pytest.mark.parametrize(("attention", "case", "shares"), CUT)
+@pytest.mark.parametrize(("attention", "case", "shares"), mostly_slow(CUT, "three-tiles"))
 def test_however_work_is_cut_the_result_is_the_same(
     attention: Attention, case: Case, shares: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +84,9 @@ def test_however_work_is_cut_the_result_is_the_same(
         attention.check_run(run, case, edge(case.shape, attention.kind), 1)
 
 
-@pytest.mark.parametrize("shares", CUTS)
+@pytest.mark.parametrize(
+    "shares", mostly_slow([pytest.param(cut, id=cut) for cut in CUTS], "three-tiles")
+)
 def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
     of them; for those of nobody there are zeros."""
@@ -102,10 +109,13 @@ def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("attention", "head_dim"),
-    [
-        pytest.param(one, size, id=one.name)
-        for one, size in zip(ATTENTION, (80, 96, 80), strict=True)
-    ],
+    mostly_slow(
+        [
+            pytest.param(one, size, id=one.name)
+            for one, size in zip(ATTENTION, (80, 96, 80), strict=True)
+        ],
+        PAGED.name,
+    ),
 )
 def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) -> None:
     """Decodes and chunks of both kinds, with as many programs as the sizes have it."""
@@ -118,7 +128,10 @@ def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) 
     attention.check_run(run_of(attention, case), case, batch, 3)
 
 
-@pytest.mark.parametrize(("attention", "case"), WHICH)
+@pytest.mark.parametrize(
+    ("attention", "case"),
+    mostly_slow(WHICH, f"{PAGED.name}-{CHUNKS.name}", f"{ABSORBED.name}-{DECODES.name}"),
+)
 def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -> None:
     """It depends on the batch alone; the function would make the same."""
     batch = edges.edges_of(case)[3](case.shape, attention.kind)
@@ -137,7 +150,9 @@ def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -
         np.testing.assert_array_equal(planned(plan, *arguments), alone(*arguments))
 
 
-@pytest.mark.parametrize("attention", ATTENTION, ids=lambda attention: attention.name)
+@pytest.mark.parametrize(
+    "attention", mostly_slow([pytest.param(one, id=one.name) for one in ATTENTION], PAGED.name)
+)
 def test_float16_near_the_end_of_its_range(attention: Attention) -> None:
     """Keys and values are; products of queries and keys are far outside: float32 has them."""
     case = Case("range", Shape(2, 2, head_dim=96, rows=4, width=8, tokens=4), "float16")
