@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,21 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.experiments.aptserve import load as apt_load
+from jaxserve.experiments.aptserve import measured
 from jaxserve.experiments.aptserve import steps as apt_steps
+from jaxserve.experiments.aptserve.case import OnlineNumbers, run
+from jaxserve.experiments.aptserve.page import AptServe, Scale
+from jaxserve.experiments.common.runs import Results
 from tests.engine.harness import write_shape
+
+
+def write_steps(found: Sequence[apt_steps.StepTimes], path: Path) -> None:
+    measured.write(path, apt_steps.COMMAND, "steps", found)
+
+
+def write_loads(found: Sequence[apt_load.Load], path: Path) -> None:
+    measured.write(path, apt_load.COMMAND, "loads", found, slo={"ttft": 2.0, "tbt": 1.0})
+
 
 STEPS = [
     apt_steps.StepTimes("absorbed", 1, 512, 0.010, 0.012),
@@ -42,17 +56,18 @@ def test_steps_are_measured_and_rendered(tmp_path: Path, few_shapes: Config) -> 
     ]
     assert all(0 < one.kv < 10 and 0 < one.hidden < 10 for one in found)
     path = tmp_path / apt_steps.FILE_NAME
-    apt_steps.dump([*found, *(replace(one, read="projected") for one in found)], path)
-    assert "| 2 | 30 |" in "\n".join(apt_steps.section(path, 8).lines())
+    write_steps([*found, *(replace(one, read="projected") for one in found)], path)
+    assert "| 2 | 30 |" in apt_steps.said(path)["table"]
 
 
 def test_the_page_says_what_the_steps_took(tmp_path: Path) -> None:
     path = tmp_path / apt_steps.FILE_NAME
-    apt_steps.dump(STEPS, path)
-    text = "\n".join(apt_steps.section(path, 8).lines())
-    assert "| 1 | 512 | 10.0 | 1.20 | 5.0 |" in text and "| 8 | 512 | 50.0 | 1.40 | 6.0 |" in text
-    assert "1.30 times in the median, 1.40 at worst; 1 of 2 shapes reach it" in text
-    assert "5.0 to 6.0 times the KV step" in text
+    write_steps(STEPS, path)
+    said = apt_steps.said(path)
+    assert "| 1 | 512 | 10.0 | 1.20 | 5.0 |\n| 8 | 512 | 50.0 | 1.40 | 6.0 |" in said["table"]
+    assert (said["median"], said["worst"]) == pytest.approx((1.3, 1.4))
+    assert (said["met"], said["shapes"]) == (1, 2)
+    assert said["projected"] == pytest.approx((5.0, 6.0))
 
 
 @pytest.mark.slow
@@ -65,10 +80,8 @@ def test_loads_are_served_and_rendered(
     assert one.policy == "aptserve" and one.ttft > 0
     assert 0 <= one.attainment <= 1 and 0 <= one.hidden_share <= 1
     path = tmp_path / apt_load.FILE_NAME
-    apt_load.dump(found, path)
-    text = "\n".join(apt_load.section(path, tmp_path, 9).lines())
-    assert "| `aptserve` | 200 |" in text
-    assert (tmp_path / "aptserve_load.png").stat().st_size > 1000
+    write_loads(found, path)
+    assert "| `aptserve` | 200 |" in apt_load.said(path)["table"]
 
 
 def test_the_middle_of_several_runs_counts(tmp_path: Path) -> None:
@@ -80,15 +93,19 @@ def test_the_middle_of_several_runs_counts(tmp_path: Path) -> None:
         for i, share in enumerate(runs)
     ]
     path = tmp_path / apt_load.FILE_NAME
-    apt_load.dump(found, path)
-    text = "\n".join(apt_load.section(path, tmp_path, 9).lines())
-    assert "| `vllm` | 1 | 20% (10% to 30%) | 1.00 | 0.50 | 1 |" in text
-    assert "`vllm` 10% at 2/s, `aptserve` 40% at 2/s" in text
+    write_loads(found, path)
+    said = apt_load.said(path)
+    assert "| `vllm` | 1 | 20% (10% to 30%) | 1.00 | 0.50 | 1 |" in said["table"]
+    assert said["verdict"] == "`vllm` 10% at 2/s, `aptserve` 40% at 2/s"
+    page = AptServe(Scale(), Results(run, lambda _: OnlineNumbers), tmp_path)
+    page.load()
+    page._drawn["aptserve_load.png"](tmp_path / "aptserve_load.png")
+    assert (tmp_path / "aptserve_load.png").stat().st_size > 1000
 
 
 def test_it_is_said_when_nothing_was_measured(tmp_path: Path) -> None:
-    assert "Not measured" in apt_steps.section(tmp_path / "none.json", 8).setting
-    assert "Not measured" in apt_load.section(tmp_path / "none.json", tmp_path, 9).setting
+    text = AptServe(Scale(), Results(run, lambda _: OnlineNumbers), tmp_path).rendered()
+    assert text.count("Not measured here") == 2
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "{", '{"steps": [{"read": 1}], "loads": []}'])
@@ -96,6 +113,6 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other\.json: not measured steps"):
-        apt_steps.section(path, 8)
+        apt_steps.said(path)
     with pytest.raises(ValueError, match=r"other\.json: not measured loads"):
-        apt_load.section(path, tmp_path, 9)
+        apt_load.said(path)

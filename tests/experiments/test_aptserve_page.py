@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from jaxserve.experiments.aptserve import page as aptserve
-from jaxserve.experiments.aptserve import plan as apt_plan
-from jaxserve.experiments.aptserve.effective import cheapest
-from jaxserve.experiments.aptserve.setting import MODELS, SLOS, Scale
-from jaxserve.experiments.common.online import OnlineCase, OnlineNumbers, place_of, run, workload_of
+from jaxserve.experiments.aptserve.case import (
+    OnlineCase,
+    OnlineNumbers,
+    place_of,
+    run,
+    workload_of,
+)
+from jaxserve.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale, cheapest
+from jaxserve.experiments.common.runs import Results
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.workloads.workload import Lengths
 
@@ -64,8 +69,8 @@ def test_the_page_is_what_its_numbers_say(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_case_is_the_papers_setting() -> None:
-    part = aptserve.PARTS[0](Scale(requests=50))
-    case = part.case("aptserve, absorbed", "30B", "humaneval", 7.0)  # type: ignore[attr-defined]
+    page = AptServe(Scale(requests=50), Results(run, lambda _: OnlineNumbers), Path())
+    case = page.case("aptserve, absorbed", "30B", "humaneval", 7.0)
     assert (case.ttft, case.tbt) == SLOS["30B", "humaneval"] == (1.0, 0.5)
     assert place_of(case) == system(MODELS["30B"], "absorbed")
     assert (case.policy, case.requests, case.rate) == ("aptserve", 50, 7.0)
@@ -106,13 +111,13 @@ def test_numbers_of_a_run() -> None:
 
 def test_plan_times_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    assert apt_plan.load(path, (50,)) is None
-    apt_plan.dump({"decode": {"50": 0.1}}, path)
-    assert apt_plan.load(path, (50,)) == {"decode": {"50": 0.1}}
-    assert apt_plan.load(path, (50, 100)) is None
+    assert aptserve.load_times(path, (50,)) is None
+    aptserve.dump_times({"decode": {"50": 0.1}}, path)
+    assert aptserve.load_times(path, (50,)) == {"decode": {"50": 0.1}}
+    assert aptserve.load_times(path, (50, 100)) is None
     path.write_text("[]")
     with pytest.raises(ValueError, match="not the times"):
-        apt_plan.load(path, (50,))
+        aptserve.load_times(path, (50,))
 
 
 def test_what_the_cheapest_requests_take() -> None:

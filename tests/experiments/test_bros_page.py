@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.experiments.bros import page as bros
-from jaxserve.experiments.bros.mixed import MixedCase, MixedNumbers
+from jaxserve.experiments.bros.case import MixedCase, MixedNumbers
 
 DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = DOCS / "figures" / "bros.json"

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jaxserve.experiments.common import grid, online
+from jaxserve.experiments.aptserve import case as online
+from jaxserve.experiments.infermax import case as grid
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation import dispatch
 from tests.sched.simulation.compiled.test_compiled import assert_same

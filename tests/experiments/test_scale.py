@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.experiments.common.runs import Results
 from jaxserve.experiments.scale import cell, page
 from jaxserve.experiments.scale.cell import Cell, Decision, Numbers
-from jaxserve.experiments.scale.grid import QUICK, cases
-from jaxserve.experiments.scale.reading import sections
+from jaxserve.experiments.scale.page import QUICK, Fleets
 from jaxserve.experiments.scale.traffic import HOUR, KINDS, traffic
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.results import SimulationResult
@@ -63,18 +63,27 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
     even = Numbers(0.9, 0.9, 0.9, 0.1, 1.0, 0, 9.0, 9e3)
-    results = {
-        case: cell.Cost(1e-5) if isinstance(case, Decision) else even for case in cases(QUICK, "")
-    }
-    sections(QUICK, "", results, tmp_path, checked=True)
-    worst = QUICK.cell("slo", QUICK.replicas[0], QUICK.loads[0], "published", "")
-    results[worst] = dataclasses.replace(even, attainment=0.5)
+    high = QUICK.loads[-1]
+
+    def write(router: str, **where: object) -> None:
+        """A page on which that router does worse in one run."""
+        worse = Cell(router, **where)  # type: ignore[arg-type]
+
+        def run(case: cell.Case) -> cell.Found:
+            if isinstance(case, Decision):
+                return cell.Cost(1e-5)
+            return dataclasses.replace(even, attainment=0.5) if case == worse else even
+
+        results = Results(run, lambda case: cell.Cost if isinstance(case, Decision) else Numbers)
+        Fleets(QUICK, results, checked=True).write(tmp_path, 1)
+
+    at = {"scene": "published", "requests": QUICK.requests}
+    write("round_robin", replicas=QUICK.replicas[0], load=QUICK.loads[0], **at)
     with pytest.raises(ValueError, match="do not carry it any more: `slo` attains at least"):
-        sections(QUICK, "", results, tmp_path, checked=True)
-    results[worst] = even
-    results[QUICK.shorter("slo", QUICK.loads[-1], "")] = dataclasses.replace(even, attainment=0.5)
+        write("slo", replicas=QUICK.replicas[0], load=QUICK.loads[0], **at)
+    at["requests"] = QUICK.few
     with pytest.raises(ValueError, match="do not carry it any more: At 80%, `slo` is ahead"):
-        sections(QUICK, "", results, tmp_path, checked=True)
+        write("slo", replicas=QUICK.replicas[-1], load=high, **at)
 
 
 def test_traffic_is_the_hours_from_other_minutes_on() -> None:

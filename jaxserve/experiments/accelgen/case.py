@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from jaxserve.experiments.accelgen.requests import (
     prefill_seconds,
     with_slos,
 )
-from jaxserve.experiments.common.grid import say_compiling
-from jaxserve.experiments.common.timed import Timed
+from jaxserve.experiments.common.runs import Case, Timed, digits, say_compiling
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.simulation.results import SimulationResult
@@ -32,7 +31,7 @@ QUANTILES = tuple(q / 100 for q in range(0, 101, 2))
 
 
 @dataclass(frozen=True)
-class SloCase:
+class SloCase(Case):
     """policy: its name with parameters. model: of PLACES. rate: requests/s, inf for all at once.
     budget: tokens of a batch, 0 where the policy decides. requests: of the trace, which is served
     to its end. data, books, printed: see `drawn_lengths`; choices, ease: see `with_slos`. timed:
@@ -59,10 +58,8 @@ class SloCase:
         return self.requests * (20 if slow else 1) * (4 if self.printed else 1)
 
     def named(self) -> dict[str, Any]:
-        """Parameters that are as by default are left out."""
-        usual = {f.name: f.default for f in fields(self)}
-        named = {name: value for name, value in asdict(self).items() if value != usual[name]}
-        return named | ({"rate": "inf"} if self.rate == math.inf else {})
+        """As `Case`; JSON has no inf."""
+        return super().named() | ({"rate": "inf"} if self.rate == math.inf else {})
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,6 @@ class SloNumbers:
     plan_p99: float = 0.0
     steps: tuple[float, ...] = ()
     bound: float = 0.0
-
-
-SloResults = dict[SloCase, SloNumbers]
 
 
 def workload_of(case: SloCase) -> Workload:
@@ -178,9 +172,9 @@ def run(case: SloCase) -> SloNumbers:
     }
     quantiles = np.quantile(batches.duration, QUANTILES).tolist() if case.quantiles else ()
     return SloNumbers(
-        **{name: _short(value) for name, value in values.items()},
+        **{name: digits(value) for name, value in values.items()},
         preemptions=summary["num_preemptions"],
-        steps=tuple(map(_short, quantiles)),
+        steps=tuple(map(digits, quantiles)),
     )
 
 
@@ -188,13 +182,3 @@ def jct_targets(asked: Workload) -> np.ndarray:
     """When a job ends whose tokens are all just in time, seconds from its arrival, float64 [n]: the
     paper does not say what JCTs it asks for."""
     return np.asarray(asked.ttft + (asked.output_len - 1) * asked.tbt)
-
-
-def read_numbers(**values: Any) -> SloNumbers:
-    """From JSON, where tuples are lists."""
-    return SloNumbers(**values | {"steps": tuple(values["steps"])})
-
-
-def _short(value: float) -> float:
-    """Five digits: what a file needs."""
-    return float(f"{float(value):.5g}")

@@ -12,61 +12,805 @@ that say nothing about the claims.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
 
-from jaxserve.experiments.accelgen.ablated import Ablated
-from jaxserve.experiments.accelgen.case import SloCase, SloResults, read_numbers, run
-from jaxserve.experiments.accelgen.compared import Compared
-from jaxserve.experiments.accelgen.exclusive import Exclusive
-from jaxserve.experiments.accelgen.introduction import paragraphs
-from jaxserve.experiments.accelgen.measured import Measured
-from jaxserve.experiments.accelgen.otherwise import Printed, Reachable
-from jaxserve.experiments.accelgen.planned import Planned
-from jaxserve.experiments.accelgen.searched import Searched
-from jaxserve.experiments.accelgen.sensitive import Alone, Sensitive
-from jaxserve.experiments.accelgen.setting import QUICK, Part, Scale
-from jaxserve.experiments.accelgen.tuning import Settings
-from jaxserve.experiments.accelgen.verdict import Verdict
-from jaxserve.experiments.common.grid import Known, dump, run_asked
-from jaxserve.experiments.common.page import Page, flags, write_page
+import numpy as np
 
-PARTS: tuple[type[Part], ...] = (
-    Verdict,
-    Settings,
-    Measured,
-    Exclusive,
-    Compared,
-    Planned,
-    Ablated,
-    Sensitive,
-    Alone,
-    Printed,
-    Reachable,
-    Searched,
+from jaxserve.experiments.accelgen.case import QUANTILES, SloCase, SloNumbers, run, workload_of
+from jaxserve.experiments.accelgen.places import BLOCK, PLACES, Place
+from jaxserve.experiments.accelgen.requests import EXCLUSIVE, prefill_seconds
+from jaxserve.experiments.accelgen.tuned import TRIAL, Trial, Tuned, choices
+from jaxserve.experiments.common.figures import Panel, panel
+from jaxserve.experiments.common.page import Column, Page, flags, table, write_page
+from jaxserve.experiments.common.runs import Results
+from jaxserve.sched.cost.saturation import flat_from
+
+RATES = {
+    # Requests/s: half of what the fastest finish a second, that, twice that, and the paper's.
+    "OPT-13B": (0.5, 1.0, 2.0, 8.0),
+    "Llama-13B": (0.5, 1.0, 2.0, 8.0),
+    "OPT-175B": (0.25, 0.5, 1.0, 8.0),
+    "Llama-3-70B": (0.35, 0.7, 1.4, 8.0),
+}
+PAPERS_RATE = 8.0
+EASE = 10.0  # times the TTFTs of the paper
+SERVED, LOADED = 1, 2  # of RATES
+ACCELGEN = "accelgen"
+PAPERS = ("sarathi", "vllm", "fastgen", "orca", "fastserve")  # that it is compared with there
+OURS = ("edf", "infermax")  # that are not in the paper
+OTHERS = (*PAPERS, *OURS)
+AS_PRINTED = "accelgen:late_last=false:sparing=false:paced=true"  # without our departures
+ABLATIONS = ("accelgen_nochunk", "accelgen_noorder", "accelgen_nobatch")
+ALL = (ACCELGEN, *OTHERS)
+WITH_PRINTED = (ACCELGEN, AS_PRINTED, *OTHERS)
+MEASURED, MEASURED_ON = ("orca", "vllm", "fastgen", "sarathi"), ("OPT-13B", "OPT-175B")  # 3.2
+SENSITIVE = (ACCELGEN, "sarathi", "vllm")  # Figure 13
+ALONE = ("bookcorpus", "alpaca", "sharegpt")  # Figure 14
+EXCLUSIVE_ON = "OPT-13B"
+NOT_EXCLUSIVE = "accelgen:long=1000000"  # than which no prompt is longer
+SAMPLE = 20_000  # requests, as the paper has them
+UTILISED = (0.64, 0.83)  # of compute and cache, Sarathi in section 3.2
+
+COLUMNS: tuple[Column, ...] = (
+    ("requests/s", "requests", ".2f", 1.0),
+    ("tokens/s", "tokens", ".0f", 1.0),
+    ("goodput, tokens/s", "goodput", ".0f", 1.0),
+    ("goodput, requests/s", "met", ".3f", 1.0),
+    ("iterations in time, %", "iterations", ".1f", 100.0),
+    ("TTFT, %", "ttft", ".1f", 100.0),
+    ("jobs in time, %", "in_jct", ".1f", 100.0),
+    ("jobs in time/s", "jobs", ".2f", 1.0),
+    ("JCT, s", "jct", ".1f", 1.0),
+    ("compute, %", "compute", ".0f", 100.0),
+    ("cache, %", "cache", ".0f", 100.0),
+    ("preemptions", "preemptions", ".0f", 1.0),
 )
+AS_MEASURED: tuple[Column, ...] = (
+    ("step, ms", "step", ".0f", 1e3),
+    ("steps within 0.1875 s, %", "reading", ".1f", 100.0),
+    ("compute, %", "compute", ".1f", 100.0),
+    ("cache, %", "cache", ".1f", 100.0),
+    ("iterations in time, %", "iterations", ".1f", 100.0),
+    ("requests/s", "requests", ".2f", 1.0),
+)
+OF_EXCLUSIVE: tuple[Column, ...] = (
+    ("JCT of the long, s", "jct_long", ".1f", 1.0),
+    ("JCT of all, s", "jct", ".1f", 1.0),
+    ("last, s", "jct_last", ".1f", 1.0),
+    ("preemptions", "preemptions", ".0f", 1.0),
+)
+OF_PLANS: tuple[Column, ...] = (
+    ("mean, ms", "plan", ".2f", 1e3),
+    ("P99, ms", "plan_p99", ".2f", 1e3),
+    ("step, ms", "step", ".1f", 1e3),
+    ("JCT, s", "jct", ".1f", 1.0),
+)
+STEP: Column = ("step, ms", "step", ".0f", 1e3)
+MET: tuple[Column, ...] = (
+    ("TBT, %", "tbt", ".1f", 100.0),
+    ("all targets, %", "slo", ".1f", 100.0),
+)
+SEARCHED: tuple[Column, ...] = (
+    ("all targets, requests/s", "met", ".3f", 1.0),
+    ("at most", "bound", ".3f", 1.0),
+    ("all targets, %", "slo", ".1f", 100.0),
+    ("requests/s", "requests", ".2f", 1.0),
+    ("goodput, tokens/s", "goodput", ".0f", 1.0),
+    ("iterations in time, %", "iterations", ".1f", 100.0),
+    ("jobs in time, %", "in_jct", ".1f", 100.0),
+    ("JCT, s", "jct", ".1f", 1.0),
+    ("compute, %", "compute", ".0f", 100.0),
+    ("cache, %", "cache", ".0f", 100.0),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. seeds: traces of each point; requests: of a trace, and of one whose outputs
+    are long; at: which of RATES; varied: models on which more than policies and rates varies;
+    books: shares of BookCorpus in Figure 13; system_slos: seconds, of Figure 5; plans: requests of
+    the traces whose plans are timed; searched: of those whose schedules are searched for, with so
+    many searches, at TTFTs times `eases`."""
+
+    seeds: int = 3
+    requests: int = 100
+    long_requests: int = 40
+    models: tuple[str, ...] = tuple(RATES)
+    at: tuple[int, ...] = (0, 1, 2, 3)  # of RATES
+    varied: tuple[str, ...] = ("OPT-13B", "Llama-3-70B")
+    books: tuple[float, ...] = (0.0, 0.35, 0.7)
+    system_slos: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    plans: int = 60
+    searched: int = 24
+    searches: int = 200
+    eases: tuple[float, ...] = (1.0, EASE)
+
+    def rates(self, model: str) -> tuple[float, ...]:
+        """Requests/s, ascending."""
+        return tuple(RATES[model][index] for index in self.at)
+
+    @property
+    def first(self) -> str:
+        """The model at which single questions are asked."""
+        return self.models[0]
+
+
+QUICK = Scale(2, 3, 3, ("OPT-13B",), (1, 3), ("OPT-13B",), (0.0, 0.35), (0.2, 1.0), 3, 3, 2)
+
+
+class AccelGen(Page[SloCase, SloNumbers]):
+    """What the template beside this asks for."""
+
+    name = "accelgen"
+    scale: Scale
+    ease, trial_seed, as_printed, block = EASE, TRIAL, AS_PRINTED, BLOCK
+
+    @cached_property
+    def points(self) -> list[tuple[str, float]]:
+        """Models and rates."""
+        return [(model, rate) for model in self.scale.models for rate in self.scale.rates(model)]
+
+    def trial(self, model: str, ease: float = 1.0) -> Trial:
+        """With TTFTs that hardly anybody meets: most tokens in time under load; with others: most
+        requests within all of their targets where they can be served."""
+        at, number = (LOADED, "goodput") if ease == 1 else (SERVED, "met")
+        return Trial(RATES[model][at], self.scale.requests, ease, number)
+
+    def seeds(
+        self, name: str, model: str, rate: float, ease: float = 1.0, **more: object
+    ) -> list[SloCase]:
+        """One a seed, with the policy as it serves best; none until that is known. more: fields of
+        the case."""
+        chosen = self.trial(model, ease).best(self.results, name, model)
+        return [] if chosen is None else self.traces(chosen, model, rate, ease=ease, **more)
+
+    def traces(self, chosen: Tuned, model: str, rate: float, **more: object) -> list[SloCase]:
+        """The same with the policy as it is given."""
+        values: dict[str, Any] = {"requests": self.scale.requests, **more}
+        return [
+            SloCase(chosen.policy, model, rate, chosen.budget, seed, **values)
+            for seed in range(self.scale.seeds)
+        ]
+
+    def cells(self, cases: Sequence[SloCase], columns: Sequence[Column]) -> list[str]:
+        """As any page's; nothing for a bound where nobody searched."""
+        texts = super().cells(cases, columns)
+        numbers = [number for _, number, *_ in columns]
+        if "bound" in numbers and not self.mean("bound", cases):
+            texts[numbers.index("bound")] = ""
+        return texts
+
+    # Introduction.
+
+    def sample(self) -> dict[str, float]:
+        """Of the requests of the first model: mean lengths, the outputs that utilisation implies,
+        and the share of TTFTs that are shorter than the prompt takes."""
+        place = PLACES[self.scale.first]
+        asked = workload_of(SloCase("vllm", self.scale.first, PAPERS_RATE, requests=SAMPLE))
+        reachable = float((asked.ttft >= prefill_seconds(place, asked.prompt_len)).mean())
+        return {
+            "output": round(float(asked.output_len.mean())),
+            "implied": round(implied_output(place, float(asked.prompt_len.mean()))),
+            "pivot": place.pivot,
+            "tokens": place.kv_tokens,
+            "late": 1 - reachable,
+        }
+
+    def systems(self) -> str:
+        """A line a model."""
+        rows = []
+        for name in self.scale.models:
+            place = PLACES[name]
+            asked = workload_of(SloCase("vllm", name, PAPERS_RATE, requests=SAMPLE))
+            rows.append(
+                [
+                    name,
+                    f"`{place.name}`",
+                    f"{place.kv_tokens:,}",
+                    f"{place.longest:,}",
+                    f"{asked.prompt_len.mean():,.0f}",
+                    str(place.pivot),
+                    str(saturation(place)),
+                    f"{self.pivot_ms(name):.0f}",
+                    ", ".join(f"{rate:g}" for rate in self.scale.rates(name)),
+                ]
+            )
+        header = ["", "system", "tokens of K and V", "longest prompt", "mean prompt"]
+        header += ["pivot, paper", "pivot, here", "a step of the paper's pivot, ms", "rates, 1/s"]
+        return table(header, rows)
+
+    def pivot_ms(self, model: str) -> float:
+        """What a step of the paper's pivot takes, milliseconds."""
+        place = PLACES[model]
+        return 1e3 * float(prefill_seconds(place, np.array([place.pivot]))[0])
+
+    # In short: whether AccelGen is better, and than what.
+
+    def reachable(self) -> list[tuple[str, float]]:
+        """Models and rates where targets can be met, up to twice what can be served."""
+        return [
+            (model, RATES[model][at])
+            for model in self.scale.models
+            for at in self.scale.at
+            if at <= LOADED
+        ]
+
+    def met(self, model: str, rate: float) -> dict[str, float]:
+        """Requests that end within all of their targets a second, by policy, with such TTFTs."""
+        return {
+            name: self.mean("met", self.seeds(name, model, rate, EASE)) for name in WITH_PRINTED
+        }
+
+    def judged(self) -> str:
+        """Against the best of the others at each point, by rate."""
+        found: dict[int, list[float]] = {}
+        for model, rate in self.reachable():
+            met = self.met(model, rate)
+            best = max(met[name] for name in OTHERS)
+            at = RATES[model].index(rate)
+            found.setdefault(at, []).append(times(met[ACCELGEN], best))
+        where = ("half of what can be served", "about that", "twice that")
+        return ", ".join(
+            f"{min(values):.2f}x to {max(values):.2f}x at {where[at]}"
+            for at, values in found.items()
+        )
+
+    def throughput(self) -> str:
+        """Of what the fastest finishes at the highest rate."""
+        most = []
+        for model in self.scale.models:
+            mine, *others = (
+                self.mean("requests", self.seeds(name, model, self.scale.rates(model)[-1]))
+                for name in ALL
+            )
+            most.append(times(mine, max(others)))
+        return f"{min(most):.2f}x to {max(most):.2f}x"
+
+    def met_table(self) -> str:
+        """How it is where targets can be met."""
+        rows = []
+        for model, rate in self.reachable():
+            met = self.met(model, rate)
+            mine, printed, first = met[ACCELGEN], met[AS_PRINTED], max(OTHERS, key=met.__getitem__)
+            values = (f"{value:.3f}" for value in (mine, printed, met[first]))
+            better = f"{times(mine, met[first]):.2f}x"
+            rows.append([model, f"{rate:g}", *values, f"`{first}`", better])
+        header = ["", "rate, 1/s", "`accelgen`", "as the paper has it", "best of the others"]
+        return table([*header, "which", "`accelgen` against it"], rows)
+
+    def verdict(self) -> str:
+        """AccelGen against each of the others, at all points."""
+        rows = []
+        for name in OTHERS:
+            pairs = {
+                number: [
+                    [self.mean(number, self.seeds(who, *point)) for who in (ACCELGEN, name)]
+                    for point in self.points
+                ]
+                for number in ("goodput", "iterations", "in_jct", "jct")
+            }
+            ahead = (sum(a > b for a, b in pairs[number]) for number in ("goodput", "in_jct"))
+            rows.append(
+                [
+                    f"`{name}`" + ("" if name in PAPERS else " (not there)"),
+                    f"{fmean(times(a, b) for a, b in pairs['goodput']):.2f}x",
+                    *(
+                        f"{100 * fmean(a - b for a, b in pairs[number]):+.1f}"
+                        for number in ("iterations", "in_jct")
+                    ),
+                    f"{fmean(times(a, b) for a, b in pairs['jct']):.2f}x",
+                    *(f"{count} of {len(self.points)}" for count in ahead),
+                ]
+            )
+        header = ["`accelgen` against", "goodput", "iterations in time, points"]
+        header += ["jobs in time, points", "JCT", "more goodput at", "more jobs in time at"]
+        return table(header, rows)
+
+    def firsts(self, model: str) -> str:
+        """Who comes first with that model."""
+        said = []
+        for rate in (self.scale.rates(model)[0], self.scale.rates(model)[-1]):
+            found = {name: self.mean("goodput", self.seeds(name, model, rate)) for name in ALL}
+            order = sorted(found, key=lambda name: -found[name])
+            said.append(
+                f"at {rate:g}/s {order[0]} has most ({found[order[0]]:.0f} tokens/s), `accelgen` "
+                f"{found[ACCELGEN]:.0f} (place {order.index(ACCELGEN) + 1})"
+            )
+        return "; ".join(said)
+
+    # Section 1: what each policy is run with, and how that was found.
+
+    def settings(self) -> str:
+        """What was tried, and the best of it."""
+        rows = [
+            [
+                model,
+                f"`{name}`",
+                *self._tried(name, model, 1.0, "{:.0f}"),
+                *self._tried(name, model, EASE, "{:.2f}"),
+            ]
+            for model in self.scale.models
+            for name in OTHERS
+            if len(choices(name, model)) > 1
+        ]
+        header = ["", "", "best", "goodput of each, tokens/s"]
+        return table([*header, "best, TTFT x 10", "goodput of each, requests/s"], rows)
+
+    def _tried(self, name: str, model: str, ease: float, form: str) -> list[str]:
+        trial = self.trial(model, ease)
+        chosen = trial.best(self.results, name, model)
+        tried = (
+            f"{_setting(one, name)}: {form.format(getattr(self.results[case], trial.number))}"
+            for one, case in trial.runs(name, model).items()
+        )
+        return [_setting(chosen, name) if chosen else "", "; ".join(tried)]
+
+    def rates_at(self, at: int) -> str:
+        """Of all models."""
+        return ", ".join(f"{RATES[model][at]:g}" for model in self.scale.models)
+
+    # Section 2: what the paper measures of systems as they are.
+
+    @property
+    def measured_on(self) -> list[str]:
+        """Models."""
+        return [model for model in MEASURED_ON if model in self.scale.models]
+
+    def _measured(self, name: str, model: str) -> list[SloCase]:
+        budget = PLACES[model].pivot if name in ("fastgen", "sarathi") else 0
+        chosen = Tuned(name, budget)
+        return self.traces(chosen, model, PAPERS_RATE, choices=True, quantiles=True)
+
+    def measured(self) -> str:
+        """Each system with the pivot as its budget."""
+        rows = [
+            ([model, f"`{name}`"], self._measured(name, model))
+            for model in self.measured_on
+            for name in (*MEASURED, ACCELGEN)
+        ]
+        return self.lines(["", ""], rows, AS_MEASURED)
+
+    def short_steps(self) -> str:
+        """The share of the steps that take at most 0.1875 s."""
+        found = [
+            self.mean("reading", self._measured(name, model))
+            for model in self.measured_on
+            for name in MEASURED
+        ]
+        return f"{min(found):.0%} to {max(found):.0%}"
+
+    def used(self, number: str) -> str:
+        """Utilisation, mean over models."""
+        ours = []
+        for name in MEASURED:
+            cases = [self._measured(name, model) for model in self.measured_on]
+            ours.append(f"{fmean(self.mean(number, some) for some in cases):.0%} (`{name}`)")
+        return ", ".join(ours)
+
+    def _under(self, slo: float) -> list[SloCase]:
+        chosen = Tuned("sarathi", budget_of(PLACES[self.scale.first], slo))
+        return self.traces(chosen, self.scale.first, PAPERS_RATE, choices=True)
+
+    def one_slo(self) -> str:
+        """Sarathi with budgets for one SLO: the strict one and the loose one."""
+        strict, loose = self.scale.system_slos[0], self.scale.system_slos[-1]
+        (met, less), (slow, fast) = (
+            [self.mean(number, self._under(slo)) for slo in (strict, loose)]
+            for number in ("iterations", "requests")
+        )
+        return (
+            f"{strict:g} s: {met:.1%} of the iterations in time, {slow:.2f} requests/s; {loose:g} "
+            f"s: {less:.1%}, {fast:.2f} requests/s"
+        )
+
+    def slos(self) -> str:
+        """All of them."""
+        place = PLACES[self.scale.first]
+        rows = [
+            ([f"{slo:g}", str(budget_of(place, slo))], self._under(slo))
+            for slo in self.scale.system_slos
+        ]
+        return self.lines(["SLO, s", "budget, tokens"], rows, AS_MEASURED)
+
+    def steps(self) -> str:
+        """A figure."""
+        panels = []
+        for model in self.measured_on:
+            shown = {}
+            for name in (*MEASURED, ACCELGEN):
+                steps = self.results[self._measured(name, model)[0]].steps
+                shown[name] = ([1e3 * step for step in steps], [100 * q for q in QUANTILES])
+            panels.append(Panel(model, "steps, %", shown, log_y=False, markers=False))
+        caption = "Share of the steps that take no longer"
+        return self.chart("accelgen-3-steps.svg", caption, [panels], "ms of a step")
+
+    # Section 3: one long prompt at a time.
+
+    def _exclusive(self, name: str) -> list[SloCase]:
+        budget = PLACES[EXCLUSIVE_ON].pivot if name in ("fastgen", "sarathi") else 0
+        return self.traces(Tuned(name, budget), EXCLUSIVE_ON, math.inf, data=EXCLUSIVE)
+
+    def exclusive(self) -> str:
+        """Each with the same requests."""
+        names = ("sarathi", "fastgen", ACCELGEN, NOT_EXCLUSIVE)
+        rows = [([f"`{name}`"], self._exclusive(name)) for name in names]
+        return self.lines([""], rows, OF_EXCLUSIVE)
+
+    def longer(self) -> str:
+        """By how much JCTs are more than the others'."""
+        said = []
+        for name in ("sarathi", "fastgen", NOT_EXCLUSIVE):
+            long, every = (
+                self.mean(number, self._exclusive(ACCELGEN))
+                / self.mean(number, self._exclusive(name))
+                - 1
+                for number in ("jct_long", "jct")
+            )
+            said.append(f"against `{name}` {long:+.0%} of the long, {every:+.0%} of all")
+        return "; ".join(said)
+
+    # Section 4: all systems.
+
+    def compared(self) -> str:
+        """Each policy at its best."""
+        return self._by_policy(self.points, ALL, self.seeds, ["", "rate, 1/s", ""])
+
+    def against(self, number: str, compare: str = "times") -> str:
+        """Least and most against the paper's others. compare: a key of COMPARED."""
+        said = []
+        for at, what in ((-1, "at 8/s"), (0, "at the lowest rates")):
+            found = {}
+            for model in self.scale.models:
+                rate = self.scale.rates(model)[at]
+                ours = self.mean(number, self.seeds(ACCELGEN, model, rate))
+                for name in PAPERS:
+                    theirs = self.mean(number, self.seeds(name, model, rate))
+                    found[f"`{name}`, {model}"] = COMPARED[compare][0](ours, theirs)
+            ends = (
+                "where they have none"
+                if found[where] == math.inf
+                else COMPARED[compare][1].format(found[where])
+                for where in _ends(found)
+            )
+            both = (f"{end} ({where})" for end, where in zip(ends, _ends(found), strict=True))
+            said.append(f"{what} {' to '.join(both)}")
+        return "; ".join(said)
+
+    def by_rate(self) -> str:
+        """A figure."""
+        panels = [
+            [
+                panel(
+                    model,
+                    label,
+                    ALL,
+                    self.scale.rates(model),
+                    lambda name, rate, number=number, factor=factor, model=model: (
+                        factor * self.mean(number, self.seeds(name, model, rate))
+                    ),
+                    log_y=False,
+                )
+                for model in self.scale.models
+            ]
+            for number, label, factor in (
+                ("goodput", "tokens in time/s", 1.0),
+                ("iterations", "iterations in time, %", 100.0),
+                ("in_jct", "jobs in time, %", 100.0),
+                ("requests", "requests/s", 1.0),
+            )
+        ]
+        caption = "Goodput, attainment and throughput against the rate, requests/s"
+        return self.chart("accelgen-11-compared.svg", caption, panels, "requests/s")
+
+    # Section 5: the time of a plan.
+
+    def _planned(self, name: str) -> list[SloCase]:
+        """One trace, in Python."""
+        count = self.scale.plans
+        return self.seeds(name, self.scale.first, PAPERS_RATE, requests=count, timed=True)[:1]
+
+    def planned(self) -> str:
+        """A line a policy."""
+        names = (ACCELGEN, *ABLATIONS, *OTHERS)
+        return self.lines([""], [([f"`{n}`"], self._planned(n)) for n in names], OF_PLANS)
+
+    def plan_times(self) -> dict[str, str]:
+        """Of claims: fastserve's plans, the others', AccelGen's over the mean JCT, and without its
+        parts."""
+        took = {n: self.mean("plan", self._planned(n)) for n in (ACCELGEN, *ABLATIONS, *OTHERS)}
+        mine, jct = took[ACCELGEN], self.mean("jct", self._planned(ACCELGEN))
+        more = {name: took[name] / mine - 1 for name in took}
+        others = {name: more[name] for name in OTHERS if name != "fastserve"}
+        return {
+            "fastserve": f"{more['fastserve']:+.0%}",
+            "others": " to ".join(f"{others[name]:+.0%} (`{name}`)" for name in _ends(others)),
+            "share": f"{mine / jct:.4%}: {1e3 * mine:.2f} ms of {jct:.0f} s",
+            "parts": ", ".join(f"{more[n]:+.0%} without {_part(n)}" for n in ABLATIONS),
+        }
+
+    # Section 6: without its parts.
+
+    def _ablated(self, name: str, model: str, rate: float, ease: float) -> list[SloCase]:
+        return self.traces(Tuned(name), model, rate, ease=ease)
+
+    def ablated(self) -> str:
+        """With all parts, and without each."""
+        rows = []
+        for model in self.scale.varied:
+            rates = self.scale.rates(model)
+            points = [(rate, 1.0) for rate in (rates[0], rates[-1])]
+            points += [(RATES[model][at], EASE) for at in (SERVED, LOADED)]
+            rows += [
+                (
+                    [model, f"{ease:g}", f"{rate:g}", f"`{name}`"],
+                    self._ablated(name, model, rate, ease),
+                )
+                for rate, ease in points
+                for name in (ACCELGEN, *ABLATIONS, AS_PRINTED)
+            ]
+        return self.lines(["", "TTFT x", "rate, 1/s", ""], rows, (*COLUMNS, STEP))
+
+    def without(self, number: str, eased: str = "") -> str:
+        """What the number changes by without each part. eased: another number, for what targets
+        that can be met are for."""
+        said = []
+        for what, which, at, ease in (
+            ("at 8/s", number, -1, 1.0),
+            (f"TTFT x {EASE:g}", eased or number, LOADED, EASE),
+        ):
+            changes = (
+                f"{fmean(self._change(which, name, m, at, ease) for m in self.scale.varied):+.0%} "
+                f"without {_part(name)}"
+                for name in ABLATIONS
+            )
+            said.append(f"{what} {', '.join(changes)}")
+        return "; ".join(said)
+
+    def _change(self, number: str, name: str, model: str, at: int, ease: float) -> float:
+        """By which share it is more without the part. at: of RATES."""
+        whole, without = (
+            self.mean(number, self._ablated(who, model, RATES[model][at], ease))
+            for who in (ACCELGEN, name)
+        )
+        return without / whole - 1 if whole else 0.0
+
+    def parts(self) -> str:
+        """A figure."""
+        shown = {
+            f"{model}\n{_part(name)}": 100 * (1 + self._change("met", name, model, LOADED, EASE))
+            for model in self.scale.varied
+            for name in ABLATIONS
+        }
+        caption = "Requests within all targets without a part, of those with all, TTFT x 10"
+        file = "accelgen-12-ablations.svg"
+        return self.bars(file, caption, shown, "% of the whole", "{:.0f}")
+
+    # Section 7: more long prompts, and higher rates.
+
+    def _books(self, name: str, model: str, books: float) -> list[SloCase]:
+        return self.seeds(name, model, PAPERS_RATE, books=books)
+
+    def books(self) -> str:
+        """Shares of BookCorpus."""
+        rows = [
+            ([model, f"{books:.0%}", f"`{name}`"], self._books(name, model, books))
+            for model in self.scale.varied
+            for books in self.scale.books
+            for name in SENSITIVE
+        ]
+        return self.lines(["", "BookCorpus", ""], rows, COLUMNS)
+
+    def by_books(self) -> str:
+        """Goodput with the least and the most of it."""
+        first, last = self.scale.books[0], self.scale.books[-1]
+        said = []
+        for model in self.scale.varied:
+            low, high = (
+                self.mean("goodput", self._books(ACCELGEN, model, books)) for books in (first, last)
+            )
+            said.append(f"{model} from {low:.0f} to {high:.0f} tokens/s")
+        return f"{first:.0%} to {last:.0%} of BookCorpus: {'; '.join(said)}"
+
+    def goodputs(self, model: str) -> str:
+        """By rate."""
+        rates = self.scale.rates(model)
+        found = (self.mean("goodput", self.seeds(ACCELGEN, model, rate)) for rate in rates)
+        return f"{model} {', '.join(f'{value:.0f}' for value in found)}"
+
+    def sensitive(self) -> str:
+        """A figure."""
+        panels = [
+            panel(
+                model,
+                "tokens in time/s",
+                SENSITIVE,
+                self.scale.books,
+                lambda name, books, model=model: self.mean(
+                    "goodput", self._books(name, model, books)
+                ),
+                100,
+                log_y=False,
+            )
+            for model in self.scale.varied
+        ]
+        caption, x_label = "Goodput against the share of BookCorpus", "BookCorpus, %"
+        file = "accelgen-13-sensitivity.svg"
+        return self.chart(file, caption, [panels], x_label, log_x=False)
+
+    # Sections 8 and 9: each data set alone, and outputs as Figure 8 prints them.
+
+    def _alone(self, name: str, data: str) -> list[SloCase]:
+        return self.seeds(name, self.scale.first, PAPERS_RATE, data=data)
+
+    def alone(self) -> str:
+        """Each policy at its best."""
+        rows = [([d, f"`{name}`"], self._alone(name, d)) for d in ALONE for name in ALL]
+        return self.lines(["", ""], rows, COLUMNS)
+
+    def alone_against(self, data: str) -> str:
+        """By what factor it has more goodput than the paper's others."""
+        mine = self.mean("goodput", self._alone(ACCELGEN, data))
+        found = {n: times(mine, self.mean("goodput", self._alone(n, data))) for n in PAPERS}
+        return " to ".join(f"{found[name]:.2f}x (`{name}`)" for name in _ends(found))
+
+    def printed(self) -> str:
+        """At the paper's rate, and at one below saturation."""
+        count = self.scale.long_requests
+        rows = [
+            (
+                [f"{rate:g}", f"`{name}`"],
+                self.seeds(name, self.scale.first, rate, requests=count, printed=True),
+            )
+            for rate in (0.1, PAPERS_RATE)
+            for name in ALL
+        ]
+        return self.lines(["rate, 1/s", ""], rows, COLUMNS)
+
+    # Section 10: targets that can be met.
+
+    def eased(self) -> str:
+        """TTFTs ten times as long."""
+
+        def of(name: str, model: str, rate: float) -> list[SloCase]:
+            return self.seeds(name, model, rate, EASE)
+
+        header = ["", "rate, 1/s", ""]
+        return self._by_policy(self.reachable(), WITH_PRINTED, of, header, (*COLUMNS, *MET))
+
+    def eased_by_rate(self) -> str:
+        """A figure."""
+        panels = [
+            panel(
+                model,
+                "within all targets/s",
+                {n: "accelgen, as printed" if n == AS_PRINTED else n for n in WITH_PRINTED},
+                [rate for name, rate in self.reachable() if name == model],
+                lambda name, rate, model=model: self.met(model, rate)[name],
+                log_y=False,
+            )
+            for model in self.scale.models
+        ]
+        caption = "Requests that end within all of their targets, a second"
+        return self.chart("accelgen-met.svg", caption, [panels], "requests/s")
+
+    # Section 11: how much better a schedule could be, on cases small enough to search.
+
+    def _searched(self, name: str, model: str, ease: float) -> list[SloCase]:
+        rate = self.scale.rates(model)[-1 if len(self.scale.at) < 2 else 1]
+        count = self.scale.searched
+        if name == "oracle":
+            chosen = Tuned(f"oracle:runs={self.scale.searches}")
+            return self.traces(chosen, model, rate, requests=count, ease=ease)
+        return self.seeds(name, model, rate, ease, requests=count)
+
+    def searched(self) -> str:
+        """The search, and each policy at its best."""
+        rows = [
+            ([model, f"{ease:g}", f"`{name}`"], self._searched(name, model, ease))
+            for model in self.scale.models
+            for ease in self.scale.eases
+            for name in ("oracle", *ALL)
+        ]
+        return self.lines(["", "TTFT x", ""], rows, SEARCHED)
+
+    def gained(self, number: str) -> str:
+        """By how much the search has more."""
+        said = []
+        for ease in self.scale.eases:
+            changes = []
+            for model in self.scale.models:
+                ours, best = (
+                    self.mean(number, self._searched(name, model, ease))
+                    for name in (ACCELGEN, "oracle")
+                )
+                changes.append(f"{model} {best / ours - 1:+.0%}" if ours else model)
+            said.append(f"TTFT x {ease:g}: {', '.join(changes)}")
+        return "; ".join(said)
+
+    def _by_policy(
+        self,
+        points: Iterable[tuple[str, float]],
+        names: Sequence[str],
+        of: Callable[[str, str, float], list[SloCase]],
+        header: Sequence[str],
+        columns: Sequence[Column] = COLUMNS,
+    ) -> str:
+        """A table with a line a point and policy."""
+        rows = [
+            ([model, f"{rate:g}", f"`{name}`"], of(name, model, rate))
+            for model, rate in points
+            for name in names
+        ]
+        return self.lines(header, rows, columns)
+
+
+def times(ours: float, theirs: float) -> float:
+    """By which factor ours is more; inf over nothing, 1 where both are."""
+    if theirs:
+        return ours / theirs
+    return math.inf if ours else 1.0
+
+
+# How numbers are compared, and how that is said.
+COMPARED: dict[str, tuple[Callable[[float, float], float], str]] = {
+    "times": (times, "{:.2f}x"),
+    "less": (lambda ours, theirs: times(theirs, ours), "{:.2f}x"),
+    "points": (lambda ours, theirs: 100 * (ours - theirs), "{:+.1f} points"),
+}
+
+
+def _ends(found: dict[str, float]) -> Iterator[str]:
+    """Where the least is, and the most."""
+    for pick in (min, max):
+        yield pick(found, key=lambda key: found[key])
+
+
+def _part(name: str) -> str:
+    return name.removeprefix("accelgen_no")
+
+
+def _setting(chosen: Tuned, name: str) -> str:
+    """In a cell: parameters, and the budget."""
+    with_what = chosen.policy.removeprefix(name).lstrip(":").replace(":", ", ")
+    parts = [with_what, str(chosen.budget) if chosen.budget else ""]
+    return ", ".join(part for part in parts if part) or "as it comes"
+
+
+def budget_of(place: Place, seconds: float) -> int:
+    """The most tokens of one prompt that take no longer in a step, at least 1."""
+    sizes = np.arange(1, 1 << 14)
+    return max(int(np.searchsorted(prefill_seconds(place, sizes), seconds, side="right")), 1)
+
+
+def implied_output(place: Place, prompt: float) -> float:
+    """The mean output, tokens, with which steps have the share of the pivot, beside the share of
+    the cache, that the paper measures of Sarathi: with r requests in the cache a step has r decodes
+    and, as long as as many come as go, r prompt / output tokens of prompts."""
+    compute, cache = UTILISED[0] * place.pivot, UTILISED[1] * place.kv_tokens
+    output = 1.0
+    for _ in range(50):
+        rows = cache / (prompt + output / 2)
+        output = prompt * rows / (compute - rows)
+    return output
+
+
+def saturation(place: Place, most: int = 2048) -> int:
+    """The least number of tokens of a step with nearly the throughput that any up to `most` has."""
+    sizes = np.arange(1, most + 1)
+    return int(sizes[flat_from(sizes, prefill_seconds(place, sizes))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
-    return write_page("accelgen", flags("accelgen", __doc__), argv, _make)
-
-
-def _make(args: Namespace, figures: Path) -> Page:
-    scale = QUICK if args.quick else Scale()
-    parts = [make(scale) for make in PARTS]
-    known = Known(Path(args.numbers), read_numbers) if args.numbers else None
-
-    def asked(results: SloResults) -> set[SloCase]:
-        return {case for part in parts for case in part.cases(results)}
-
-    numbers = figures / "accelgen.json"
-    results = run_asked(asked, args.jobs, run, known, lambda some: dump(some, numbers))
-    return Page(
-        "AccelGen's claims, simulated",
-        "python -m jaxserve.experiments.accelgen",
-        paragraphs(scale),
-        [part.section(results, figures) for part in parts],
-        "[accelgen-policy.md](accelgen-policy.md) says how the policy differs from the paper's",
+    return write_page(
+        flags("accelgen", __doc__),
+        argv,
+        lambda args, known: AccelGen(
+            QUICK if args.quick else Scale(), Results(run, lambda _: SloNumbers, known)
+        ),
     )

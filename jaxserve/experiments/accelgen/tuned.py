@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from jaxserve.experiments.accelgen.case import SloCase, SloResults
+from jaxserve.experiments.accelgen.case import SloCase, SloNumbers
 from jaxserve.experiments.accelgen.places import PLACES
 
 TRIAL = 100  # seed of a trace that is on no other part of the page
@@ -16,6 +17,13 @@ FASTSERVE = (
     "fastserve:patience=1000:max_rows=8:reserve=whole",
 )
 FASTGEN = ("fastgen", "fastgen:watermark=0.3")
+
+
+class Known(Protocol):
+    """Numbers of some cases."""
+
+    def get(self, case: SloCase, /) -> SloNumbers | None:
+        """None for one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,11 @@ class Trial:
             for one in found
         }
 
-    def best(self, results: SloResults, name: str, model: str) -> Tuned | None:
+    def best(self, results: Known, name: str, model: str) -> Tuned | None:
         """The setting that is; None until all have been tried."""
-        runs = self.runs(name, model)
-        if not all(case in results for case in runs.values()):
+        found = {chosen: results.get(case) for chosen, case in self.runs(name, model).items()}
+        if None in found.values():
             return None
-        if not runs:
+        if not found:
             return choices(name, model)[0]
-        return max(runs, key=lambda chosen: getattr(results[runs[chosen]], self.number))
+        return max(found, key=lambda chosen: getattr(found[chosen], self.number))

@@ -3,12 +3,11 @@ by the same measurement as `jaxserve bench load`."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.stats import Observer
-from jaxserve.experiments.common.claims import Row, Section
-from jaxserve.experiments.common.figures import Panel, chart
-from jaxserve.machine import machine, versions
+from jaxserve.experiments.aptserve import measured
+from jaxserve.experiments.common.figures import Panel
+from jaxserve.experiments.common.page import table
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.request import SLO
 from jaxserve.sched.slo.slo_columns import Terms
@@ -40,6 +39,7 @@ SLO_ASKED = SLO(ttft=2.0, tbt=1.0)
 FILE_NAME = "aptserve_load.json"
 _BLOCK = 16  # tokens
 COMMAND = "python -m jaxserve.experiments.aptserve --measure=load"
+HEADER = ("policy", "requests/s", "attainment", "TTFT, s", "P99 TBT, s", "preemptions")
 
 
 @dataclass(frozen=True)
@@ -142,61 +142,37 @@ def _one(engine: Any, kinds: _Kinds, policy: str, rate: float, repeat: int, coun
     )
 
 
-def dump(found: Sequence[Load], path: Path) -> None:
-    """As JSON, with the machine, the versions and the targets in seconds; makes the folder where
-    there is none. PackageNotFoundError where jaxserve was never installed."""
-    content = {
-        "command": COMMAND,
-        "machine": machine(),
-        "versions": versions(),
-        "slo": {"ttft": SLO_ASKED.ttft, "tbt": SLO_ASKED.tbt},
-        "loads": [asdict(one) for one in found],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def section(path: Path, figures: Path, number: int) -> Section:
-    """Of what `dump` wrote; says so if it has not been measured. ValueError if it is something
-    else."""
-    title = f"{number}. Served for real: attainment against rate"
-    if not path.exists():
-        return Section(title, f"Not measured here: `{COMMAND}`.", [], [], [])
+def said(path: Path) -> dict[str, Any]:
+    """What a page says of what was measured; nothing if there is no such file. ValueError if it is
+    something else."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-        found = [Load(**one) for one in content["loads"]]
-        where, soft, slo = content["machine"], content["versions"], content["slo"]
-        ran = f"{where['cpu']}, {where['cores']} cores; jax {soft['jax']}"
+        content = measured.read(path)
+        found = [Load(**one) for one in content["loads"]] if content else []
+        slo = SLO(**content["slo"]) if content else SLO()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not measured loads ({error})") from error
-    repeats = 1 + max(one.repeat for one in found)
-    name = "aptserve_load.png"
+    if not content:
+        return {}
+    curves = _curves(found)
     lines = {
         policy: (rates, [100 * share for share in attained])
-        for policy, (rates, attained) in _curves(found).items()
+        for policy, (rates, attained) in curves.items()
     }
-    chart(figures / name, [[Panel("OPT-125M, CPU", "attainment, %", lines, False)]], "requests/s")
-    hidden = max(one.hidden_share for one in found)
-    return Section(
-        title,
-        f"The engine itself, OPT-125M shapes in float32 with random weights, on CPU ({ran}). "
-        f"ShareGPT's lengths times {SCALE:.2g}, Poisson arrivals, {REQUESTS} requests a run, a "
-        f"pool that holds the K and V of about {HELD} of them; TTFT {slo['ttft']:g} s, P99 TBT "
-        f"{slo['tbt']:g} s. Medians of {repeats} runs, least and most in brackets; every policy "
-        f"gets the same requests. `{COMMAND}` measures them, with the code of `python -m "
-        f"jaxserve.bench load`.",
-        [
-            Row(
-                "`aptserve` keeps attainment where the others lose it",
-                _verdict(found),
-                f"Hidden caches took up to {hidden:.0%} of the used blocks. On two cores a step's "
-                "time grows almost with its requests (the table before), so that more of them at "
-                "once gain less than they do on a GPU.",
-            )
-        ],
-        [(name, "Attainment against rate of vllm, sarathi and aptserve, served on CPU")],
-        ["\n".join(_lines(found))],
-    )
+    return {
+        "where": content["where"],
+        "slo": slo,
+        "scale": SCALE,
+        "requests": REQUESTS,
+        "held": HELD,
+        "repeats": 1 + max(one.repeat for one in found),
+        "hidden": max(one.hidden_share for one in found),
+        "verdict": ", ".join(  # medians at the highest rate
+            f"`{policy}` {attained[-1]:.0%} at {rates[-1]:g}/s"
+            for policy, (rates, attained) in curves.items()
+        ),
+        "table": table(HEADER, [_row(found, p, rate) for p in curves for rate in curves[p][0]]),
+        "panel": Panel("OPT-125M, CPU", "attainment, %", lines, log_y=False),
+    }
 
 
 def _curves(found: Sequence[Load]) -> dict[str, tuple[list[float], list[float]]]:
@@ -204,8 +180,7 @@ def _curves(found: Sequence[Load]) -> dict[str, tuple[list[float], list[float]]]
     rates = sorted({one.rate for one in found})
     by: dict[str, tuple[list[float], list[float]]] = {}
     for policy in dict.fromkeys(one.policy for one in found):
-        runs_at = [_at(found, policy, rate) for rate in rates]
-        by[policy] = rates, [statistics.median(o.attainment for o in here) for here in runs_at]
+        by[policy] = rates, [_median(_at(found, policy, rate), "attainment") for rate in rates]
     return by
 
 
@@ -213,26 +188,18 @@ def _at(found: Sequence[Load], policy: str, rate: float) -> list[Load]:
     return [one for one in found if (one.policy, one.rate) == (policy, rate)]
 
 
-def _verdict(found: Sequence[Load]) -> str:
-    """Medians at the highest rate."""
-    return ", ".join(
-        f"`{policy}` {attained[-1]:.0%} at {rates[-1]:g}/s"
-        for policy, (rates, attained) in _curves(found).items()
-    )
+def _median(found: Sequence[Load], name: str) -> float:
+    return statistics.median(getattr(one, name) for one in found)
 
 
-def _lines(found: Sequence[Load]) -> Iterator[str]:
-    yield "| policy | requests/s | attainment | TTFT, s | P99 TBT, s | preemptions |"
-    yield "|---|---|---|---|---|---|"
-    for policy, (rates, attained) in _curves(found).items():
-        for rate, median in zip(rates, attained, strict=True):
-            mine = _at(found, policy, rate)
-            shares = [one.attainment for one in mine]
-            ttft, tbt, preemptions = (
-                statistics.median(getattr(one, name) for one in mine)
-                for name in ("ttft", "p99_tbt", "preemptions")
-            )
-            yield (
-                f"| `{policy}` | {rate:g} | {median:.0%} ({min(shares):.0%} to {max(shares):.0%}) "
-                f"| {ttft:.2f} | {tbt:.2f} | {preemptions:g} |"
-            )
+def _row(found: Sequence[Load], policy: str, rate: float) -> list[str]:
+    mine = _at(found, policy, rate)
+    shares = [one.attainment for one in mine]
+    return [
+        f"`{policy}`",
+        f"{rate:g}",
+        f"{_median(mine, 'attainment'):.0%} ({min(shares):.0%} to {max(shares):.0%})",
+        f"{_median(mine, 'ttft'):.2f}",
+        f"{_median(mine, 'p99_tbt'):.2f}",
+        f"{_median(mine, 'preemptions'):g}",
+    ]

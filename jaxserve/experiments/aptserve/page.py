@@ -15,89 +15,787 @@ toy sizes that say nothing about the claims.
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from jaxserve.experiments.aptserve import load, plan, steps
-from jaxserve.experiments.aptserve.departures import Departures
-from jaxserve.experiments.aptserve.effective import Absorbed, Effective
-from jaxserve.experiments.aptserve.general import Chunked, LongContexts
-from jaxserve.experiments.aptserve.latency import Latencies
-from jaxserve.experiments.aptserve.robust import Ablations, Bursts
-from jaxserve.experiments.aptserve.setting import MODELS, QUICK, Part, Scale
-from jaxserve.experiments.common.claims import Section, table
-from jaxserve.experiments.common.grid import Known, dump, run_asked
-from jaxserve.experiments.common.online import OnlineCase, OnlineResults, read_numbers, run
-from jaxserve.experiments.common.page import Page, flags, write_page
-from jaxserve.sched.simulation.systems.systems import system
+import numpy as np
 
-# In the order of the page; the time of a plan, which is no simulation, follows the fourth.
-PARTS: tuple[type[Part], ...] = (
-    Effective,
-    Bursts,
-    Ablations,
-    Latencies,
-    Chunked,
-    LongContexts,
-    Absorbed,
-    Departures,
+from jaxserve.bench import planning_time
+from jaxserve.experiments.aptserve import load, measured, steps
+from jaxserve.experiments.aptserve.case import (
+    QUANTILES,
+    OnlineCase,
+    OnlineNumbers,
+    place_of,
+    run,
+    workload_of,
 )
-PLAN_AT = 4
+from jaxserve.experiments.common.figures import Panel, panel
+from jaxserve.experiments.common.page import Extreme, Page, flags, percent, table, write_page
+from jaxserve.experiments.common.runs import Results
+from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.simulation.capacity import COARSE, Crossing, crossing, mean, ratio
+from jaxserve.sched.simulation.systems.hardware import MODELS as SHAPES
+from jaxserve.sched.simulation.systems.systems import system as system_of
+from jaxserve.sched.workloads.workload import Lengths
+
+MODELS = {"13B": "opt-13b@a100-40g", "30B": "opt-30b@2xa100-40g", "66B": "opt-66b@4xa100-40g"}
+LABELS = {"sharegpt": "ShareGPT", "humaneval": "HumanEval", "longbench": "LongBench"}
+SLOS = {
+    # Table 3: TTFT and P99 TBT in seconds.
+    ("13B", "sharegpt"): (1.0, 1.0),
+    ("13B", "humaneval"): (0.5, 0.5),
+    ("13B", "longbench"): (4.0, 1.0),
+    ("30B", "sharegpt"): (1.5, 1.0),
+    ("30B", "humaneval"): (1.0, 0.5),
+    ("30B", "longbench"): (4.5, 1.0),
+    ("66B", "sharegpt"): (2.0, 1.0),
+    ("66B", "humaneval"): (1.5, 0.5),
+    ("66B", "longbench"): (5.0, 1.0),
+}
+# Where searches begin, steps of `COARSE`: of the baselines with 13B, less for a larger model, more
+# for Apt-Serve. They decide how many rates are tried, not what is found.
+START = {"sharegpt": 3, "humaneval": 12, "longbench": 1}
+LARGER = {"13B": 0, "30B": 1, "66B": 3}
+AHEAD = {"sharegpt": 4, "humaneval": 1, "longbench": 1}
+LEVELS = (0.9, 0.6)
+BASELINES = ("vllm", "sarathi", "fastgen")
+PROJECTED, ABSORBED = "aptserve", "aptserve, absorbed"
+KV, FCFS, FCFS_ABSORBED = "aptserve_kv", "aptserve_fcfs", "aptserve_fcfs, absorbed"
+CHUNKED = "aptserve_s"
+ONE = "13B"  # the model where there is one
+BATCH = 50  # decodes, whose step the paper times
+
+EFFECTIVE = (*BASELINES, PROJECTED)  # Figure 8
+BEYOND = ("vllm", KV, PROJECTED, ABSORBED)
+RATIOS = {
+    # level, baseline: mean and peak of the ratios
+    (0.9, "vllm"): (2.3, 4.0),
+    (0.9, "sarathi"): (1.9, 3.4),
+    (0.9, "fastgen"): (1.8, 3.3),
+    (0.6, "vllm"): (4.9, 8.8),
+    (0.6, "sarathi"): (4.4, 7.9),
+    (0.6, "fastgen"): (4.3, 7.5),
+}
+MEANS = {
+    # level, data set: mean ratio to vllm, sarathi, fastgen
+    (0.9, "sharegpt"): (2.3, 2.0, 1.9),
+    (0.9, "humaneval"): (1.7, 1.4, 1.4),
+    (0.9, "longbench"): (2.8, 2.5, 2.3),
+    (0.6, "sharegpt"): (7.4, 6.8, 6.4),
+    (0.6, "humaneval"): (3.0, 2.6, 2.5),
+    (0.6, "longbench"): (4.2, 3.9, 3.8),
+}
+
+BURST_RATES = {"sharegpt": 3.8, "humaneval": 9.0, "longbench": 1.5}
+BURSTY = ("vllm", "sarathi", PROJECTED, ABSORBED)  # Figure 9
+ABLATED = (KV, PROJECTED, ABSORBED, FCFS, FCFS_ABSORBED)
+TABLES = {
+    # data set, rate, CV: Table 4's K and V only, the hybrid cache, and Table 5's FCFS, percent
+    ("sharegpt", 3.0, 1): (99.5, 99.5, 26.4),
+    ("sharegpt", 3.0, 5): (94.7, 95.9, 59.7),
+    ("sharegpt", 3.0, 10): (75.1, 78.2, 11.9),
+    ("sharegpt", 6.0, 1): (65.7, 67.3, 20.0),
+    ("sharegpt", 6.0, 5): (66.7, 67.7, 18.1),
+    ("sharegpt", 6.0, 10): (57.1, 58.4, 9.9),
+    ("longbench", 1.5, 1): (96.6, 98.2, 11.8),
+    ("longbench", 1.5, 5): (70.0, 76.0, 10.8),
+    ("longbench", 1.5, 10): (43.4, 50.8, 5.4),
+    ("longbench", 3.0, 1): (70.0, 77.6, 4.8),
+    ("longbench", 3.0, 5): (58.8, 64.8, 4.6),
+    ("longbench", 3.0, 10): (35.6, 42.5, 4.2),
+}
+PENALTIES = ("step", "redecide", "remaining")
+
+LATENCY_RATES = {"sharegpt": 6.0, "humaneval": 9.0, "longbench": 2.0}  # Figure 10
+DECAY = 0.4
+DECAYED = f"aptserve, decay {DECAY:g}"
+SWITCHES: dict[str, tuple[tuple[str, float], ...]] = {
+    FCFS: (),
+    PROJECTED: (),
+    DECAYED: (("slo_decay", DECAY),),
+}
+READS = {"projected": "", "absorbed": ", absorbed"}
+
+CHUNKED_SYSTEMS = ("vllm", "sarathi", PROJECTED, CHUNKED)  # Figure 11
+LONG = {
+    # Figure 12. Data set: GPUs, rates
+    "wikitext": (1, (1.0, 2.0, 4.0, 8.0)),
+    "arxiv": (2, (0.5, 1.0, 2.0, 4.0)),
+    "bookcorpus": (4, (0.25, 0.5, 1.0, 2.0)),
+}
+TITLES = {"wikitext": "WikiText", "arxiv": "arXiv", "bookcorpus": "BookCorpus"}
+LONG_MODELS = ("llama-3-8b", "yi-6b")
+LONG_SYSTEMS = ("vllm", "aptserve")
+LONG_SLO = (10.0, 1.0)
+LONG_C = 32768
+
+PLAN_MS = {50: 0.3, 100: 0.5, 200: 1.0, 400: 2.1, 800: 4.8, 1600: 10.8}  # Table 6, by candidates
 TIMES = "aptserve_plan.json"
+Times = dict[str, dict[str, float]]  # situation: candidates: milliseconds
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, as `write_page`."""
-    parser = flags("aptserve", __doc__)
-    parser.add_argument(
-        "--measure", type=_measurements, default=[], help="steps, load or both: run the engine"
-    )
-    return write_page("aptserve", parser, argv, _make)
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. requests: of a trace; of the long ones. cvs: of Figure 9."""
+
+    requests: int = 1000
+    long_requests: int = 500
+    models: tuple[str, ...] = tuple(MODELS)
+    data_sets: tuple[str, ...] = tuple(LABELS)
+    levels: tuple[float, ...] = LEVELS
+    cvs: tuple[float, ...] = (1, 2, 5, 10)
+    costs: tuple[float, ...] = (1, 1 / 4, 1 / 16, 1 / 64)
+    candidates: tuple[int, ...] = (50, 100, 200, 400, 800, 1600)
+    plan_repeats: int = 50
 
 
-def _make(args: Namespace, figures: Path) -> Page:
-    scale = QUICK if args.quick else Scale()
-    parts = [make(scale) for make in PARTS]
-    known = Known(Path(args.numbers), read_numbers) if args.numbers else None
-    numbers = figures / "aptserve.json"
-
-    def asked(results: OnlineResults) -> set[OnlineCase]:
-        return {case for part in parts for case in part.cases(results)}
-
-    results = run_asked(asked, args.jobs, run, known, lambda some: dump(some, numbers))
-    earlier = Path(args.numbers).with_name(TIMES) if args.numbers else None
-    times = plan.load(earlier, scale.candidates) if earlier else None
-    times = times or plan.measure(scale)
-    plan.dump(times, figures / TIMES)
-    sections = [part.section(results, figures) for part in parts]
-    sections.insert(PLAN_AT, plan.section(scale, times))
-    sections += _measured(args.measure, figures, args.numbers)
-    return Page(
-        "Apt-Serve's claims, simulated",
-        "python -m jaxserve.experiments.aptserve",
-        [INTRODUCTION.format(requests=scale.requests), _systems(scale)],
-        sections,
-    )
+QUICK = Scale(40, 12, ("13B",), ("sharegpt",), (0.9,), (1,), (1, 1 / 4), (8,), 2)
 
 
-def _measured(wanted: Sequence[str], figures: Path, numbers: str) -> list[Section]:
-    """The sections on the engine itself. wanted: what to measure now; the rest is as it was
-    measured last, beside the numbers of the earlier run if there is one."""
+class AptServe(Page[OnlineCase, OnlineNumbers]):
+    """What the template beside this asks for.
+
+    Args:
+        scale: how much is run.
+        results: of the runs.
+        figures: the folder of figures, where measurements are kept too.
+        earlier: the same of an earlier run, if there was one.
+    """
+
+    name = "aptserve"
+    scale: Scale
+    labels, baselines, ratios_there, means_there = LABELS, BASELINES, RATIOS, MEANS
+    kv, projected, absorbed, fcfs, fcfs_absorbed = KV, PROJECTED, ABSORBED, FCFS, FCFS_ABSORBED
+    effective, beyond, bursty = EFFECTIVE, BEYOND, BURSTY
+    burst_rates, decayed, decay, long_c, plan_there = BURST_RATES, DECAYED, DECAY, LONG_C, PLAN_MS
+    step_command, load_command = steps.COMMAND, load.COMMAND
+
+    def __init__(
+        self,
+        scale: Scale,
+        results: Results[OnlineCase, OnlineNumbers],
+        figures: Path,
+        earlier: Path | None = None,
+    ) -> None:
+        super().__init__(scale, results)
+        self._figures, self._earlier = figures, earlier
+
+    def case(self, system: str, model: str, data: str, rate: float, **more: object) -> OnlineCase:
+        """A trace of the main setting. system: a policy, or ABSORBED; `aptserve`s read hidden
+        caches projected unless it says so."""
+        ttft, tbt = SLOS[model, data]
+        policy, absorbed = system.removesuffix(", absorbed"), system.endswith(", absorbed")
+        return OnlineCase(
+            policy,
+            MODELS[model],
+            data,
+            rate,
+            ttft,
+            tbt,
+            requests=self.scale.requests,
+            hidden_read="absorbed" if absorbed else "projected",
+            **more,  # type: ignore[arg-type]
+        )
+
+    def of(self, system: str, data: str, rate: float, **more: object) -> OnlineNumbers:
+        """What such a trace of ONE comes to."""
+        return self.results[self.case(system, ONE, data, rate, **more)]
+
+    def systems(self) -> str:
+        """A line a system."""
+        rows = []
+        for name in self.scale.models:
+            projected, absorbed = (system_of(MODELS[name], read) for read in READS)
+            assert projected.rho is not None and absorbed.rho is not None
+            model = projected.cost_model
+            rows.append(
+                [
+                    f"`{MODELS[name]}`",
+                    f"{projected.kv_tokens:,}",
+                    f"{1e3 * model.num_layers * model.coefficients.token_bias:.1f}",
+                    f"{1e6 * model.num_layers * model.coefficients.decode_kv:.2f}",
+                    f"{1e6 * projected.rho:.2f}",
+                    f"{1e6 * absorbed.rho:.2f}",
+                ]
+            )
+        header = ["system", "tokens of K and V", "weights, ms a step", "K and V of a token, us"]
+        return table([*header, "rho projected, us", "rho absorbed, us"], rows)
+
+    # Sections 1, 6 and 8: attainment against rate, each system's rates found by a search.
+
+    @property
+    def panels(self) -> list[tuple[str, str]]:
+        """Models and data sets, row by row."""
+        return [(model, data) for data in self.scale.data_sets for model in self.scale.models]
+
+    def attainments(self, system: str, model: str, data: str) -> dict[float, float]:
+        """Shares of the requests within both targets by rate, requests/s, ascending."""
+
+        def attain(index: int) -> float | None:
+            found = self.results.get(self.case(system, model, data, COARSE.rate(index)))
+            return None if found is None else found.attainment
+
+        ahead = 0 if system in BASELINES else AHEAD[data]
+        start = START[data] - LARGER[model] + ahead
+        found, _ = COARSE.tried(attain, start, self.scale.levels)
+        return {COARSE.rate(index): found[index] for index in sorted(found)}
+
+    def sustained(self, system: str, model: str, data: str, level: float) -> Crossing:
+        """Requests/s up to which attainment stays at or above `level`, a share; or a bound on
+        them."""
+        found = self.attainments(system, model, data)
+        return crossing(found, level) if found else Crossing(float("nan"))
+
+    def ratios(self, level: float, above: str, below: str, data: str = "") -> dict[str, Crossing]:
+        """By panel, of one data set or all: the rate that `above` sustains over the one that
+        `below` does."""
+        return {
+            f"{LABELS[of]}, {model}": ratio(
+                self.sustained(above, model, of, level), self.sustained(below, model, of, level)
+            )
+            for model, of in self.panels
+            if data in ("", of)
+        }
+
+    def mean_ratio(self, level: float, above: str, below: str, data: str = "") -> str:
+        """Their mean."""
+        return mean(list(self.ratios(level, above, below, data).values())).times()
+
+    def mean_ratios(self, level: float, above: str, data: str) -> str:
+        """Over each of the baselines."""
+        return ", ".join(self.mean_ratio(level, above, below, data) for below in BASELINES)
+
+    def spread(self, level: float, above: str, below: str) -> str:
+        """Their mean, and where the largest and the smallest are."""
+        found = self.ratios(level, above, below)
+        ends = [pick(found, key=lambda key: found[key].rate) for pick in (min, max)]
+        said = " to ".join(f"{found[key].times()} ({key})" for key in ends)
+        return f"{self.mean_ratio(level, above, below)} on average, {said}"
+
+    def rates(self, systems: Sequence[str], panels: Iterable[tuple[str, str]] = ()) -> str:
+        """A table: what each system sustains at every level. panels: those of ONE, which is not
+        said then, instead of all."""
+        rows = [
+            [
+                LABELS[data] if panels else f"{LABELS[data]}, {model}",
+                *(
+                    " / ".join(
+                        str(self.sustained(name, model, data, level)) for level in self.scale.levels
+                    )
+                    for name in systems
+                ),
+            ]
+            for model, data in panels or self.panels
+        ]
+        levels = " / ".join(f"{level:.0%}" for level in self.scale.levels)
+        return table([f"requests/s at {levels}", *(f"`{name}`" for name in systems)], rows)
+
+    def by_rate(self, file: str, caption: str, systems: Sequence[str]) -> str:
+        """A figure: Figure 8's nine panels of these systems, a row a data set, a column a model."""
+        panels = [
+            [self._panel(model, data, systems) for model in self.scale.models]
+            for data in self.scale.data_sets
+        ]
+        return self.chart(file, caption, panels, "requests/s", dpi=95)
+
+    def _panel(self, model: str, data: str, systems: Sequence[str]) -> Panel:
+        lines = {}
+        for system in systems:
+            points = self.attainments(system, model, data)
+            lines[system] = (list(points), list(points.values()))
+        return Panel(f"{LABELS[data]}, {model}", "SLO attainment", lines, log_y=False)
+
+    def vllm(self) -> str:
+        """What it sustains with the first model on ShareGPT: the one rate that the paper prints."""
+        return " and ".join(
+            f"{self.sustained('vllm', self.scale.models[0], 'sharegpt', level)}/s at {level:.0%}"
+            for level in self.scale.levels
+        )
+
+    def decode_ms(self) -> float:
+        """Milliseconds of the one step that it times."""
+        place = system_of(MODELS[self.scale.models[0]])
+        full = BatchFeatures(BATCH, BATCH, place.kv_tokens, BATCH, 0, 0, 0)
+        return 1e3 * float(place.cost_model.batch_time(full))
+
+    def bounds(self) -> str:
+        """What order alone can bring, from the lengths."""
+        rows = []
+        for data in self.scale.data_sets:
+            lengths = workload_of(self.case("vllm", ONE, data, 1.0)).lengths
+            shares = (cheapest(lengths, level) for level in self.scale.levels)
+            rows.append([LABELS[data], *(f"{share:.0%}, {1 / share:.2g}x" for share in shares)])
+        levels = (f"{level:.0%}" for level in self.scale.levels)
+        return table(["memory x time of the cheapest", *levels], rows)
+
+    # Section 2: bursts.
+
+    @property
+    def _bursts(self) -> list[tuple[str, float]]:
+        return [(data, cv) for data in self.scale.data_sets for cv in self.scale.cvs]
+
+    def burst(self, system: str, data: str, cv: float) -> float:
+        """Attainment. cv: of the gaps between arrivals, standard deviation over mean; 1 is
+        Poisson."""
+        return self.of(system, data, BURST_RATES[data], cv=cv).attainment
+
+    def falls(self, system: str) -> int:
+        """In how many data sets it attains less at the largest CV than at the least."""
+        first, last = self.scale.cvs[0], self.scale.cvs[-1]
+        return sum(
+            self.burst(system, data, last) <= self.burst(system, data, first)
+            for data in self.scale.data_sets
+        )
+
+    def no_worse(self, system: str) -> str:
+        """In how many settings it is no worse than the baselines."""
+        good = sum(
+            self.burst(system, *at) >= max(self.burst(below, *at) for below in BURSTY[:2])
+            for at in self._bursts
+        )
+        return f"{good} of {len(self._bursts)} settings"
+
+    def most(self, system: str) -> str:
+        """The largest factor over a baseline; one that attains nothing counts as 1e-9."""
+        return Extreme.of(
+            {
+                f"{LABELS[data]}, CV {cv:g}, `{below}`": self.burst(system, data, cv)
+                / max(self.burst(below, data, cv), 1e-9)
+                for data, cv in self._bursts
+                for below in BURSTY[:2]
+            }
+        ).times()
+
+    def bursts(self) -> str:
+        """Attainment in percent, a line a data set and CV, a column a system."""
+        rows = [
+            [
+                f"{LABELS[data]}, CV {cv:g}",
+                *(percent(self.burst(system, data, cv)) for system in BURSTY),
+            ]
+            for data, cv in self._bursts
+        ]
+        return table(["attainment, %", *(f"`{system}`" for system in BURSTY)], rows)
+
+    def by_burst(self) -> str:
+        """A figure."""
+        panels = [
+            panel(
+                f"{LABELS[data]}, {BURST_RATES[data]:g}/s",
+                "SLO attainment",
+                BURSTY,
+                self.scale.cvs,
+                lambda system, cv, data=data: self.burst(system, data, cv),
+                log_y=False,
+            )
+            for data in self.scale.data_sets
+        ]
+        caption, x_label = (
+            "Attainment against the burstiness of arrivals",
+            "CV of the gaps between arrivals",
+        )
+        return self.chart("aptserve-9-bursts.png", caption, [panels], x_label)
+
+    # Section 3: the hybrid cache and the schedule, apart.
+
+    @property
+    def settings(self) -> list[tuple[str, float, int]]:
+        """Data sets, rates in requests/s and CVs of the paper's tables, as far as the scale has
+        them."""
+        return [
+            (data, rate, cv)
+            for data, rate, cv in TABLES
+            if data in self.scale.data_sets and (cv == 1 or len(self.scale.cvs) > 1)
+        ]
+
+    @property
+    def poisson(self) -> list[tuple[str, float]]:
+        """Those with a CV of 1."""
+        return [(data, rate) for data, rate, cv in self.settings if cv == 1]
+
+    def points(self, above: str, below: str) -> str:
+        """By how many points of attainment the one has more."""
+        found = {
+            f"{LABELS[data]}, {rate:g}/s, CV {cv}": 100
+            * (
+                self.of(above, data, rate, cv=cv).attainment
+                - self.of(below, data, rate, cv=cv).attainment
+            )
+            for data, rate, cv in self.settings
+        }
+        least, most = (pick(found, key=lambda key: found[key]) for pick in (min, max))
+        better = sum(value > 0 for value in found.values())
+        return (
+            f"{found[least]:+.1f} ({least}) to {found[most]:+.1f} ({most}) points; better in "
+            f"{better} of {len(found)}"
+        )
+
+    def hidden_and_step(self, system: str) -> str:
+        """At the first setting."""
+        data, rate, cv = self.settings[0]
+        n = self.of(system, data, rate, cv=cv)
+        return f"{n.hidden:.0%} of requests hidden, {1e3 * n.step:.0f} ms a step"
+
+    def dear(self) -> dict[str, float]:
+        """What a projected hidden cache costs: times what K and V do; one of LongBench's mean
+        prompt, tokens; how much longer it makes every step, and reading all weights, in ms."""
+        case = self.case(PROJECTED, ONE, "longbench", 1.0)
+        model, prompt = place_of(case).cost_model, float(workload_of(case).prompt_len.mean())
+        k = model.coefficients
+        return {
+            "times": k.hidden_token / k.decode_kv,
+            "prompt": prompt,
+            "longer": 1e3 * model.num_layers * prompt * (k.hidden_token - k.decode_kv),
+            "weights": 1e3 * model.num_layers * k.token_bias,
+        }
+
+    def ablated(self) -> str:
+        """Attainment in percent, the paper's in brackets, a line a setting, a column a system."""
+        rows = []
+        for data, rate, cv in self.settings:
+            kv, hybrid, fcfs = TABLES[data, rate, cv]
+            ours = [percent(self.of(system, data, rate, cv=cv).attainment) for system in ABLATED]
+            paper = [f" ({kv})", f" ({hybrid})", "", f" ({fcfs})", ""]
+            cells = [a + b for a, b in zip(ours, paper, strict=True)]
+            rows.append([f"{LABELS[data]}, {rate:g}/s, CV {cv}", *cells])
+        return table(["", *(f"`{system}`" for system in ABLATED)], rows)
+
+    def cheaper(self, data: str, rate: float, cost: float) -> OnlineNumbers:
+        """`aptserve` with Poisson arrivals; cost: factor on what reading a projected token
+        takes."""
+        return self.of(PROJECTED, data, rate, hidden_cost=cost)
+
+    def costs(self) -> str:
+        """How attainment depends on what a hidden token costs."""
+
+        def cell(n: OnlineNumbers) -> str:
+            return f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms)"
+
+        rows = [
+            [
+                f"{LABELS[data]}, {rate:g}/s",
+                cell(self.of(KV, data, rate)),
+                *(cell(self.cheaper(data, rate, cost)) for cost in self.scale.costs),
+            ]
+            for data, rate in self.poisson
+        ]
+        heads = (f"x {cost:.3g}" for cost in self.scale.costs)
+        return table(["CV 1", "K and V only", *heads], rows)
+
+    def equal_cost(self) -> float:
+        """The factor with which a hidden token costs what its K and V do."""
+        k = place_of(self.case(PROJECTED, ONE, "longbench", 1.0)).cost_model.coefficients
+        return k.decode_kv / k.hidden_token
+
+    def breaks_even(self, data: str, rate: float) -> str:
+        """The largest factor from which on, downwards, the hybrid cache is no worse."""
+        kv = self.of(KV, data, rate).attainment
+        enough = None
+        for cost in sorted(self.scale.costs):
+            if self.cheaper(data, rate, cost).attainment < kv:
+                break
+            enough = cost
+        return "none tried" if enough is None else f"x {enough:.3g}"
+
+    # Section 4: what the schedule does to the distribution of latencies.
+
+    def latencies(self, system: str, data: str, read: str) -> OnlineNumbers:
+        """With their quantiles. read: a key of READS."""
+        policy = (FCFS if system == FCFS else PROJECTED) + READS[read]
+        switches = SWITCHES[system]
+        return self.of(policy, data, LATENCY_RATES[data], switches=switches, quantiles=True)
+
+    def _each(self, say: Callable[[str, str], str]) -> str:
+        """By read and data set."""
+        return "; ".join(
+            f"{read} "
+            + ", ".join(f"{say(data, read)} ({LABELS[data]})" for data in self.scale.data_sets)
+            for read in READS
+        )
+
+    def attained(self, system: str) -> str:
+        """Attainments."""
+        return self._each(
+            lambda data, read: f"{percent(self.latencies(system, data, read).attainment)}%"
+        )
+
+    def tails(self) -> str:
+        """What decay does to the 99th percentile of TTFT."""
+        return self._each(
+            lambda data, read: " for ".join(
+                f"{self.latencies(system, data, read).ttft_p99:,.4g} s"
+                for system in (DECAYED, PROJECTED)
+            )
+        )
+
+    def hidden_of(self, system: str, read: str) -> str:
+        """Steps and hidden caches on the first data set."""
+        n = self.latencies(system, self.scale.data_sets[0], read)
+        return f"{1e3 * n.step:.0f} ms a step, {n.hidden:.0%} of requests hidden"
+
+    def latency_table(self) -> str:
+        """A line a setting: attainment in percent, quantiles of TTFT and of P99 TBT in seconds."""
+        rows = []
+        for data in self.scale.data_sets:
+            for read in READS:
+                for system in SWITCHES:
+                    n = self.latencies(system, data, read)
+                    tbt = dict(zip(QUANTILES, n.tbt_quantiles, strict=False))
+                    rows.append(
+                        [
+                            f"{LABELS[data]}, {read}, `{system}`",
+                            percent(n.attainment),
+                            percent(n.ttft_attainment),
+                            percent(n.tbt_attainment),
+                            f"{n.ttft_p50:,.4g}",
+                            f"{n.ttft_p99:,.4g}",
+                            *(f"{tbt.get(q, 0.0):.3g}" for q in (0.5, 0.99)),
+                        ]
+                    )
+        header = ["", "SLO, %", "TTFT, %", "TBT, %", "TTFT p50, s", "p99, s", "P99 TBT p50, s"]
+        return table([*header, "p99, s"], rows)
+
+    def distributions(self) -> str:
+        """Figure 10: share of requests against seconds, TTFT and P99 TBT in a row each for either
+        way of reading hidden caches, data sets in columns."""
+        panels = [
+            [
+                Panel(
+                    f"{LABELS[data]}, {LATENCY_RATES[data]:g}/s, {read}",
+                    f"share, {label}",
+                    {
+                        system: (getattr(self.latencies(system, data, read), number), QUANTILES)
+                        for system in SWITCHES
+                    },
+                    log_y=False,
+                    markers=False,
+                )
+                for data in self.scale.data_sets
+            ]
+            for read in READS
+            for label, number in (("TTFT", "ttft_quantiles"), ("P99 TBT", "tbt_quantiles"))
+        ]
+        caption = "Distributions of TTFT and of the requests' 99th percentiles of TBT"
+        return self.chart("aptserve-10-latencies.png", caption, panels, "seconds", dpi=95)
+
+    # Section 5: the time of a plan.
+
+    @cached_property
+    def _plan_ms(self) -> Times:
+        """As `jaxserve bench plan` measures it on this machine, or as it was kept."""
+        scale = self.scale
+        times = load_times(self._earlier / TIMES, scale.candidates) if self._earlier else None
+        times = times or planning_time.measure(PROJECTED, scale.candidates, scale.plan_repeats)
+        dump_times(times, self._figures / TIMES)
+        return times
+
+    def slowest(self) -> float:
+        """Milliseconds with most candidates, in the slowest situation; nan until simulations are
+        done, which would disturb it."""
+        if not self.results.complete:
+            return float("nan")
+        most = str(self.scale.candidates[-1])
+        return max(found[most] for found in self._plan_ms.values())
+
+    def plan_table(self) -> str:
+        """Beside the paper's."""
+        if not self.results.complete:
+            return ""
+        counts = self.scale.candidates
+        rows = [["the paper", *(f"{PLAN_MS[n]:g}" if n in PLAN_MS else "" for n in counts)]]
+        rows += [
+            [f"`{PROJECTED}`, {situation}", *(f"{found[str(n)]:.3f}" for n in counts)]
+            for situation, found in self._plan_ms.items()
+        ]
+        return table(["candidates", *(f"{n:,}" for n in counts)], rows)
+
+    # Section 6: on Sarathi's batches.
+
+    def chunked(self) -> tuple[str, str]:
+        """The rates, and their figure."""
+        panels = [(ONE, data) for data in self.scale.data_sets]
+        charts = [self._panel(model, data, CHUNKED_SYSTEMS) for model, data in panels]
+        caption = "Attainment against rate on chunked prefills"
+        figure = self.chart("aptserve-11-chunked.png", caption, [charts], "requests/s")
+        return self.rates(CHUNKED_SYSTEMS, panels), figure
+
+    def over(self, below: str) -> str:
+        """The rate that `aptserve_s` sustains over the one that `below` does, by level and data
+        set. Bounds of the two rates are not marked."""
+
+        def times(data: str, level: float) -> float:
+            ours, theirs = (
+                self.sustained(name, ONE, data, level).rate for name in (CHUNKED, below)
+            )
+            return ours / theirs
+
+        return "; ".join(
+            f"at {level:.0%} "
+            + ", ".join(f"{times(d, level):.3g}x ({LABELS[d]})" for d in self.scale.data_sets)
+            for level in self.scale.levels
+        )
+
+    # Section 7: long contexts.
+
+    def _long(self) -> Iterator[tuple[str, str, tuple[float, ...]]]:
+        """Models, data sets and the rates to try, requests/s; only the first of each where the
+        scale has one model."""
+        few = 1 if len(self.scale.models) == 1 else None
+        for model in LONG_MODELS[:few]:
+            for data, (_, rates) in list(LONG.items())[:few]:
+                yield model, data, rates[:few]
+
+    def _long_case(self, system: str, model: str, data: str, rate: float) -> OnlineCase:
+        return OnlineCase(
+            system,
+            f"{model}@{LONG[data][0]}xa100-40g",
+            data,
+            rate,
+            *LONG_SLO,
+            requests=self.scale.long_requests,
+            longest=None,
+            max_batch_tokens=LONG_C,
+        )
+
+    def long(self) -> dict[str, Any]:
+        """What is said of them: `better` attain more than vllm, `tbt` less of TBT, of `count`
+        settings; a table of attainment in percent, and of TTFT and P99 TBT apart."""
+        rows, better, tbt = [], 0, 0
+        for model, data, rates in self._long():
+            for rate in rates:
+                both = [self.results[self._long_case(s, model, data, rate)] for s in LONG_SYSTEMS]
+                vllm, apt = both
+                better += apt.attainment > vllm.attainment
+                tbt += apt.tbt_attainment < vllm.tbt_attainment
+                cells = (
+                    f"{percent(n.attainment)} ({percent(n.ttft_attainment)}, "
+                    f"{percent(n.tbt_attainment)})"
+                    for n in both
+                )
+                rows.append([f"{TITLES[data]}, {model}, {rate:g}/s", *cells])
+        header = ["attainment, % (TTFT, TBT)", *(f"`{system}`" for system in LONG_SYSTEMS)]
+        return {"better": better, "tbt": tbt, "count": len(rows), "table": table(header, rows)}
+
+    def long_by_rate(self) -> str:
+        """A figure."""
+        panels: dict[str, list[Panel | None]] = {}
+        for model, data, rates in self._long():
+            panels.setdefault(model, []).append(
+                panel(
+                    f"{TITLES[data]}, {model}",
+                    "SLO attainment",
+                    LONG_SYSTEMS,
+                    rates,
+                    lambda system, rate, model=model, data=data: (
+                        self.results[self._long_case(system, model, data, rate)].attainment
+                    ),
+                    log_y=False,
+                )
+            )
+        caption = "Attainment against rate with long contexts"
+        return self.chart("aptserve-12-long.png", caption, list(panels.values()), "requests/s")
+
+    def long_tbt(self) -> str:
+        """At the paper's point, if it is among the settings."""
+        if ("yi-6b", "bookcorpus") not in {(model, data) for model, data, _ in self._long()}:
+            return ""
+        cases = [self._long_case(system, "yi-6b", "bookcorpus", 0.5) for system in LONG_SYSTEMS]
+        each = [f"{percent(self.results[c].tbt_attainment)}% (`{c.policy}`)" for c in cases]
+        return " and ".join(each) + " attain it there; "
+
+    def sizes(self) -> str:
+        """Of a token's hidden vector against its K and V."""
+        return ", ".join(
+            f"{SHAPES[m].hidden_bytes // 2:,} elements against {SHAPES[m].kv_bytes // 2:,} ({m})"
+            for m in LONG_MODELS
+        )
+
+    def prefill(self) -> tuple[int, float]:
+        """One of the longest prompts, tokens, and how long it holds the others up, seconds."""
+        case = self._long_case("vllm", "yi-6b", "bookcorpus", 0.5)
+        tokens = int(workload_of(case).prompt_len.mean())
+        batch = BatchFeatures(tokens, tokens, 0, 0, tokens**2, 1, 0)
+        return tokens, float(place_of(case).cost_model.batch_time(batch))
+
+    # Sections 9 to 11: where ours departs, and what is measured.
+
+    def charges(self) -> str:
+        """Attainment with each charge that a hidden cache may have."""
+        rows = []
+        for system, read in ((PROJECTED, "projected"), (ABSORBED, "absorbed")):
+            for data, rate in self.poisson:
+                kv = percent(self.of(KV, data, rate).attainment)
+                found = [self.of(system, data, rate, switches=(("penalty", p),)) for p in PENALTIES]
+                cells = (
+                    f"{percent(n.attainment)} ({n.hidden:.0%} hidden, {1e3 * n.step:.0f} ms, "
+                    f"{n.preemptions:,} preempted)"
+                    for n in found
+                )
+                rows.append([f"{LABELS[data]}, {rate:g}/s, {read}", kv, *cells])
+        return table(["CV 1", "K and V only", *(f"`penalty={p}`" for p in PENALTIES)], rows)
+
+    def steps(self) -> dict[str, Any]:
+        """What decode steps took; nothing if they were never measured."""
+        return steps.said(self._figures / steps.FILE_NAME)
+
+    def load(self) -> dict[str, Any]:
+        """What serving came to; nothing if it was never measured."""
+        found = load.said(self._figures / load.FILE_NAME)
+        if found:
+            caption = "Attainment against rate of vllm, sarathi and aptserve, served on CPU"
+            found["figure"] = self.chart(
+                "aptserve_load.png", caption, [[found["panel"]]], "requests/s"
+            )
+        return found
+
+
+def cheapest(lengths: Lengths, share: float) -> float:
+    """Of all requests' memory x time, that of the given share of them with the least: a request
+    holds its prompt and, on average, half of its output for as many steps as it has tokens."""
+    cost = np.sort(lengths.output_len * (lengths.prompt_len + lengths.output_len / 2))
+    return float(cost[: round(share * len(cost))].sum() / cost.sum())
+
+
+def dump_times(times: Times, path: Path) -> None:
+    """As JSON, milliseconds by situation and candidates; makes the folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"policy": PROJECTED, "plan_ms": times}
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+def load_times(path: Path, candidates: Sequence[int]) -> Times | None:
+    """What `dump_times` wrote; None if there is no such file, or it has other numbers of
+    candidates. ValueError if it is something else."""
+    if not path.exists():
+        return None
+    try:
+        times: Times = json.loads(path.read_text("utf-8"))["plan_ms"]
+        known = all(list(found) == [str(n) for n in candidates] for found in times.values())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not the times of an earlier run ({error})") from error
+    return times if known else None
+
+
+def _measure(wanted: Sequence[str], figures: Path, earlier: Path | None) -> None:
+    """The engine itself. wanted: what to measure now; the rest is as it was measured last, beside
+    the numbers of the earlier run if there is one."""
     if "steps" in wanted:
-        steps.dump(steps.measure(), figures / steps.FILE_NAME)
+        measured.write(figures / steps.FILE_NAME, steps.COMMAND, "steps", steps.measure())
     if "load" in wanted:
-        load.dump(load.measure(), figures / load.FILE_NAME)
-    for name in (steps.FILE_NAME, load.FILE_NAME) if numbers else ():
-        earlier = Path(numbers).with_name(name)
-        if earlier.exists() and not (figures / name).exists():
-            shutil.copy(earlier, figures / name)
-    first = len(PARTS) + 2
-    return [
-        steps.section(figures / steps.FILE_NAME, first),
-        load.section(figures / load.FILE_NAME, figures, first + 1),
-    ]
+        slo = {"ttft": load.SLO_ASKED.ttft, "tbt": load.SLO_ASKED.tbt}
+        path = figures / load.FILE_NAME
+        measured.write(path, load.COMMAND, "loads", load.measure(), slo=slo)
+    for name in (steps.FILE_NAME, load.FILE_NAME):
+        if earlier and (earlier / name).exists() and not (figures / name).exists():
+            figures.mkdir(parents=True, exist_ok=True)
+            shutil.copy(earlier / name, figures / name)
 
 
 def _measurements(text: str) -> list[str]:
@@ -108,42 +806,17 @@ def _measurements(text: str) -> list[str]:
     return names
 
 
-def _systems(scale: Scale) -> str:
-    rows = []
-    for name in scale.models:
-        projected, absorbed = (system(MODELS[name], r) for r in ("projected", "absorbed"))
-        assert projected.rho is not None and absorbed.rho is not None
-        model = projected.cost_model
-        rows.append(
-            [
-                f"`{MODELS[name]}`",
-                f"{projected.kv_tokens:,}",
-                f"{1e3 * model.num_layers * model.coefficients.token_bias:.1f}",
-                f"{1e6 * model.num_layers * model.coefficients.decode_kv:.2f}",
-                f"{1e6 * projected.rho:.2f}",
-                f"{1e6 * absorbed.rho:.2f}",
-            ]
-        )
-    header = [
-        "system",
-        "tokens of K and V",
-        "weights, ms a step",
-        "K and V of a token, us",
-        "rho projected, us",
-        "rho absorbed, us",
-    ]
-    return table(header, rows)
+def _make(args: Namespace, known: Path | None) -> AptServe:
+    figures, earlier = Path(args.out) / "figures", known.parent if known else None
+    results = Results(run, lambda _: OnlineNumbers, known)
+    _measure(args.measure, figures, earlier)
+    return AptServe(QUICK if args.quick else Scale(), results, figures, earlier)
 
 
-INTRODUCTION = """\
-Paper: Gao, Zhang, Shen, Chen, "Apt-Serve: Adaptive Request Scheduling on Hybrid Cache for \
-Scalable LLM Inference Serving" (SIGMOD 2025). {requests:,} requests a trace, Poisson arrivals, \
-the same requests at every rate and for every system; the SLOs of Table 3, TTFT and the 99th \
-percentile of each request's times between tokens. The simulator serves with the engine's own \
-scheduler, block accounting (blocks of 16 tokens) and overlap of planning and running; batch times \
-come from `jaxserve.sched.simulation.systems.systems.scale`: layers as fitted to tables of A100s, \
-attention at the efficiencies that InferMax's authors measured ([systems.md](systems.md)). Lengths \
-are drawn from distributions with the data sets' \
-published moments (`jaxserve.sched.workloads.lengths`), cut to OPT's 2,048 tokens. C = 2,048 \
-tokens a batch, so that every prompt fits into one; P = 512 for `sarathi`, `fastgen` and \
-`aptserve_s`. Nothing was tuned towards the paper's results."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, as `write_page`."""
+    parser = flags("aptserve", __doc__)
+    parser.add_argument(
+        "--measure", type=_measurements, default=[], help="steps, load or both: run the engine"
+    )
+    return write_page(parser, argv, _make)

@@ -3,20 +3,20 @@ engine's own steps, measured on OPT-125M shapes with random weights."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxserve.config import Config
 from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import opt_125m_cpu
 from jaxserve.engine.startup.pool_size import choose_block_size
 from jaxserve.engine.startup.step_timer import CHAIN, Shape, StepTimer
-from jaxserve.experiments.common.claims import Row, Section
-from jaxserve.machine import machine, versions
+from jaxserve.experiments.aptserve import measured
+from jaxserve.experiments.common.page import table
 from jaxserve.sched.cache.block_sizes import blocks_for
 
 ROWS, TOKENS = (1, 8, 32), (512, 1024, 1900)
@@ -98,70 +98,34 @@ def _config(config: Config, read: str, rows: Sequence[int], tokens: Sequence[int
     )
 
 
-def dump(found: Sequence[StepTimes], path: Path) -> None:
-    """As JSON, with the machine and the versions, times in seconds; makes the folder where there is
-    none. PackageNotFoundError where jaxserve was never installed."""
-    content = {
-        "command": COMMAND,
-        "machine": machine(),
-        "versions": versions(),
-        "steps": [asdict(one) for one in found],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def section(path: Path, number: int) -> Section:
-    """Of what `dump` wrote; says so if it has not been measured. ValueError if it is something
-    else."""
-    title = f"{number}. Measured: a decode step by cache"
-    if not path.exists():
-        return Section(title, f"Not measured here: `{COMMAND}`.", [], [], [])
+def said(path: Path) -> dict[str, Any]:
+    """What a page says of what `dump` wrote; nothing if there is no such file. ValueError if it is
+    something else."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-        found = [StepTimes(**one) for one in content["steps"]]
-        where, soft = content["machine"], content["versions"]
-        ran = f"{where['cpu']}, {where['cores']} cores; jax {soft['jax']}, jaxserve"
+        content = measured.read(path)
+        found = [StepTimes(**one) for one in content["steps"]] if content else []
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not measured steps ({error})") from error
-    lines = ["| requests | tokens cached | KV, ms | absorbed, of KV | projected, of KV |"]
-    lines += ["|---|---|---|---|---|"]
+    if not content:
+        return {}
     by = {(one.read, one.rows, one.tokens): one for one in found}
-    for read, rows, tokens in by:
+    rows = []
+    for read, rows_of, tokens in by:
         if read == READS[0]:
-            absorbed, projected = (by[name, rows, tokens] for name in READS)
-            lines.append(
-                f"| {rows} | {tokens:,} | {1e3 * absorbed.kv:.1f} | {absorbed.ratio:.2f} | "
-                f"{projected.ratio:.1f} |"
-            )
-    ratios = {read: sorted(one.ratio for one in found if one.read == read) for read in READS}
-    absorbed_median, worst = statistics.median(ratios[READS[0]]), ratios[READS[0]][-1]
-    met = sum(ratio <= TARGET for ratio in ratios[READS[0]])
-    return Section(
-        title,
-        f"OPT-125M shapes, float32, random weights, blocks of 32, on CPU ({ran} "
-        f"{soft['jaxserve']}). Each step is timed in turns with the KV step of the same engine; "
-        f"medians. `{COMMAND}` measures them.",
-        [
-            Row(
-                f"ours to reach: absorbed at most {TARGET} times the KV step",
-                f"{absorbed_median:.2f} times in the median, {worst:.2f} at worst; {met} of "
-                f"{len(ratios[READS[0]])} shapes reach it",
-                _WHY_ABSORBED if worst > TARGET else "",
-            ),
-            Row(
-                "projecting costs 2 H² multiply-adds a cached token and layer (section 3.1)",
-                f"{ratios[READS[1]][0]:.1f} to {ratios[READS[1]][-1]:.1f} times the KV step",
-                "As expected: every cached vector is projected again for every new token.",
-            ),
-        ],
-        [],
-        ["\n".join(lines)],
+            absorbed, projected = (by[name, rows_of, tokens] for name in READS)
+            times = [f"{1e3 * absorbed.kv:.1f}", f"{absorbed.ratio:.2f}", f"{projected.ratio:.1f}"]
+            rows.append([f"{rows_of}", f"{tokens:,}", *times])
+    absorbed_ratios, projected_ratios = (
+        sorted(one.ratio for one in found if one.read == read) for read in READS
     )
-
-
-_WHY_ABSORBED = (
-    "Half the bytes are read, but with twelve heads over one vector the sums take H multiply-adds "
-    "a head instead of H / 12, and Wk and Wv are applied once more a step. On two cores that is "
-    "not hidden behind the memory."
-)
+    header = ["requests", "tokens cached", "KV, ms", "absorbed, of KV", "projected, of KV"]
+    return {
+        "where": f"{content['where']}, jaxserve {content['versions']['jaxserve']}",
+        "target": TARGET,
+        "median": statistics.median(absorbed_ratios),
+        "worst": absorbed_ratios[-1],
+        "met": sum(ratio <= TARGET for ratio in absorbed_ratios),
+        "shapes": len(absorbed_ratios),
+        "projected": (projected_ratios[0], projected_ratios[-1]),
+        "table": table(header, rows),
+    }

@@ -12,113 +12,413 @@ that say nothing about the claims.
 
 from __future__ import annotations
 
-from argparse import Namespace
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 
-from jaxserve.experiments.bros.ablations import Overload, Pieces, Sharing, Starvation
-from jaxserve.experiments.bros.batches import Batches
-from jaxserve.experiments.bros.mixed import OUTPUT, PROMPT, MixedNumbers, run
-from jaxserve.experiments.bros.overhead import Overhead
-from jaxserve.experiments.bros.setting import LABELS, MODELS, QUICK, Part, Scale
-from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
-from jaxserve.experiments.bros.verdict import Verdict
-from jaxserve.experiments.common.claims import table
-from jaxserve.experiments.common.grid import Known, dump, run_asked
-from jaxserve.experiments.common.page import Page, flags, write_page
+from jaxserve.experiments.bros.case import OUTPUT, PROMPT, MixedCase, MixedNumbers, run
+from jaxserve.experiments.common.figures import panel
+from jaxserve.experiments.common.page import Column, Page, flags, table, write_page
+from jaxserve.experiments.common.runs import Results, over
 from jaxserve.sched.simulation.systems.systems import system
 
-PARTS: tuple[type[Part], ...] = (
-    Verdict,
-    Tradeoff,
-    Attainment,
-    Sharing,
-    Overhead,
-    Starvation,
-    Overload,
-    Batches,
-    Pieces,
+MODELS = {
+    "OPT-13B": "opt-13b@2xa100-40g",
+    "OPT-30B": "opt-30b@4xa100-40g",
+    "Llama-3-70B": "llama-3-70b@8xa100",
+}
+HIGHEST = {"OPT-13B": 10.0, "OPT-30B": 10.0, "Llama-3-70B": 15.0}  # requests/s
+LABELS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
+BROS, VLLM, RR = "bros", "vllm", "round_robin"
+STATIC = ("priority", "edf")  # what real systems have: classes that never change
+POLICIES = (BROS, RR, VLLM, *STATIC)
+CLOSE = 0.02  # of attainment: a point at which a static class does as well
+
+# What BROS changes, percent: normalised latency and best-effort throughput (section 7.2.1).
+TRADED = {
+    ("sharegpt", VLLM): (-74.20, -11.29),
+    ("sharegpt", RR): (-54.31, -8.80),
+    ("lmsys", VLLM): (-69.61, -17.67),
+    ("lmsys", RR): (-25.77, -15.18),
+}
+# By what factor BROS attains more: TTFT and TPOT (section 7.2.2).
+ATTAINED = {
+    ("sharegpt", VLLM): (36.38, 1.73),
+    ("sharegpt", RR): (11.75, 1.47),
+    ("lmsys", VLLM): (21.42, 2.62),
+    ("lmsys", RR): (14.23, 2.28),
+}
+OVERHEAD = {"OPT-13B": (9.12, 9.52), "OPT-30B": (7.56, 8.42)}  # percent of an iteration
+# Number: its sign where more is better, and whether it counts relative to the other's.
+COUNTED = {"latency": (-1, True), "best_effort": (1, True), "ttft": (1, False), "tbt": (1, False)}
+VARIED, RATE = "OPT-30B", 10.0  # where parameters of BROS are varied (section 7.4.1)
+COLUMNS: tuple[Column, ...] = (
+    ("latency, s", "latency", ".3f", 1.0),
+    ("TTFT, %", "ttft", ".1f", 100.0),
+    ("TPOT, %", "tpot", ".1f", 100.0),
+    ("P99 TBT, %", "tbt", ".1f", 100.0),
+    ("best-effort, 1/s", "best_effort", ".2f", 1.0),
 )
+ENDED: Column = ("ended, %", "ended", ".1f", 100.0)
+Point = tuple[str, str, float]  # model, data set and rate
+Switches = tuple[tuple[str, float | bool], ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. seeds: traces of each point, by data set; duration: seconds of a trace;
+    batch: of best-effort requests; batches: other sizes of them. steps: rates as shares of the
+    HIGHEST; ages, floors: parameters of BROS."""
+
+    seeds: tuple[int, ...] = (3, 1)
+    duration: float = 600.0
+    batch: int = 256
+    batches: tuple[int, ...] = (64, 1024)
+    models: tuple[str, ...] = tuple(MODELS)
+    data_sets: tuple[str, ...] = tuple(LABELS)
+    steps: tuple[float, ...] = (0.4, 0.7, 1.0)
+    ages: tuple[float, ...] = (60.0, 15.0)
+    floors: tuple[float, ...] = (50.0, 150.0)
+
+    def rates(self, model: str) -> tuple[float, ...]:
+        """Requests/s, ascending."""
+        return tuple(round(step * HIGHEST[model], 2) for step in self.steps)
+
+
+QUICK = Scale((2,), 4.0, 4, (8,), ("OPT-13B",), ("sharegpt",), (1.0,), (2.0,), (50.0,))
+
+
+class Bros(Page[MixedCase, MixedNumbers]):
+    """What the template beside this asks for."""
+
+    name = "bros"
+    scale: Scale
+    labels, highest, static, close = LABELS, HIGHEST, STATIC, CLOSE
+    compared = (VLLM, RR)
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Panel by panel."""
+        scale = self.scale
+        return [
+            (model, data, rate)
+            for data in scale.data_sets
+            for model in scale.models
+            for rate in scale.rates(model)
+        ]
+
+    def seeds(
+        self, policy: str, model: str, data: str, rate: float, switches: Switches = ()
+    ) -> list[MixedCase]:
+        """One a seed. Plans are timed where Figure 14 has them."""
+        scale = self.scale
+        timed = data == "sharegpt" and model.startswith("OPT") and not switches
+        case = MixedCase(policy, MODELS[model], data, rate, 0, scale.duration, scale.batch)
+        return [
+            dataclasses.replace(case, seed=seed, switches=switches, timed=timed)
+            for seed in range(scale.seeds[scale.data_sets.index(data)])
+        ]
+
+    def at(self, number: str, policy: str, point: Point) -> float:
+        """The number of the policy there."""
+        return self.mean(number, self.seeds(policy, *point))
+
+    # Introduction.
+
+    @property
+    def tokens(self) -> int:
+        """That a batch of best-effort requests gets to have on average, to thousands."""
+        one = (PROMPT.low + PROMPT.high + OUTPUT.low + OUTPUT.high) / 2
+        return round(self.scale.batch * one / 1000) * 1000
+
+    def systems(self) -> str:
+        """A line a model."""
+        rows = []
+        for name in self.scale.models:
+            place = system(MODELS[name])
+            model, prices = place.cost_model, place.cost_model.coefficients
+            rows.append(
+                [
+                    name,
+                    f"`{MODELS[name]}`",
+                    f"{place.kv_tokens:,}",
+                    f"{1e3 * model.num_layers * prices.token_bias:.1f}",
+                    f"{1e6 * model.num_layers * prices.decode_kv:.2f}",
+                    f"{1e6 * model.num_layers * 2 * prices.swapped_slot:.1f}",
+                    ", ".join(f"{rate:g}" for rate in self.scale.rates(name)),
+                ]
+            )
+        header = ["", "system", "tokens of K and V", "weights, ms a step", "K and V of a token, us"]
+        return table([*header, "of a token to the host, us", "rates, 1/s"], rows)
+
+    # In short: whether BROS is better, and than what.
+
+    def verdict(self) -> str:
+        """BROS against each of the others, at all points."""
+        rows = []
+        for other in POLICIES[1:]:
+            gains = [self._gains(BROS, other, point) for point in self.points]
+            means = (
+                sign * fmean(one[name] for one in gains) for name, (sign, _) in COUNTED.items()
+            )
+            counts = (self.as_good(BROS, other), self.as_good(other, BROS))
+            rows.append(
+                [f"`{other}`", *(f"{100 * mean:+.1f}" for mean in means), *map(str, counts)]
+            )
+        header = ["`bros` against", "latency, %", "best-effort, %", "TTFT, points"]
+        header += ["P99 TBT, points", "as good as it at", "it as good as `bros` at"]
+        return table(header, rows)
+
+    def as_good(self, policy: str, other: str) -> int:
+        """At how many points the policy is, in all that counts."""
+        gains = (self._gains(policy, other, point) for point in self.points)
+        return sum(min(one.values()) >= -CLOSE for one in gains)
+
+    def _gains(self, policy: str, other: str, point: Point) -> dict[str, float]:
+        """By how much the policy is better there, by number: a share of the other's, or a
+        difference; against nothing, all of it."""
+        found = {}
+        for name, (sign, relative) in COUNTED.items():
+            mine, theirs = (self.at(name, p, point) for p in (policy, other))
+            unit = (theirs or max(mine, 1.0)) if relative else 1.0
+            found[name] = sign * (mine - theirs) / unit
+        return found
+
+    # Sections 1 and 2: all policies at all points.
+
+    def traded(self, data: str, other: str) -> str:
+        """The paper's and our cells of a claim (section 7.2.1)."""
+        latency, less = TRADED[data, other]
+        claim = f"{LABELS[data]}: {latency:.1f}% latency for {less:.1f}% throughput"
+        return f"{claim} against `{other}` | {self.changes(data, other)}"
+
+    def changes(self, data: str, other: str) -> str:
+        """What BROS changes against it, mean over the points of the data set; those at which the
+        other has none do not count."""
+        said = []
+        for number in ("latency", "best_effort"):
+            points = [point for point in self.points if point[1] == data]
+            both = [[self.at(number, p, point) for p in (BROS, other)] for point in points]
+            said.append(fmean([ours / theirs - 1 for ours, theirs in both if theirs] or [0.0]))
+        return f"{100 * said[0]:+.1f}% latency, {100 * said[1]:+.1f}% throughput"
+
+    def attained(self, data: str, other: str) -> str:
+        """The paper's and our cells of a claim (section 7.2.2)."""
+        ttft, tpot = ATTAINED[data, other]
+        ours = []
+        for name in ("ttft", "tpot"):
+            mine, theirs = (
+                fmean(self.at(name, policy, point) for point in self.points if point[1] == data)
+                for policy in (BROS, other)
+            )
+            ours.append(_times(name, mine, theirs))
+        claim = f"{LABELS[data]}: {ttft:g}x TTFT and {tpot:g}x TPOT of `{other}`"
+        return f"{claim} | {', '.join(ours)}"
+
+    def ahead(self, number: str, other: str, sign: int = 1, slack: float = 0.0) -> int:
+        """The points at which the other policy is, or as good, less the slack. sign: 1 where more
+        is better."""
+        return sum(sign * gap >= -slack for gap in self.gaps(number, other))
+
+    def gaps(self, number: str, other: str) -> list[float]:
+        """By how much the other policy has more, point by point."""
+        return [self.at(number, other, p) - self.at(number, BROS, p) for p in self.points]
+
+    def by_rate(self, file: str, caption: str, *numbers: tuple[str, str, float]) -> str:
+        """A figure: panels with a number against the rate; by data set, number and model."""
+        panels = [
+            [
+                panel(
+                    f"{LABELS[data]}, {model}",
+                    label,
+                    POLICIES,
+                    self.scale.rates(model),
+                    lambda policy, rate, number=number, factor=factor, at=(model, data): (
+                        factor * self.at(number, policy, (*at, rate))
+                    ),
+                    log_y=False,
+                )
+                for model in self.scale.models
+            ]
+            for data in self.scale.data_sets
+            for number, label, factor in numbers
+        ]
+        return self.chart(file, caption, panels, "real-time requests/s", log_x=False)
+
+    def by_point(self, title: str, number: str, form: str, factor: float = 1.0) -> str:
+        """A table with a line a point, and a column a policy."""
+        rows = []
+        for model, data, rate in self.points:
+            cells = [self.seeds(policy, model, data, rate) for policy in POLICIES]
+            texts = (over(self.results, cases, number).text(form, factor) for cases in cells)
+            rows.append([f"{LABELS[data]}, {model}", f"{rate:g}", *texts])
+        return table(["", "rate, 1/s", *(f"{p}: {title}" for p in POLICIES)], rows)
+
+    # Sections 3, 5, 6 and 8: BROS with parameters.
+
+    @property
+    def varied(self) -> str:
+        """The model at which they are compared."""
+        return VARIED if VARIED in self.scale.models else self.scale.models[0]
+
+    def _variants(
+        self, points: Sequence[Point], switches: Sequence[Switches], *more: Column
+    ) -> str:
+        """A table with a line a point and variant."""
+        rows = [
+            (
+                [f"{LABELS[data]}, {model}, {rate:g}/s", _name(one)],
+                self.seeds(BROS, model, data, rate, one),
+            )
+            for model, data, rate in points
+            for one in ((), *switches)
+        ]
+        return self.lines(["", ""], rows, (*COLUMNS, *more))
+
+    def _sharing(self) -> list[Point]:
+        rate = min(RATE, self.scale.rates(self.varied)[-1])
+        return [(self.varied, data, rate) for data in self.scale.data_sets]
+
+    def shared(self) -> tuple[str, str]:
+        """What sharing brings (section 7.4.1), and its figure."""
+        ours, drawn = [], dict[str, float]()
+        for point in self._sharing():
+            said = [LABELS[point[1]]]
+            for name in ("ttft", "tpot"):
+                with_it, without = (
+                    self.mean(name, self.seeds(BROS, *point, switches))
+                    for switches in ((), (("sharing", False),))
+                )
+                drawn[f"{said[0]}\n{name.upper()}\nshared"] = 100 * with_it
+                drawn[f"{said[0]}\n{name.upper()}\nnot"] = 100 * without
+                said.append(_times(name, with_it, without))
+            ours.append(", ".join(said))
+        caption = "TTFT and TPOT attainment with shared blocks and without"
+        figure = self.bars("bros-13-sharing.svg", caption, drawn, "attained, %", "{:.1f}")
+        return "; ".join(ours), figure
+
+    def sharing(self) -> str:
+        """With shared blocks, and without."""
+        return self._variants(
+            self._sharing(),
+            [(("sharing", False),)],
+            ("step, ms", "step", ".1f", 1e3),
+            ("preemptions", "preemptions", ".0f", 1.0),
+            ("tokens recomputed", "recomputed", ",.0f", 1.0),
+            ("slots saved", "saved", ",.0f", 1.0),
+            ("slots loaded", "loaded", ",.0f", 1.0),
+            ("shared blocks", "shared", ".1f", 1.0),
+        )
+
+    def starvation(self) -> str:
+        """With age limits and floors, at the highest rate, which leaves little for best effort."""
+        point = (self.varied, self.scale.data_sets[0], self.scale.rates(self.varied)[-1])
+        ages: list[Switches] = [(("max_age", age),) for age in self.scale.ages]
+        floors: list[Switches] = [(("floor", floor),) for floor in self.scale.floors]
+        tokens: Column = ("best-effort tokens/s", "tokens", ".1f", 1.0)
+        return self._variants([point], [*ages, *floors], tokens)
+
+    def overload(self) -> str:
+        """Near what a system can do, and beyond."""
+        points = [
+            (model, self.scale.data_sets[0], rate)
+            for model in self.scale.models
+            for rate in self.scale.rates(model)[:-3:-1]
+        ]
+        switches: list[Switches] = [(("late_watermark", 0.0),), (("late_last", False),)]
+        return self._variants(points, switches, ENDED)
+
+    def pieces(self) -> str:
+        """The largest model, whose prompts take longest, below its highest rate."""
+        model = self.scale.models[-1]
+        points = [(model, self.scale.data_sets[0], rate) for rate in self.scale.rates(model)[:2]]
+        switches: list[Switches] = [
+            (("chunked", False),),
+            (("headroom", False),),
+            (("late_turn", 0),),
+        ]
+        return self._variants(points, switches, ENDED)
+
+    # Section 4: the time of a plan.
+
+    def planned(self) -> tuple[list[str], str, str]:
+        """First cells of claims, a figure and a table (section 7.4.2)."""
+        points = [p for p in self.points if p[0] in OVERHEAD and p[1] == "sharegpt"]
+        shares = {
+            (model, rate): self.at("plan", BROS, (model, d, rate)) for model, d, rate in points
+        }
+        claims = []
+        for model, (least, most) in OVERHEAD.items():
+            mine = [share for (name, _), share in shares.items() if name == model]
+            if mine:
+                ours = f"{min(mine):.2%} to {max(mine):.2%}"
+                claims.append(f"{least}% to {most}% with {model} | {ours}")
+        figure = self.bars(
+            "bros-14-overhead.svg",
+            "What planning takes, of the time of the batches; the paper has 7.6% to 9.5%",
+            {f"{model}\n{rate:g}/s": 100 * share for (model, rate), share in shares.items()},
+            "of the batches' time, %",
+            "{:.2f}",
+        )
+        rows = [
+            [
+                point[0],
+                f"{point[2]:g}",
+                *(
+                    f"{100 * self.at('plan', p, point):.2f}; "
+                    f"{1e3 * self.at('plan_p99', p, point):.2f}"
+                    for p in POLICIES
+                ),
+            ]
+            for point in points
+        ]
+        header = ["", "rate, 1/s", *(f"{policy}: share, %; P99, ms" for policy in POLICIES)]
+        return claims, figure, table(header, rows)
+
+    # Section 7: batches of other sizes.
+
+    def batch_point(self) -> Point:
+        """A middle rate."""
+        model = self.scale.models[0]
+        rates = self.scale.rates(model)
+        return model, self.scale.data_sets[0], rates[len(rates) // 2]
+
+    def batches(self) -> str:
+        """Each policy with each size of best-effort batches."""
+        rows = [
+            (
+                [f"{size:,}", f"`{p}`"],
+                [dataclasses.replace(c, batch=size) for c in self.seeds(p, *self.batch_point())],
+            )
+            for size in sorted({*self.scale.batches, self.scale.batch})
+            for p in POLICIES
+        ]
+        return self.lines(["batch", ""], rows, COLUMNS)
+
+
+def _name(switches: Switches) -> str:
+    """Of BROS with these."""
+    parts = (
+        f":{name}={str(value).lower() if isinstance(value, bool) else format(value, 'g')}"
+        for name, value in switches
+    )
+    return f"`bros{''.join(parts)}`"
+
+
+def _times(name: str, mine: float, theirs: float) -> str:
+    """By what factor a share is more."""
+    times = f"{mine / theirs:.2f}x" if theirs else "more"
+    return f"{name.upper()} {times} ({mine:.1%} for {theirs:.1%})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
-    return write_page("bros", flags("bros", __doc__), argv, _make)
-
-
-def _make(args: Namespace, figures: Path) -> Page:
-    scale = QUICK if args.quick else Scale()
-    parts = [make(scale) for make in PARTS]
-    wanted = {case for part in parts for case in part.cases()}
-    known = Known(Path(args.numbers), MixedNumbers) if args.numbers else None
-    results = run_asked(
-        lambda _: wanted, args.jobs, run, known, lambda some: dump(some, figures / "bros.json")
+    return write_page(
+        flags("bros", __doc__),
+        argv,
+        lambda args, known: Bros(
+            QUICK if args.quick else Scale(), Results(run, lambda _: MixedNumbers, known)
+        ),
     )
-    introduction = INTRODUCTION.format(scale=scale, tokens=_tokens(scale), traces=_traces(scale))
-    return Page(
-        "BROS's claims, simulated",
-        "python -m jaxserve.experiments.bros",
-        [introduction, _systems(scale)],
-        [part.section(results, figures) for part in parts],
-        "[bros-policy.md](bros-policy.md) says how the policy differs from the paper's",
-    )
-
-
-def _traces(scale: Scale) -> str:
-    """How many of each point: `3 (ShareGPT), 1 (LMSYS)`."""
-    numbers = zip(scale.seeds, scale.data_sets, strict=True)
-    return ", ".join(f"{number} ({LABELS[data]})" for number, data in numbers)
-
-
-def _tokens(scale: Scale) -> int:
-    """That a batch of best-effort requests gets to have on average, to thousands."""
-    one = (PROMPT.low + PROMPT.high + OUTPUT.low + OUTPUT.high) / 2
-    return round(scale.batch * one / 1000) * 1000
-
-
-def _systems(scale: Scale) -> str:
-    rows = []
-    for name in scale.models:
-        place = system(MODELS[name])
-        model, prices = place.cost_model, place.cost_model.coefficients
-        rows.append(
-            [
-                name,
-                f"`{MODELS[name]}`",
-                f"{place.kv_tokens:,}",
-                f"{1e3 * model.num_layers * prices.token_bias:.1f}",
-                f"{1e6 * model.num_layers * prices.decode_kv:.2f}",
-                f"{1e6 * model.num_layers * 2 * prices.swapped_slot:.1f}",
-                ", ".join(f"{rate:g}" for rate in scale.rates(name)),
-            ]
-        )
-    header = [
-        "",
-        "system",
-        "tokens of K and V",
-        "weights, ms a step",
-        "K and V of a token, us",
-        "of a token to the host, us",
-        "rates, 1/s",
-    ]
-    return table(header, rows)
-
-
-INTRODUCTION = """\
-Paper: Borui Wan et al., "Efficient LLM Serving on Hybrid Real-time and Best-effort Requests" \
-(BROS, arXiv 2504.09590). Real-time requests: lengths with the moments of Table 2, cut to 2,048 \
-tokens, Poisson arrivals, targets of 0.4 s (TTFT) and 0.2 s (TPOT). Best-effort requests: U(512, \
-1024) tokens in and U(32, 128) out, submitted {scale.batch} at a time, each batch when all of the \
-last one have ended. The paper does not say how many. {scale.batch} get to have {tokens:,} tokens \
-on average, where the cache of the OPT models holds 56,000 and 61,000: enough to keep requests \
-waiting, as in the paper, whose vLLM meets 1.3% of the TTFT targets; section 7 has others. \
-Each trace lasts \
-{scale.duration:g} s and is cut off then. Of each point there are {traces}, the same ones for \
-every policy; ±: half of the 95% confidence interval of the mean (Student's t). The simulator \
-serves with the engine's own scheduler, block accounting (blocks of 16 tokens, two owners each) \
-and overlap of planning and running; copies to and from the host go on beside the batches, over \
-PCIe, and the host holds as many tokens as the GPUs; batch times come from \
-`jaxserve.sched.simulation.systems.systems.scale` ([systems.md](systems.md)). C = 2,048 tokens a \
-batch and \
-256 requests, P = 512 for `priority` and `edf`, which compute prompts in chunks. Nothing was tuned \
-towards the paper's results."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,23 @@ class Panel:
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     log_y: bool = True
     markers: bool = True
+
+
+def panel(
+    title: str,
+    y_label: str,
+    names: Iterable[str] | Mapping[str, str],
+    x: Sequence[float],
+    value: Callable[..., float],
+    factor: float = 1.0,
+    **how: Any,
+) -> Panel:
+    """A line a name, of value(name, x) over x. names: and what the lines are called, if it is not
+    the same. factor: on x, as it is shown; how: as `Panel` has it."""
+    labels = names if isinstance(names, Mapping) else {name: name for name in names}
+    shown = [factor * one for one in x]
+    lines = {label: (shown, [value(name, one) for one in x]) for name, label in labels.items()}
+    return Panel(title, y_label, lines, **how)
 
 
 def chart(
@@ -110,16 +127,11 @@ def _draw(axes: Axes, panel: Panel, log_x: bool) -> dict[str, Any]:
     return drawn
 
 
-def bars(
-    path: Path,
-    names: Sequence[str],
-    values: Sequence[float],
-    y_label: str,
-    form: str = "{:,.0f}",
-) -> None:
+def bars(path: Path, named: Mapping[str, float], y_label: str, form: str = "{:,.0f}") -> None:
     """One bar a name, labelled with its value in that form."""
     from matplotlib.figure import Figure
 
+    names, values = list(named), list(named.values())
     figure = Figure(figsize=(1.0 + 0.95 * len(names), 3.0), layout="constrained")
     axes = figure.subplots()
     drawn = axes.bar(range(len(names)), values, color="#4c72b0")

@@ -1,47 +1,164 @@
-"""A page as a command: its flags, its file in docs/, and what becomes of errors."""
+"""A page of docs/ as a command: words from a template, numbers and figures from runs."""
 
 from __future__ import annotations
 
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar, Generic
+
+import jinja2
 
 from jaxserve.command_line import Parser, exit_code
-from jaxserve.experiments.common.claims import Section
+from jaxserve.experiments.common.figures import Panel, bars, chart
+from jaxserve.experiments.common.runs import C, N, Results, over
 from jaxserve.writable import check_folder
+
+TEMPLATE = "page.md.j2"
+Column = tuple[str, str, str, float]  # title, number, format, factor
+Rows = Iterable[tuple[Sequence[str], Sequence[C]]]  # first cells, and the cases of the others
+NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run"
+
+
+class Page(Generic[C, N]):
+    """What the holes of a template ask for: public attributes and methods of this.
+
+    The template lies beside the module of the class. It is rendered with the numbers that there
+    are; those that it asks for and that are not there are run, and it is rendered again, until
+    nothing is missing. So a page need not say twice of which runs it is made.
+
+    Attributes:
+        name: of the page, of its folder in experiments/, and of its numbers in figures/.
+        scale: how much is run.
+        results: of the runs.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, scale: Any, results: Results[C, N]) -> None:
+        self.scale, self.results = scale, results
+        self._drawn: dict[str, Callable[[Path], None]] = {}
+
+    def write(self, out: Path, jobs: int, *, quick: bool = False) -> int:
+        """Runs what is missing, and writes the page and its figures; how many there are. quick:
+        sizes are toy sizes."""
+        numbers = out / "figures" / f"{self.name}.json"
+        text = self._rendered(quick)
+        while text is None:
+            self.results.run_missing(jobs, numbers)
+            text = self._rendered(quick)
+        self.results.write(numbers)
+        for file, draw in self._drawn.items():
+            draw(out / "figures" / file)
+        (out / f"{self.name}.md").write_text(text, encoding="utf-8")
+        return len(self._drawn)
+
+    def _rendered(self, quick: bool) -> str | None:
+        """None while numbers are missing."""
+        try:
+            text = self.rendered(quick)
+        except Exception:
+            if self.results.complete:
+                raise
+            return None
+        return text if self.results.complete else None
+
+    def rendered(self, quick: bool = False) -> str:
+        """In Markdown, with the numbers that there are."""
+        module = sys.modules[type(self).__module__]
+        folders = [Path(str(file)).parent for file in (module.__file__, __file__)]
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(folders),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.globals.update(
+            {name: getattr(self, name) for name in dir(self) if not name.startswith("_")},
+            quick=quick,
+            fmean=fmean,
+            listed=listed,
+            numbers=NUMBERS.format(name=self.name),
+        )
+        return environment.get_template(TEMPLATE).render().rstrip() + "\n"
+
+    def chart(
+        self,
+        file: str,
+        caption: str,
+        panels: Sequence[Sequence[Panel | None]],
+        x_label: str,
+        **how: Any,
+    ) -> str:
+        """Draws it once the page is whole; a line of the page. how: as `figures.chart` has it."""
+        return self.figure(file, caption, lambda path: chart(path, panels, x_label, **how))
+
+    def bars(self, file: str, caption: str, values: dict[str, float], *how: str) -> str:
+        """The same of `figures.bars`."""
+        return self.figure(file, caption, lambda path: bars(path, values, *how))
+
+    def figure(self, file: str, caption: str, draw: Callable[[Path], None]) -> str:
+        """The same of any picture."""
+        self._drawn[file] = draw
+        return f"![{caption}.](figures/{file})"
+
+    def mean(self, number: str, cases: Sequence[C]) -> float:
+        """Of that number over the cases, which differ by their seeds."""
+        return over(self.results, cases, number).mean
+
+    def lines(self, names: Sequence[str], rows: Rows[C], columns: Sequence[Column]) -> str:
+        """A table of means over seeds. names: of the first columns."""
+        header = [*names, *(title for title, *_ in columns)]
+        return table(header, [[*first, *self.cells(cases, columns)] for first, cases in rows])
+
+    def cells(self, cases: Sequence[C], columns: Sequence[Column]) -> list[str]:
+        """Of a line of such a table: means, and half of their intervals."""
+        return [over(self.results, cases, n).text(form, by) for _, n, form, by in columns]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of the page."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 @dataclass(frozen=True)
-class Page:
-    """title; made_by: the command that made it, as the page says it; beside: what that line says
-    of other pages; introduction: paragraphs."""
+class Extreme:
+    """The largest of some values, and where it was."""
 
-    title: str
-    made_by: str
-    introduction: Sequence[str]
-    sections: Sequence[Section]
-    beside: str = ""
+    value: float
+    where: str
 
-    def text(self, name: str, *, quick: bool) -> str:
-        """In Markdown. name: of the page, and of its numbers in figures/."""
-        numbers = f"[{name}.json](figures/{name}.json) has the numbers of every run"
-        beside = f"; {self.beside}" if self.beside else ""
-        lines = [
-            f"# {self.title}",
-            "",
-            f"Generated by `{self.made_by}`; do not edit. {numbers}{beside}.",
-            "",
-        ]
-        if quick:
-            lines += ["**Toy sizes (`--quick`): these numbers say nothing about the claims.**", ""]
-        for paragraph in self.introduction:
-            lines += [paragraph, ""]
-        for section in self.sections:
-            lines += section.lines()
-        return "\n".join(lines).rstrip() + "\n"
+    @classmethod
+    def of(cls, values: dict[str, float]) -> Extreme:
+        """From values by where they were found; the first of equals. ValueError if there are
+        none."""
+        where = max(values, key=lambda key: values[key])
+        return cls(values[where], where)
+
+    def times(self) -> str:
+        """A value that is a factor: `1.91x (I = 24)`; three digits, or whole from 1,000 on."""
+        value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
+        return f"{value}x ({self.where})"
+
+    def percent(self) -> str:
+        """A value that is a factor, as what it adds: `+13.5% (I = 128)`."""
+        return f"{self.value - 1:+.1%} ({self.where})"
+
+
+def percent(share: float) -> str:
+    """Of a share, one digit behind the point, without the sign."""
+    return f"{100 * share:.1f}"
+
+
+def listed(values: Sequence[int | str]) -> str:
+    """As in a sentence: `1, 32 and 1024`. ValueError if there are none."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def flags(name: str, description: str | None) -> Parser:
@@ -56,26 +173,25 @@ def flags(name: str, description: str | None) -> Parser:
 
 
 def write_page(
-    name: str,
     parser: Parser,
     argv: Sequence[str] | None,
-    make: Callable[[Namespace, Path], Page],
+    make: Callable[[Namespace, Path | None], Page[Any, Any]],
 ) -> int:
-    """Runs the command; argv without the program's name. make: runs what is wanted and draws the
-    figures into the folder it is given. Gives the exit status: 0 if the page is written, 2 or,
-    where it fails, 1 after a line on stderr, 130 if interrupted. SystemExit for a wrong flag."""
+    """Runs the command; argv without the program's name. make: from the arguments and the file of
+    --numbers, if there is one. Gives the exit status: 0 if the page is written, 2 or, where it
+    fails, 1 after a line on stderr, 130 if interrupted. SystemExit for a wrong flag."""
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
+    out = Path(args.out)
     try:
-        check_folder("out", Path(args.out))
-        page = make(args, Path(args.out) / "figures")
-        path = Path(args.out) / f"{name}.md"
-        path.write_text(page.text(name, quick=args.quick), encoding="utf-8")
+        check_folder("out", out)
+        page = make(args, Path(args.numbers) if args.numbers else None)
+        count = page.write(out, args.jobs, quick=args.quick)
     except (ValueError, OSError) as error:
-        print(f"jaxserve.experiments.{name}: {error}", file=sys.stderr)
+        print(f"{parser.prog.removeprefix('python -m ')}: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
-    print(f"wrote {path}, its numbers and {sum(len(s.figures) for s in page.sections)} figures")
+    print(f"wrote {out / page.name}.md, its numbers and {count} figures")
     return 0

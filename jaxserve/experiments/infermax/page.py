@@ -14,25 +14,492 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
-from jaxserve.experiments.common.claims import QUICK, Comparison, Scale
-from jaxserve.experiments.common.grid import Case, Known, Numbers, dump, run, run_asked
-from jaxserve.experiments.common.page import Page, flags, write_page
-from jaxserve.experiments.infermax import azure, optimum
-from jaxserve.experiments.infermax.contention import HighContention, LowContention
-from jaxserve.experiments.infermax.memory import EvictionFree, MemorySize
-from jaxserve.experiments.infermax.ranks import Ranks
+from jaxserve.experiments.common.figures import Panel, panel
+from jaxserve.experiments.common.page import Extreme, Page, flags, table, write_page
+from jaxserve.experiments.common.runs import Results
+from jaxserve.experiments.infermax.case import UNLIMITED, Case, Numbers, run
+from jaxserve.experiments.infermax.optimum import POLICIES as PLAYED
+from jaxserve.experiments.infermax.optimum import SHORT, SHOWN, Instance, draw, solve_all
+from jaxserve.sched.workloads.lengths import MIXES
 
-COMPARISONS: tuple[type[Comparison], ...] = (
-    LowContention,
-    HighContention,
-    EvictionFree,
-    MemorySize,
-    Ranks,
-)
+EF = "+ef"
+PLAIN = ("vllm", "sarathi", "sarathi_pc")
+LOW = (*PLAIN, "sarathi_nohy")
+RANKED = ("rank_org", "rank_i", "rank_o")
+FREE = "sarathi+ef"  # the same batches, and nothing computed twice
+# As the authors' simulator has them: chunks may be as long as the batch, and a request that finds
+# no memory does not block those behind it.
+AUTHORS = (("full_prefill", True), ("probing", True))
+LABELS = {
+    "latency": "latency, s",
+    "ttft": "TTFT, s",
+    "tpot": "TPOT, s",
+    "preemptions": "preemptions",
+    "tps": "tokens/s",
+}
+
 QUICK_AZURE = 200  # requests
+AZURE_ON, AZURE_M = "llama-3-70b@4xa100", 100_000
+BOUND = "vllm, M unlimited"
+Switches = tuple[tuple[str, bool | str], ...]
+PC: Switches = (("full_prefill", True),)
+INFERMAX: dict[str, Switches] = {
+    "infermax": (*PC, ("expect", "candidate")),
+    "infermax, sorting only": (*PC, ("expect", "nothing")),
+    "infermax, histogram only": (*PC, ("expect", "candidate"), ("longest_first", False)),
+    "infermax, reserve for all": (*PC, ("expect", "running")),
+    "infermax, P = 512": (("full_prefill", False), ("expect", "candidate")),
+}
+Where = Mapping[str, Callable[[str], Case]]  # the case of a policy, by what it is called
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. prompts: I; between: more of them where M decides how many requests fit.
+    few, many: B of the two contention levels."""
+
+    prompts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    outputs: tuple[int, ...] = (1, 32, 1024)
+    few: int = 32
+    many: int = 1024
+    kv_tokens: int = 100_000
+    memories: tuple[int, ...] = (100, 1_000, 10_000, 100_000, 1_000_000)
+    mixed: tuple[int, ...] = (16, 64, 256, 1024)
+    optimum: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    optimum_requests: int = 4
+    between: tuple[int, ...] = (3, 24, 48, 96, 140, 220, 305, 470, 700)
+
+
+QUICK = Scale((1, 64), (1, 8), 4, 48, 20_000, (100, 1_000), (8, 16), (2, 64), 2, (24,))
+
+
+class InferMax(Page[Case, Numbers]):
+    """What the template beside this asks for."""
+
+    name = "infermax"
+    scale: Scale
+    free, plain = FREE, PLAIN
+
+    def __init__(self, args: Namespace, results: Results[Case, Numbers]) -> None:
+        super().__init__(QUICK if args.quick else Scale(), results)
+        self.azure, self._count = args.azure, QUICK_AZURE if args.quick else None
+        self._time_limit, self._jobs = args.time_limit, args.jobs
+
+    def fixed(self, policy: str, i: int, o: int, requests: int = 0, kv_tokens: int = 0) -> Case:
+        """Requests that arrive together, each of i tokens in and o out. 0 requests: the scale's
+        `many`; 0 kv_tokens: the scale's M."""
+        count = requests or self.scale.many
+        return Case(policy, f"fixed:{i}x{o}x{count}", kv_tokens or self.scale.kv_tokens)
+
+    def mixed(self, policy: str, mix: str, count: int, probing: bool = False) -> Case:
+        """B = count requests of a mix, in an order that every policy gets. probing: as the authors
+        run them."""
+        switches = AUTHORS if probing and policy != FREE else ()
+        return Case(policy, mix, self.scale.kv_tokens, count, switches=switches)
+
+    # Where policies are compared.
+
+    def low(self, *outputs: int) -> Where:
+        """B is the scale's `few`, so that all requests fit into M at the same time. outputs: O, all
+        by default."""
+        return {
+            f"I = {i}, O = {o}": partial(self.fixed, i=i, o=o, requests=self.scale.few)
+            for i in self.scale.prompts
+            for o in outputs or self.scale.outputs
+        }
+
+    def high(self) -> Where:
+        """B is the scale's `many`."""
+        return {
+            f"I = {i}, O = {o}": partial(self.fixed, i=i, o=o)
+            for i in self.scale.prompts
+            for o in self.scale.outputs
+        }
+
+    def longest(self) -> Where:
+        """The same with the largest O."""
+        o = self.scale.outputs[-1]
+        return {f"I = {i}": partial(self.fixed, i=i, o=o) for i in self.scale.prompts}
+
+    def within(self, memory: int) -> Where:
+        """M = memory tokens; O is the second of the scale's, and a whole request, I + O - 1
+        tokens, fits."""
+        o = self.scale.outputs[1]
+        return {
+            f"I = {i}": partial(self.fixed, i=i, o=o, kv_tokens=memory)
+            for i in self._fitting(memory)
+        }
+
+    def _fitting(self, memory: int) -> list[int]:
+        every = sorted({*self.scale.prompts, *self.scale.between})
+        return [i for i in every if i + self.scale.outputs[1] - 1 <= memory]
+
+    def mixes(self, which: str, probing: bool) -> Where:
+        """Mixes and B. which: lilo, no lilo, apart (not lilo+liso) or all."""
+        wanted = {
+            "all": MIXES,
+            "lilo": [mix for mix in MIXES if "lilo" in mix],
+            "no lilo": [mix for mix in MIXES if "lilo" not in mix],
+            "apart": [mix for mix in MIXES if mix != "lilo+liso"],
+        }
+        return {
+            f"{mix.upper()}, B = {count}": partial(
+                self.mixed, mix=mix, count=count, probing=probing
+            )
+            for mix in wanted[which]
+            for count in self.scale.mixed
+        }
+
+    # What comes of it.
+
+    def of(self, number: str, policy: str, at: Callable[[str], Case]) -> float:
+        """The policy's number there."""
+        return float(getattr(self.results[at(policy)], number))
+
+    def ratios(self, number: str, above: str, below: str, where: Where) -> dict[str, float]:
+        """One policy's number over another's; nothing over nothing, as TPOT where O = 1."""
+        return {
+            label: self.of(number, above, at) / self.of(number, below, at)
+            for label, at in where.items()
+            if self.of(number, below, at)
+        }
+
+    def most(self, number: str, above: str, below: str, where: Where) -> Extreme:
+        """The largest ratio."""
+        return Extreme.of(self.ratios(number, above, below, where))
+
+    def preemptions(self, policies: Sequence[str], where: Where) -> int:
+        """Of all the runs."""
+        return sum(self.results[at(p)].preemptions for p in policies for at in where.values())
+
+    # Sections 1 and 2: low and high contention.
+
+    def low_runs(self) -> str:
+        """Preemptions of all."""
+        count = len(LOW) * len(self.low())
+        return f"{self.preemptions(LOW, self.low())} in {count} runs"
+
+    def lost(self) -> float:
+        """By how much `vllm` has a higher latency than another, at most."""
+        return max(
+            value
+            for p in LOW[1:]
+            for value in self.ratios("latency", "vllm", p, self.low()).values()
+        )
+
+    def behind(self, o: int) -> str:
+        """`sarathi_nohy` for the longest prompts."""
+        found = self.ratios("latency", "sarathi_nohy", "vllm", self.low(o))
+        steps = [f"{found[f'I = {i}, O = {o}']:.2f}x (I = {i})" for i in self.scale.prompts[-4:]]
+        return f"{', '.join(steps)} at O = {o}"
+
+    def best(self) -> str:
+        """Where `sarathi_pc` is within 1% of the highest throughput."""
+        where = self.high()
+        count = sum(
+            self.of("tps", PLAIN[-1], at) >= 0.99 * max(self.of("tps", p, at) for p in PLAIN)
+            for at in where.values()
+        )
+        return f"{count} of {len(where)} settings"
+
+    def preempted(self, policy: str) -> str:
+        """Summed over I."""
+        counts = {
+            o: self.preemptions(
+                [policy],
+                {f"I = {i}": partial(self.fixed, i=i, o=o) for i in self.scale.prompts},
+            )
+            for o in self.scale.outputs
+        }
+        return ", ".join(f"{count:,} (O = {o})" for o, count in counts.items())
+
+    def by_prompt(self, file: str, caption: str, which: str) -> str:
+        """A figure, numbers in rows, O in columns. which: low or high. At O = 1 there is no TPOT,
+        and no request outgrows its prompt, so that none is preempted."""
+        numbers = ["latency", "ttft", "tpot", *(["preemptions"] if which == "high" else [])]
+        requests, policies = (self.scale.few, LOW) if which == "low" else (0, PLAIN)
+        panels: list[list[Panel | None]] = [
+            [
+                panel(
+                    f"O = {o}",
+                    LABELS[number],
+                    policies,
+                    self.scale.prompts,
+                    lambda policy, i, o=o, number=number: self.of(
+                        number, policy, partial(self.fixed, i=i, o=o, requests=requests)
+                    ),
+                    log_y=number != "preemptions",
+                )
+                if o > 1 or number not in ("tpot", "preemptions")
+                else None
+                for o in self.scale.outputs
+            ]
+            for number in numbers
+        ]
+        return self.chart(file, caption, panels, "I, tokens")
+
+    # Sections 3 and 4: preemptions, and the size of the cache.
+
+    def eviction_free(self) -> str:
+        """A figure."""
+        o = self.scale.outputs[-1]
+        panels = [
+            panel(
+                LABELS[number],
+                LABELS[number],
+                [p + v for p in PLAIN for v in ("", EF)],
+                self.scale.prompts,
+                lambda policy, i, number=number: self.of(
+                    number, policy, partial(self.fixed, i=i, o=o)
+                ),
+                log_y=number != "tps",
+            )
+            for number in ("tps", "ttft", "tpot")
+        ]
+        caption = "Eviction-free schedulers (dashed) and their originals against I"
+        return self.chart("infermax-8-eviction-free.png", caption, [panels], "I, tokens")
+
+    def batch_sizes(self) -> str:
+        """How many requests run at once."""
+        scale, o = self.scale, self.scale.outputs[-1]
+        return ", ".join(
+            f"{self.results[self.fixed('vllm+ef', i, o)].batch_size:.0f} at I = {i} (M / (I + O) = "
+            f"{scale.kv_tokens / (i + o):.0f})"
+            for i in (scale.prompts[0], scale.prompts[-1])
+        )
+
+    def tps_range(self, policy: str, memory: int) -> str:
+        """TPS with preemptions over TPS without."""
+        found = self.ratios("tps", policy, policy + EF, self.within(memory))
+        most, least = Extreme.of(found), Extreme.of({k: -v for k, v in found.items()})
+        low, high = f"{-least.value:.2f}x ({least.where})", f"{most.value:.2f}x ({most.where})"
+        return f"`{policy}` {low} to {high}"
+
+    def used(self) -> float:
+        """The most of the largest M that `sarathi` uses on average."""
+        places = self.within(self.scale.memories[-1]).values()
+        return max(self.of("kv_used", "sarathi", at) for at in places)
+
+    def by_memory(self) -> str:
+        """A figure: TPS above TPOT, a column an M."""
+        panels = [
+            [
+                panel(
+                    f"M = {memory:,}",
+                    LABELS[number],
+                    [p + v for p in PLAIN[:2] for v in ("", EF)],
+                    self._fitting(memory),
+                    lambda policy, i, memory=memory, number=number: self.of(
+                        number, policy, self.within(memory)[f"I = {i}"]
+                    ),
+                )
+                for memory in self.scale.memories
+            ]
+            for number in ("tps", "tpot")
+        ]
+        caption = "TPS and TPOT against I, by M; eviction-free ones dashed"
+        return self.chart("infermax-9-memory.png", caption, panels, "I, tokens")
+
+    # Section 5: ranking requests by their lengths.
+
+    def ranks(self, number: str, by: str, others: Sequence[str], which: str) -> str:
+        """By which factor ranking `by` that has less of the number than the others, both ways."""
+
+        def way(probing: bool) -> str:
+            where = self.mixes(which, probing)
+            return " and ".join(
+                f"{self.most(number, other, by, where).times()} than `{other}`" for other in others
+            )
+
+        return f"{way(False)}; probing: up to {way(True)}"
+
+    def by_count(self) -> str:
+        """A figure: numbers in rows, mixes in columns."""
+        panels = [
+            [
+                panel(
+                    mix.upper(),
+                    LABELS[number],
+                    RANKED,
+                    self.scale.mixed,
+                    lambda policy, n, mix=mix, number=number: self.of(
+                        number, policy, partial(self.mixed, mix=mix, count=n)
+                    ),
+                )
+                for mix in MIXES
+            ]
+            for number in ("latency", "ttft", "tpot")
+        ]
+        caption = "Latency, TTFT and TPOT against B, by mix"
+        return self.chart("infermax-10-ranks.png", caption, panels, "B, requests")
+
+    def ranked(self) -> str:
+        """The largest B."""
+        count = self.scale.mixed[-1]
+        ways = [(p, probing) for probing in (False, True) for p in RANKED]
+        rows = []
+        for mix in MIXES:
+            for policy, probing in (*ways, (FREE, False)):
+                n = self.results[self.mixed(policy, mix, count, probing)]
+                label = f"`{policy}`, probing" if probing else f"`{policy}`"
+                numbers = [f"{n.latency:.1f}", f"{n.ttft:.2f}", f"{n.tpot:.4f}"]
+                rows.append(
+                    [mix.upper(), label, *numbers, f"{n.preemptions:,}", f"{n.kv_used:.0%}"]
+                )
+        header = [f"B = {count}", "scheduler", "latency, s", "TTFT, s", "TPOT, s", "preemptions"]
+        return table([*header, "M in use"], rows)
+
+    # Section 6: the optimum.
+
+    def optimum(self) -> dict[str, Any]:
+        """What is said of it; nothing while simulations are missing, as it takes its time."""
+        if not self.results.complete:
+            return {}
+        found = self._instances
+        short = [one for one in found if one.prompt <= SHORT]
+        long = [one for one in found if one.prompt > SHORT]
+        first = found[0].optimum
+        return {
+            "proven": sum(one.optimum.status == "optimal" for one in found),
+            "count": len(found),
+            "preempting": _list(one.prompt for one in found if one.preemptions),
+            "keeping": _list(one.prompt for one in found if not one.preemptions),
+            "short": _above(short, "vllm+ef", "sarathi_pc+ef"),
+            "long": _above(long, "vllm"),
+            "near": max((one.above("vllm") for one in short), default=0.0),
+            "near_free": max((one.above("vllm+ef") for one in long), default=0.0),
+            "unit": first.unit,
+            "rounding": max(one.optimum.rounding for one in found),
+            "table": self._solved(),
+            "gap": self.chart(
+                "infermax-15-gap.png",
+                "What the schedulers take, relative to the optimum",
+                [[self._gaps()]],
+                "I, tokens",
+            ),
+            "schedules": self.figure(
+                "infermax-15-schedules.png",
+                "Optimal schedules: requests by batches",
+                partial(draw, [one for one in found if one.prompt in SHOWN] or found[:2]),
+            ),
+        }
+
+    @cached_property
+    def _instances(self) -> list[Instance]:
+        scale = self.scale
+        return solve_all(scale.optimum, scale.optimum_requests, self._time_limit, self._jobs)
+
+    def _gaps(self) -> Panel:
+        by_prompt = {one.prompt: one for one in self._instances}
+        return panel(
+            "latency over the optimum's",
+            "ratio",
+            PLAYED,
+            list(by_prompt),
+            lambda policy, i: by_prompt[i].policies[policy].latency / by_prompt[i].best.latency,
+            log_y=False,
+        )
+
+    def _solved(self) -> str:
+        rows = []
+        for one in self._instances:
+            assert one.optimum.objective is not None and one.optimum.bound is not None
+            rows.append(
+                [
+                    f"{one.prompt}",
+                    f"{one.kv_tokens}",
+                    f"{one.optimum.objective * 1e3:.3f}",
+                    f"{one.optimum.bound * 1e3:.3f}",
+                    one.optimum.status,
+                    f"{one.preemptions}",
+                    f"{len(one.best.schedule)}",
+                    *(f"{one.policies[name].latency * 1e3:.3f}" for name in PLAYED),
+                ]
+            )
+        header = ["I", "M", "optimum, ms", "bound, ms", "status", "preemptions", "batches"]
+        return table([*header, *(f"`{name}`, ms" for name in PLAYED)], rows)
+
+    # Section 7: the Azure hour.
+
+    def hour(self) -> dict[str, Any]:
+        """What is said of it: every scheduler with M, and first the bound, `vllm` without a limit
+        of memory."""
+
+        def of(policy: str, kv_tokens: int = AZURE_M, switches: Switches = ()) -> Numbers:
+            case = Case(policy, self.azure, kv_tokens, self._count, AZURE_ON, switches)
+            return self.results[case]
+
+        free = [policy + EF for policy in PLAIN]
+        found = {
+            BOUND: of("vllm", UNLIMITED),
+            **{policy: of(policy) for policy in (*PLAIN, *free)},
+            **{label: of("infermax", switches=switches) for label, switches in INFERMAX.items()},
+        }
+
+        def times(*labels: str) -> str:
+            return ", ".join(f"{found[label].latency:,.0f} s ({label})" for label in labels)
+
+        plain, ours = [found[policy].latency for policy in PLAIN], found["infermax"].latency
+        rows = [
+            [
+                label,
+                f"{n.latency:,.1f}",
+                f"{n.ttft:,.2f}",
+                f"{n.tpot:.4f}",
+                f"{n.batches:,}",
+                f"{n.preemptions:,}",
+                "-" if label == BOUND else f"{n.kv_used:.0%}",
+            ]
+            for label, n in found.items()
+        ]
+        header = ["scheduler", "latency, s", "TTFT, s", "TPOT, s", "batches", "preemptions"]
+        return {
+            "trace": Path(self.azure).name,
+            "requests": found[BOUND].requests,
+            "tokens": found[BOUND].output_tokens,
+            "plain": times(*PLAIN),
+            "ours": times(*INFERMAX),
+            "against": [ours / one - 1 for one in (min(plain), max(plain))],
+            "bound": times(BOUND),
+            "free": times(*free),
+            "table": table([*header, "M in use"], rows),
+            "figure": self.bars(
+                "infermax-16-azure.png",
+                "Sum of batch times, in seconds",
+                {_broken(label): n.latency for label, n in found.items()},
+                "sum of batch times, s",
+            ),
+        }
+
+
+def _above(which: Iterable[Instance], *names: str) -> str:
+    """By how much the best of these takes longer than the optimum."""
+    return ", ".join(
+        f"{min(one.above(name) for name in names):.1%} (I = {one.prompt})" for one in which
+    )
+
+
+def _broken(label: str) -> str:
+    """Into the lines of a narrow column."""
+    return label.replace("+", "\n+").replace(", ", ",\n")
+
+
+def _list(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+def _make(args: Namespace, known: Path | None) -> InferMax:
+    if args.azure and not Path(args.azure).is_file():
+        raise ValueError(f"--azure: there is no {args.azure}")
+    if not args.azure:
+        print("no --azure=PATH: the seventh comparison is left out", file=sys.stderr)
+    return InferMax(args, Results(run, lambda _: Numbers, known))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,44 +508,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--azure", metavar="PATH", default="", help="Azure's conversation trace")
     add("--time_limit", type=float, default=300.0, help="seconds for one optimal schedule (300)")
-    return write_page("infermax", parser, argv, _make)
-
-
-def _make(args: Namespace, figures: Path) -> Page:
-    if args.azure and not Path(args.azure).is_file():
-        raise ValueError(f"--azure: there is no {args.azure}")
-    scale = QUICK if args.quick else Scale()
-    comparisons = [make(scale) for make in COMPARISONS]
-    count = QUICK_AZURE if args.quick else None
-    cases: list[Case] = [case for comparison in comparisons for case in comparison.cases()]
-    if args.azure:
-        cases += azure.cases(args.azure, count)
-    else:
-        print("no --azure=PATH: the seventh comparison is left out", file=sys.stderr)
-    known = Known(Path(args.numbers), Numbers) if args.numbers else None
-    numbers = figures / "infermax.json"
-    results = run_asked(lambda _: cases, args.jobs, run, known, lambda some: dump(some, numbers))
-    instances = optimum.solve_all(scale, args.time_limit, args.jobs)
-    sections = [comparison.section(results, figures) for comparison in comparisons]
-    sections.append(optimum.section(scale, instances, figures))
-    sections.append(
-        azure.section(args.azure, count, results, figures) if args.azure else azure.skipped()
-    )
-    return Page(
-        "InferMax's claims, simulated",
-        "python -m jaxserve.experiments.infermax --azure=PATH",
-        [INTRODUCTION.format(kv_tokens=scale.kv_tokens)],
-        sections,
-    )
-
-
-INTRODUCTION = """\
-Paper: Kim, Hong, Gulcehre, Ailamaki, "Optimizing LLM Inference for Database Systems: Cost-Aware \
-Scheduling for Concurrent Requests". All runs use the rules `infermax_paper`: the authors' batch \
-times, blocks of one token, no watermark, each batch planned when the one before it has ended \
-(`--rules=infermax_paper` of `jaxserve.simulate`). Llama-2-7B on one A100, M = {kv_tokens:,} \
-tokens of cache, C = 4,096 tokens a batch, all requests there at the start, unless something else \
-is said. \
-P is 512 for `sarathi` and the `rank_` policies, C for the others. Latency is the sum of the batch \
-times. TPOT is the mean over requests of the time between first and last token, divided by the \
-tokens in between: time in which a request is preempted counts."""
+    return write_page(parser, argv, _make)

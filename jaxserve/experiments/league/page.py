@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxserve.experiments.common.claims import listed
+from jaxserve.experiments.common.page import listed
 from jaxserve.experiments.league.collect import LOADS, Scale
 from jaxserve.experiments.league.heat import heat_map
 from jaxserve.experiments.league.reading import advice, reading

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.experiments.common.grid import say_compiling
+from jaxserve.experiments.common.runs import digits, say_compiling
 from jaxserve.experiments.league.workloads import LONGEST, make
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.registry import make_policy
@@ -98,17 +98,17 @@ def run(case: LeagueCase) -> LeagueNumbers:
     tbt = summary["tbt_ms"]
     group = terms.slo_class.astype(np.int64) * len(Tier) + terms.tier
     return LeagueNumbers(
-        attainment=_short(summary["slo_attainment"]),
-        goodput=_short(summary["goodput_per_s"]),
-        throughput=_short(summary["output_tokens"] / summary["makespan_s"]),
-        ttft_p99=_short(summary["ttft_ms"]["p99"] / 1e3),
-        tbt_p99=None if tbt is None else _short(tbt["p99"] / 1e3),
-        latency=_short(summary["normalised_latency_ms"]["mean"] / 1e3),
-        worst=_short(summary["e2e_ms"]["max"] / 1e3),
-        preemptions=_short(summary["num_preemptions"] / len(terms)),
+        attainment=digits(summary["slo_attainment"]),
+        goodput=digits(summary["goodput_per_s"]),
+        throughput=digits(summary["output_tokens"] / summary["makespan_s"]),
+        ttft_p99=digits(summary["ttft_ms"]["p99"] / 1e3),
+        tbt_p99=None if tbt is None else digits(tbt["p99"] / 1e3),
+        latency=digits(summary["normalised_latency_ms"]["mean"] / 1e3),
+        worst=digits(summary["e2e_ms"]["max"] / 1e3),
+        preemptions=digits(summary["num_preemptions"] / len(terms)),
         realtime=of(Tier.REALTIME),
         best_effort=of(Tier.BEST_EFFORT),
-        overtaken=_short(overtaken(result.requests.times, group)),
+        overtaken=digits(overtaken(result.requests.times, group)),
     )
 
 
@@ -161,7 +161,7 @@ def saturate(case: SaturationCase) -> Saturation:
         rates.append(0.0 if crossing.bound == "<" else crossing.rate)
     if not max(rates):
         raise ValueError(f"{case.workload}, {case.system}: no rate is low enough")
-    return Saturation(max(rates), case.count(max(rates)), _short(idle))
+    return Saturation(max(rates), case.count(max(rates)), digits(idle))
 
 
 def _attainment(case: SaturationCase, policy: str, rate: float, count: int) -> float:
@@ -169,8 +169,3 @@ def _attainment(case: SaturationCase, policy: str, rate: float, count: int) -> f
     one = LeagueCase(case.system, case.workload, "", policy, 0, rate, count, case.trace)
     results = [simulated(replace(one, seed=seed)).requests for seed in range(case.seeds)]
     return float(np.mean([attained(r.times, r.workload.terms).slo.mean() for r in results]))
-
-
-def _short(value: float) -> float:
-    """Five digits: what a file needs."""
-    return float(f"{value:.5g}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from jaxserve.experiments.common.seeds import Number
+from jaxserve.experiments.common.runs import Number
 from jaxserve.experiments.league.collect import Found
 from jaxserve.experiments.league.runs import LeagueNumbers
 from jaxserve.experiments.league.workloads import WORKLOADS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.experiments.common.claims import table
+from jaxserve.experiments.common.page import table
 from jaxserve.experiments.league.collect import LOADS
 from jaxserve.experiments.league.standings import Point, Standings, label
 from jaxserve.experiments.league.workloads import SYSTEMS, WORKLOADS, Part

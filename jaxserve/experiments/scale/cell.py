@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.experiments.common.grid import say_compiling
+from jaxserve.experiments.common.runs import digits, say_compiling
 from jaxserve.experiments.scale.traffic import KINDS, LONGEST, traffic
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
@@ -103,11 +103,6 @@ Case = Cell | Decision
 Found = Numbers | Cost
 
 
-def read(**values: Any) -> Found:
-    """From JSON."""
-    return Cost(**values) if "seconds" in values else Numbers(**values)
-
-
 @cache
 def most(azure: str) -> float:
     """Requests a second that one replica serves when those of both hours, each once, are there at
@@ -150,14 +145,14 @@ def _simulated(cell: Cell) -> Numbers:
     p50, p99 = np.nanpercentile(requests.ttft, (50, 99)).tolist()
     conv, code = (float(met[workload.slo_class == kind].mean()) for kind in (0, 1))
     return Numbers(
-        attainment=_short(float(met.mean())),
-        conv=_short(conv),
-        code=_short(code),
-        p50=_short(p50),
-        p99=_short(p99),
+        attainment=digits(float(met.mean())),
+        conv=digits(conv),
+        code=digits(code),
+        p50=digits(p50),
+        p99=digits(p99),
         failed=int(requests.failed.sum()),
-        rate=_short(rate),
-        per_s=_short(len(workload) / took),
+        rate=digits(rate),
+        per_s=digits(len(workload) / took),
     )
 
 
@@ -178,10 +173,6 @@ def _met(requests: RequestRecords) -> np.ndarray:
         )
         found.append(attained(part, terms.take(which)).slo)
     return np.concatenate(found)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def _measured(case: Decision) -> Cost:
@@ -207,4 +198,4 @@ def _measured(case: Decision) -> Cost:
         begin = time.thread_time()
         fleet.send(router.choose(ask, 0.1), ask, 0.1)
         took.append(time.thread_time() - begin)
-    return Cost(_short(float(np.median(took))))
+    return Cost(digits(float(np.median(took))))

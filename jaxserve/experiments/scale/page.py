@@ -14,27 +14,275 @@ claims. Needs numba (pip install 'jaxserve[fast]').
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from jaxserve.experiments.common.grid import Known, dump, run_all
-from jaxserve.experiments.common.page import Page, flags, write_page
-from jaxserve.experiments.scale.cell import Case, Found, read, run
-from jaxserve.experiments.scale.grid import QUICK, Scale, cases
-from jaxserve.experiments.scale.on_ray import on_ray
-from jaxserve.experiments.scale.reading import introduction, sections
-from jaxserve.experiments.scale.traffic import check_folder
+from jaxserve.experiments.common.figures import panel
+from jaxserve.experiments.common.page import Page, flags, listed, table, write_page
+from jaxserve.experiments.common.runs import Results
+from jaxserve.experiments.scale.cell import (
+    POLICY,
+    SCENES,
+    SLOWDOWN,
+    SYSTEM,
+    Case,
+    Cell,
+    Cost,
+    Decision,
+    Found,
+    Numbers,
+    most,
+    run,
+)
+from jaxserve.experiments.scale.traffic import KINDS, TBT, check_folder
+from jaxserve.sched.routing.routers import ROUTERS
+
+LIVE = "scale-live.json"  # of `jaxserve.experiments.scale_live`
+ENOUGH = 50e-6  # seconds of a decision at the most replicas
+SAME = 0.01  # of attainment
+WORDS = {
+    "live": "seen as they are",
+    "published": "as published",
+    "stale": "stale",
+    "slow": "one slow",
+    "dead": "one dead",
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, as `write_page`."""
-    parser = flags("scale", __doc__)
-    parser.add_argument("--azure", metavar="DIR", default="", help="folder of the Azure traces")
-    parser.add_argument("--requests", type=int, help="of each run (1000000; 2000 with --quick)")
-    parser.add_argument("--few", type=int, help="of the short ones (100000; 1000 with --quick)")
-    return write_page("scale", parser, argv, _make)
+@dataclass(frozen=True)
+class Scale:
+    """How much is run. requests: of each run; few: of shorter ones before the most replicas, one at
+    each load. loads: with snapshots as published; the other scenes are at `load`.
+    shards: numbers of routers before the most replicas, at the highest load. decisions: replicas
+    among which a router chooses, for what that costs."""
+
+    requests: int = 1_000_000
+    replicas: tuple[int, ...] = (8, 64, 512)
+    loads: tuple[float, ...] = (0.6, 0.8, 0.95)
+    load: float = 0.8
+    shards: tuple[int, ...] = (1, 8, 64)
+    decisions: tuple[int, ...] = (8, 64, 512, 1024)
+    few: int = 100_000
+
+
+QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000)
+
+
+class Fleets(Page[Case, Found]):
+    """What the template beside this asks for.
+
+    Args:
+        scale: how much is run.
+        results: of the runs.
+        azure: as `Cell` has it.
+        command: that makes the page.
+        figures: the folder that may have LIVE.
+        checked: ValueError where a sentence does not hold.
+    """
+
+    name = "scale"
+    scale: Scale
+    kinds, tbt, slowdown, scenes_of, same, enough = KINDS, TBT, SLOWDOWN, SCENES, SAME, ENOUGH
+    system, policy = SYSTEM, POLICY
+
+    def __init__(
+        self,
+        scale: Scale,
+        results: Results[Case, Found],
+        azure: str = "",
+        command: str = "",
+        figures: Path = Path(),
+        *,
+        checked: bool = False,
+    ) -> None:
+        super().__init__(scale, results)
+        self.azure, self.command, self._figures, self._checked = azure, command, figures, checked
+
+    def claim(self, holds: bool, caller: Callable[[], str]) -> str:
+        """The sentence of a call block. ValueError if the numbers do not carry it."""
+        text = caller()
+        if self._checked and not holds and self.results.complete:
+            raise ValueError(f"the numbers do not carry it any more: {text}")
+        return text
+
+    def most(self) -> float:
+        """Requests a second that one replica serves."""
+        return most(self.azure)
+
+    def of(
+        self, router: str, replicas: int, load: float, scene: str = "published", **more: Any
+    ) -> Numbers:
+        """Of a run. more: other fields of `Cell`."""
+        cell = Cell(router, replicas, load, scene, self.scale.requests, azure=self.azure)
+        found = self.results[replace(cell, **more)]
+        assert isinstance(found, Numbers)
+        return found
+
+    def few(self, router: str, load: float) -> Numbers:
+        """Before the most replicas, with fewer requests."""
+        return self.of(router, self.scale.replicas[-1], load, requests=self.scale.few)
+
+    def sharded(self, router: str, routers: int) -> Numbers:
+        """Several routers before the most replicas."""
+        return self.of(router, self.scale.replicas[-1], self.scale.loads[-1], routers=routers)
+
+    def gains(self) -> dict[tuple[int, float], float]:
+        """By how much `slo` is ahead of the best of the others, by replicas and load."""
+        return {
+            (replicas, load): _gain(lambda router, at=(replicas, load): self.of(router, *at))
+            for replicas, load in product(self.scale.replicas, self.scale.loads)
+        }
+
+    def loads(self) -> str:
+        """By replicas and load."""
+        rows = [
+            [f"{n}", f"{load:.0%}", *_cells(lambda router, at=(n, load): self.of(router, *at))]
+            for n, load in product(self.scale.replicas, self.scale.loads)
+        ]
+        return table(["replicas", "load", *_names()], rows)
+
+    def by_load(self) -> str:
+        """A figure."""
+        panels = [
+            [
+                panel(
+                    f"{title}, {replicas} replicas",
+                    label,
+                    list(ROUTERS),
+                    self.scale.loads,
+                    lambda router, load, n=replicas, value=value: value(self.of(router, n, load)),
+                    100,
+                    log_y=log_y,
+                )
+                for replicas in self.scale.replicas
+            ]
+            for title, label, value, log_y in (
+                ("attainment", "%", lambda n: 100 * n.attainment, False),
+                ("P99 TTFT", "s", lambda n: n.p99, True),
+            )
+        ]
+        caption = "Attainment and P99 TTFT by load, for 8, 64 and 512 replicas"
+        return self.chart("scale-load.png", caption, panels, "load, %", log_x=False)
+
+    def shorter(self) -> tuple[str, list[float]]:
+        """With fewer requests and with all, and what `slo` gains in each line."""
+        scale, rows, gains = self.scale, [], []
+        for load, few in product(scale.loads, (True, False)):
+
+            def of(router: str, load: float = load, few: bool = few) -> Numbers:
+                more = self.few(router, load)
+                return more if few else self.of(router, scale.replicas[-1], load)
+
+            rows.append([f"{load:.0%}", f"{scale.few if few else scale.requests:,}", *_cells(of)])
+            gains.append(_gain(of))
+        return table(["load", "requests", *_names()], rows), gains
+
+    def scenes(self) -> str:
+        """Snapshots, and replicas that are not as the others."""
+        rows = []
+        for replicas, scene in product(self.scale.replicas, WORDS):
+
+            def of(router: str, at: tuple[int, str] = (replicas, scene)) -> Numbers:
+                return self.of(router, at[0], self.scale.load, at[1])
+
+            cells = _cells(of)
+            if scene == "dead":
+                failed = (of(router).failed for router in ROUTERS)
+                cells = [f"{cell}; {n} failed" for cell, n in zip(cells, failed, strict=True)]
+            rows.append([f"{replicas}", WORDS[scene], *cells])
+        return table(["replicas", "", *_names()], rows)
+
+    def _slow(self, router: str) -> list[float]:
+        """P99 TTFTs with a slow replica, by replicas."""
+        return [self.of(router, n, self.scale.load, "slow").p99 for n in self.scale.replicas]
+
+    def slow(self, router: str) -> str:
+        """The same as in a sentence."""
+        return listed([f"{p99:,.1f}" for p99 in self._slow(router)])
+
+    def no_slower(self) -> bool:
+        """Whether `slo` is not, than round robin."""
+        both = zip(self._slow("slo"), self._slow("round_robin"), strict=True)
+        return all(ours <= theirs for ours, theirs in both)
+
+    def stale(self) -> float:
+        """What stale snapshots cost `slo` at most."""
+        return max(
+            self.of("slo", replicas, self.scale.load, "live").attainment
+            - self.of("slo", replicas, self.scale.load, "stale").attainment
+            for replicas in self.scale.replicas
+        )
+
+    def shards(self) -> str:
+        """Several routers."""
+        rows = [
+            [f"{n}", f"{self.scale.replicas[-1] // n}", *_cells(lambda r, n=n: self.sharded(r, n))]
+            for n in self.scale.shards
+        ]
+        return table(["routers", "replicas each", *_names()], rows)
+
+    def cost(self, router: str, replicas: int) -> float:
+        """Seconds of a decision."""
+        found = self.results[Decision(router, replicas)]
+        assert isinstance(found, Cost)
+        return found.seconds
+
+    def decisions(self) -> str:
+        """What one costs."""
+        rows = [
+            [f"`{name}`", *(f"{1e6 * self.cost(name, n):.0f}" for n in self.scale.decisions)]
+            for name in ROUTERS
+        ]
+        return table(["", *(f"{n} replicas, µs" for n in self.scale.decisions)], rows)
+
+    def decided_at(self) -> int:
+        """The replicas of which the page speaks."""
+        most_of_all = self.scale.replicas[-1]
+        return most_of_all if most_of_all in self.scale.decisions else self.scale.decisions[-1]
+
+    def by_replicas(self) -> str:
+        """A figure."""
+        shown = panel(
+            "one decision",
+            "µs",
+            list(ROUTERS),
+            self.scale.decisions,
+            lambda router, replicas: 1e6 * self.cost(router, replicas),
+        )
+        caption = "CPU time of a decision by number of replicas"
+        return self.chart("scale-decision.png", caption, [[shown]], "replicas")
+
+    def speeds(self) -> str:
+        """Requests simulated in a second, at least, by replicas."""
+        least = (
+            min(self.of(router, n, load).per_s for router in ROUTERS for load in self.scale.loads)
+            for n in self.scale.replicas
+        )
+        return listed([f"{rate:,.0f}" for rate in least])
+
+    def live(self) -> dict[str, Any]:
+        """What `jaxserve.experiments.scale_live` has written; nothing without it."""
+        path = self._figures / LIVE
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _names() -> list[str]:
+    return [f"`{name}`" for name in ROUTERS]
+
+
+def _cells(of: Callable[..., Numbers]) -> list[str]:
+    """Attainment and P99 TTFT, by router."""
+    return [f"{100 * n.attainment:.2f}; {n.p99:.2f} s" for n in map(of, ROUTERS)]
+
+
+def _gain(of: Callable[..., Numbers]) -> float:
+    """By how much `slo` attains more than the best of the others."""
+    return of("slo").attainment - max(of(name).attainment for name in ROUTERS if name != "slo")
 
 
 def _command(args: Namespace) -> str:
@@ -45,7 +293,7 @@ def _command(args: Namespace) -> str:
     return "python -m jaxserve.experiments.scale" + "".join(flags)
 
 
-def _make(args: Namespace, figures: Path) -> Page:
+def _make(args: Namespace, known: Path | None) -> Fleets:
     scale: Scale = QUICK if args.quick else Scale()
     for name in ("requests", "few"):
         value = getattr(args, name)
@@ -54,22 +302,17 @@ def _make(args: Namespace, figures: Path) -> Page:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
             scale = replace(scale, **{name: value})
     check_folder(args.azure)
-    numbers = figures / "scale.json"
-    known = Known(Path(args.numbers), read) if args.numbers else None
-    wanted = cases(scale, args.azure)
-    there: dict[Case, Found] = known.of(wanted) if known else {}
-
-    def keep(some: dict[Case, Found]) -> None:
-        dump(some, numbers)
-
-    results = run_all(wanted, args.jobs, run, there, keep)
-    keep(results)
-    return Page(
-        "Many replicas behind one stream of requests, simulated",
-        _command(args),
-        introduction(scale, args.azure),
-        [
-            *sections(scale, args.azure, results, figures, checked=not args.quick),
-            *on_ray(figures),
-        ],
+    results: Results[Case, Found] = Results(
+        run, lambda case: Cost if isinstance(case, Decision) else Numbers, known
     )
+    figures = Path(args.out) / "figures"
+    return Fleets(scale, results, args.azure, _command(args), figures, checked=not args.quick)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, as `write_page`."""
+    parser = flags("scale", __doc__)
+    parser.add_argument("--azure", metavar="DIR", default="", help="folder of the Azure traces")
+    parser.add_argument("--requests", type=int, help="of each run (1000000; 2000 with --quick)")
+    parser.add_argument("--few", type=int, help="of the short ones (100000; 1000 with --quick)")
+    return write_page(parser, argv, _make)

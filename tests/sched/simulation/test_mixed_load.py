@@ -8,20 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.experiments.bros import mixed
-from jaxserve.experiments.bros.mixed import (
+from jaxserve.experiments.bros import case as mixed
+from jaxserve.experiments.bros.case import (
     MixedCase,
     MixedNumbers,
     latency_of,
     run,
     within_tpot,
 )
-from jaxserve.experiments.bros.setting import MODELS, Scale
-from jaxserve.experiments.bros.tradeoff import Attainment, Tradeoff
-from jaxserve.experiments.bros.verdict import Verdict
+from jaxserve.experiments.bros.page import MODELS, Bros, Scale
 from jaxserve.experiments.common.figures import Panel, chart
-from jaxserve.experiments.common.seeds import Number, over
-from jaxserve.experiments.common.timed import Timed
+from jaxserve.experiments.common.runs import Number, Results, Timed, over
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
@@ -75,10 +72,13 @@ def test_timing_a_policy_leaves_what_it_says_of_itself() -> None:
         assert [getattr(timed, n) for n in said] == [getattr(policy, n) for n in said]
 
 
+def page_of(scale: Scale) -> Bros:
+    return Bros(scale, Results(run, lambda _: MixedNumbers))
+
+
 def test_a_case_is_the_papers_setting() -> None:
-    part = Tradeoff(Scale())
-    points = list(part.points())
-    assert ("OPT-30B", "sharegpt", 10.0) in points and ("Llama-3-70B", "lmsys", 15.0) in points
+    part = page_of(Scale())
+    assert {("OPT-30B", "sharegpt", 10.0), ("Llama-3-70B", "lmsys", 15.0)} <= set(part.points)
     first, *_, last = part.seeds("vllm", "OPT-13B", "sharegpt", 4.0)
     assert (first.duration, first.batch, first.timed) == (600.0, 256, True)
     assert (first.seed, last.seed, last.system) == (0, 2, "opt-13b@2xa100-40g")
@@ -101,7 +101,7 @@ def worth(latency: float, best_effort: float, ttft: float, tbt: float) -> MixedN
     )
 
 
-def test_what_is_said_of_numbers(tmp_path: Path) -> None:
+def test_what_is_said_of_numbers() -> None:
     scale = Scale((1,), models=("OPT-13B",), data_sets=("sharegpt",), steps=(1.0,))
     numbers = {
         "bros": worth(0.05, 4.0, 0.9, 0.80),
@@ -110,29 +110,24 @@ def test_what_is_said_of_numbers(tmp_path: Path) -> None:
         "priority": worth(0.0505, 4.5, 0.89, 0.80),
         "edf": worth(0.04, 1.0, 0.9, 0.80),
     }
-    results = {}
+    page = page_of(scale)
     for policy, found in numbers.items():
-        for case in Verdict(scale).seeds(policy, "OPT-13B", "sharegpt", 10.0):
-            results[case] = found
-    verdict = "\n".join(Verdict(scale).section(results, tmp_path).lines())
+        for case in page.seeds(policy, "OPT-13B", "sharegpt", 10.0):
+            page.results[case] = found
+    verdict = page.verdict()
     # Latency and throughput relative to the other's; attainments as differences.
     assert "| `vllm` | -75.0 | +0.0 | +90.0 | -1.0 | 1 | 0 |" in verdict
     assert "| `round_robin` | -50.0 | -20.0 | +60.0 | +30.0 | 0 | 0 |" in verdict
     assert "| `priority` | -1.0 | -11.1 | +1.0 | +0.0 | 0 | 1 |" in verdict
     assert "| `edf` | +25.0 | +300.0 | +0.0 | +0.0 | 0 | 0 |" in verdict
-    assert "`priority` is as good as `bros` at 1, `bros` as it at 0" in verdict
-    against = Tradeoff(scale).section(results, tmp_path).rows
-    assert [row.ours for row in against[:2]] == [
-        "-75.0% latency, +0.0% throughput",
-        "-50.0% latency, -20.0% throughput",
-    ]
-    assert "it has the lower latency at 0 of 1 points and the higher throughput at 1" in (
-        against[2].ours
-    )
-    attained = Attainment(scale).section(results, tmp_path).rows
-    assert attained[0].ours.startswith("TTFT more (90.0% for 0.0%), TPOT 1.00x")
-    assert attained[1].ours.startswith("TTFT 3.00x (90.0% for 30.0%)")
-    assert "`edf` attains as many TTFTs (less 2%) at 1 of 1 points" in attained[2].ours
+    assert (page.as_good("priority", "bros"), page.as_good("bros", "priority")) == (1, 0)
+    assert page.traded("sharegpt", "vllm").endswith("| -75.0% latency, +0.0% throughput")
+    assert page.traded("sharegpt", "round_robin").endswith("| -50.0% latency, -20.0% throughput")
+    assert (page.ahead("latency", "priority", -1), page.ahead("best_effort", "priority")) == (0, 1)
+    attained = [page.attained("sharegpt", other) for other in ("vllm", "round_robin")]
+    assert "| TTFT more (90.0% for 0.0%), TPOT 1.00x" in attained[0]
+    assert "| TTFT 3.00x (90.0% for 30.0%)" in attained[1]
+    assert page.ahead("ttft", "edf", slack=0.02) == 1 and page.results.complete
 
 
 def test_means_over_seeds_have_intervals() -> None:

@@ -18,8 +18,7 @@ from jaxserve.experiments.accelgen.case import (
     simulated,
     workload_of,
 )
-from jaxserve.experiments.accelgen.introduction import implied_output, saturation
-from jaxserve.experiments.accelgen.measured import budget_of
+from jaxserve.experiments.accelgen.page import budget_of, implied_output, saturation
 from jaxserve.experiments.accelgen.places import PLACES
 from jaxserve.experiments.accelgen.requests import EXCLUSIVE, READING, prefill_seconds
 from jaxserve.experiments.accelgen.tuned import Trial, Tuned, choices

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from jaxserve.experiments.common.grid import say_compiling
+from jaxserve.experiments.common.runs import Case, digits, say_compiling
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
@@ -18,11 +18,12 @@ from jaxserve.sched.slo.metrics import request_p99_tbt
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.workload import Workload
 
+_digits = partial(digits, count=4)
 QUANTILES = tuple(q / 100 for q in (*range(0, 100, 2), 99, 100))
 
 
 @dataclass(frozen=True)
-class OnlineCase:
+class OnlineCase(Case):
     """One trace under the rules `jaxserve`. rate: requests/s; cv: of Gamma gaps, 1 is Poisson.
     ttft, tbt: the SLO, seconds. longest: tokens that a request is cut to, None for no limit. C is
     max_batch_tokens, P is 512 where prompts are chunked, else C. hidden_read: as `systems.system`
@@ -54,13 +55,6 @@ class OnlineCase:
         """Of every request."""
         return SLO(self.ttft, self.tbt)
 
-    def named(self) -> dict[str, Any]:
-        """Parameters that are as by default are left out."""
-        values = asdict(self)
-        usual = {f.name: f.default for f in fields(self)}
-        named = {name: value for name, value in values.items() if value != usual[name]}
-        return {**named, **({"switches": dict(self.switches)} if self.switches else {})}
-
 
 @dataclass(frozen=True)
 class OnlineNumbers:
@@ -83,9 +77,6 @@ class OnlineNumbers:
     makespan: float
     ttft_quantiles: tuple[float, ...] = ()
     tbt_quantiles: tuple[float, ...] = ()
-
-
-OnlineResults = dict[OnlineCase, OnlineNumbers]
 
 
 def place_of(case: OnlineCase) -> System:
@@ -128,30 +119,18 @@ def run(case: OnlineCase) -> OnlineNumbers:
         attainment=summary["slo_attainment"],
         ttft_attainment=summary["ttft_attainment"],
         tbt_attainment=summary["tbt_attainment"],
-        ttft_p50=_short(float(np.quantile(ttft, 0.5))),
-        ttft_p99=_short(float(np.quantile(ttft, 0.99))),
-        step=_short(float(batches.duration.mean())),
-        batch_size=_short(float(size.mean())),
-        hidden=_short(float((batches.num_hidden / size).mean())),
-        kv_used=_short(summary["mean_kv_used"]),
+        ttft_p50=_digits(np.quantile(ttft, 0.5)),
+        ttft_p99=_digits(np.quantile(ttft, 0.99)),
+        step=_digits(batches.duration.mean()),
+        batch_size=_digits(size.mean()),
+        hidden=_digits((batches.num_hidden / size).mean()),
+        kv_used=_digits(summary["mean_kv_used"]),
         preemptions=summary["num_preemptions"],
-        makespan=_short(summary["makespan_s"]),
+        makespan=_digits(summary["makespan_s"]),
         ttft_quantiles=_quantiles(ttft) if case.quantiles else (),
         tbt_quantiles=_quantiles(request_p99_tbt(requests.times)) if case.quantiles else (),
     )
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(_short(v) for v in np.quantile(values, QUANTILES).tolist())
-
-
-def _short(value: float) -> float:
-    """Four digits: what a file needs."""
-    return float(f"{value:.4g}")
-
-
-def read_numbers(**values: Any) -> OnlineNumbers:
-    """From JSON, where tuples are lists."""
-    for name in ("ttft_quantiles", "tbt_quantiles"):
-        values[name] = tuple(values[name])
-    return OnlineNumbers(**values)
+    return tuple(map(_digits, np.quantile(values, QUANTILES).tolist()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxserve.experiments.common.timed import Timed
+from jaxserve.experiments.common.runs import Case, Timed, digits
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Tier
@@ -26,7 +26,7 @@ BATCH_TOKENS, ROWS = 2048, 256  # C and rows: vLLM's own, then
 
 
 @dataclass(frozen=True)
-class MixedCase:
+class MixedCase(Case):
     """rate: real-time requests/s, Poisson, with the targets of section 7.1. duration: seconds, when
     the trace is cut off. batch: best-effort requests submitted at a time. switches: parameters of
     the policy. timed: measure its plans."""
@@ -45,12 +45,6 @@ class MixedCase:
     def cost(self) -> float:
         """BROS plans longer than the others do; more requests are longer lists."""
         return self.duration * (5 + self.rate) * (3 if self.policy == "bros" else 1)
-
-    def named(self) -> dict[str, Any]:
-        """Parameters that are as by default are left out."""
-        usual = {f.name: f.default for f in fields(self)}
-        named = {name: value for name, value in asdict(self).items() if value != usual[name]}
-        return {**named, **({"switches": dict(self.switches)} if self.switches else {})}
 
 
 @dataclass(frozen=True)
@@ -86,9 +80,6 @@ class MixedNumbers:
     plan_p99: float = 0.0
 
 
-MixedResults = dict[MixedCase, MixedNumbers]
-
-
 def run(case: MixedCase) -> MixedNumbers:
     """Simulates it. ValueError if its policy, workload or system is unknown."""
     policy = Timed(make_policy(case.policy, **dict(case.switches)))
@@ -116,7 +107,10 @@ def run(case: MixedCase) -> MixedNumbers:
         plan=sum(policy.seconds) / float(batches.duration.sum()) if case.timed else 0.0,
         plan_p99=float(np.quantile(policy.seconds, 0.99)) if case.timed else 0.0,
     )
-    short: dict[str, Any] = {name: _short(value) for name, value in vars(numbers).items()}
+    short: dict[str, Any] = {
+        name: value if isinstance(value, int) else digits(value)
+        for name, value in vars(numbers).items()
+    }
     return MixedNumbers(**short)
 
 
@@ -152,8 +146,3 @@ def within_tpot(times: Times) -> float:
         return 1.0
     span = (judged.last_token - judged.first_token)[several]
     return float((span <= TPOT * (judged.tokens[several] - 1)).mean())
-
-
-def _short(value: float) -> float:
-    """Five digits: what a file needs."""
-    return value if isinstance(value, int) else float(f"{value:.5g}")

@@ -1,0 +1,38 @@
+"""What was measured on a machine, as files beside a page's numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxserve.machine import machine, versions
+
+
+def write(path: Path, command: str, name: str, found: Sequence[Any], **more: Any) -> None:
+    """As JSON, with the machine and the versions; makes the folder where there is none.
+    PackageNotFoundError where jaxserve was never installed.
+
+    Args:
+        path: of the file.
+        command: that measured it.
+        name: what the dataclasses `found` are called.
+        found: what was measured.
+        more: what else is to be known.
+    """
+    content = {"command": command, "machine": machine(), "versions": versions(), **more}
+    content[name] = [asdict(one) for one in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The same, and `where`, as a page says it; nothing if there is no such file. KeyError,
+    TypeError or ValueError if it is something else."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text("utf-8"))
+    where, jax = content["machine"], content["versions"]["jax"]
+    return {**content, "where": f"{where['cpu']}, {where['cores']} cores; jax {jax}"}
