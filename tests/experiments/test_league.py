@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,34 @@ def test_other_code_has_its_runs_done_again(
     again = tmp_path / "again"
     # Asked for, numbers are taken whatever code they came from.
     assert bench.main([*QUICK, f"--out={again}", f"--numbers={numbers}"]) == 0
+
+
+def test_runs_that_come_out_the_same_vouch_for_all_others(
+    league: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(league, tmp_path, dirs_exist_ok=True)
+    done: list[LeagueCase] = []
+
+    def count(case: LeagueCase) -> LeagueNumbers:
+        done.append(case)
+        return run(case)
+
+    monkeypatch.setattr(store, "code_of", lambda policy: f"renamed {policy}")
+    monkeypatch.setattr(collect, "run", count)
+    argv = [*QUICK, f"--out={tmp_path}", "--reproduce=3"]
+    assert bench.main(argv) == 0
+    assert len(done) == 3
+    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed bros"}
+    assert bench.main(argv[:-1]) == 0 and len(done) == 3
+    # One that comes out otherwise is named, and nothing is kept as it is.
+    monkeypatch.setattr(store, "code_of", lambda policy: f"changed {policy}")
+    monkeypatch.setattr(collect, "run", lambda case: replace(run(case), goodput=1e9))
+    assert bench.main(argv) == 1
+    assert "comes out otherwise now" in capsys.readouterr().err
+    assert {row["code"] for row in rows_of(tmp_path)} == {"renamed sarathi", "renamed bros"}
 
 
 def test_a_policy_of_ones_own_is_a_row(

@@ -7,6 +7,8 @@
 Runs are written to figures/league.csv in the folder of the page as they end: after ^C, or worse,
 the same command goes on where it was. It goes on only with numbers that the code of now would give:
 a change of a policy has its runs done again, one of the scheduler or the simulator all of them.
+Code that was only moved or renamed counts as changed, too: --reproduce=N does N of the runs again,
+drawn at random, and keeps all of them if those come out the same to the last digit.
 
 --policy adds one's own, or one with parameters, or one that knows the future, as a row, measured by
 the others; the page goes to the folder league, not to docs, and runs of docs/figures are taken from
@@ -26,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.command_line import Parser
-from jaxserve.experiments.league.collect import QUICK, Scale, collect
+from jaxserve.experiments.league.collect import QUICK, Scale, collect, reproduce
 from jaxserve.experiments.league.page import write_page
 from jaxserve.experiments.league.reading import advice
 from jaxserve.experiments.league.standings import Standings
@@ -50,6 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--azure", metavar="DIR", default="", help="folder of the Azure traces")
     add("--out", help=f"folder of the page ({DOCS}; {OWN} with --policy, --workloads or --quick)")
     add("--numbers", metavar="CSV", help="an earlier league's runs, whatever code made them")
+    add("--reproduce", metavar="N", type=int, default=0, help="runs that may vouch for all others")
     add("--quick", action="store_true", help="toy sizes, for the test")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     args = parser.parse_args(argv)
@@ -82,6 +85,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError("--workloads: none of them runs on a system of --quick")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    if args.reproduce < 0:
+        raise ValueError(f"--reproduce must be at least 0, got {args.reproduce}")
     if args.numbers is not None and not Path(args.numbers).is_file():
         raise ValueError(f"--numbers: there is no {args.numbers}")
     check_folder("out", args.out)
@@ -113,7 +118,10 @@ def show(args: argparse.Namespace) -> int:
 
 def _store(args: argparse.Namespace) -> Store:
     """Of the page's folder, with what --numbers, or else docs, has beside."""
-    store = Store(*_files(args.out / "figures" / "league.csv"))
+    files = _files(args.out / "figures" / "league.csv")
+    store = Store(*files, any_code=args.reproduce > 0)
+    if args.reproduce:
+        reproduce(store, args.reproduce, args.jobs)
     if args.numbers is not None:
         store.take(Store(*_files(Path(args.numbers)), any_code=True))
     elif not args.whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from jaxserve.bench import planning_time
 from jaxserve.experiments.common.processes import worked
+from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.optimum import CutCase, Optimum, latencies, optimum
 from jaxserve.experiments.league.runs import (
     LeagueCase,
@@ -106,6 +108,21 @@ def collect(
         plans, where = league.plans()
     store.end(runs)
     return Found(runs, saturations, cuts, plans, where)
+
+
+def reproduce(store: Store, count: int, jobs: int) -> None:
+    """Does so many of the store's runs again, others whenever the code is another; where all come
+    out the same, all that it has counts as found by the code that there is. ValueError says which
+    one does not."""
+    known = store.cases()
+    cases = random.Random(code_of()).sample(known, min(count, len(known)))
+    bar = tqdm(total=len(cases), desc="again", unit="run", file=sys.stderr)
+    with bar:
+        for case, found in worked(sorted(cases, key=_longest), jobs, run):
+            if found != store.numbers(case):
+                raise ValueError(f"--reproduce: {case} comes out otherwise now")
+            bar.update()
+    store.restamp()
 
 
 def ahead(scale: Scale, missing: int, count: int, jobs: int) -> str:

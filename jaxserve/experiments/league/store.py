@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,12 @@ from jaxserve.experiments.league.code import code_of
 from jaxserve.experiments.league.runs import LeagueCase, LeagueNumbers
 
 _CASE = [field.name for field in fields(LeagueCase)]
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_CASE, str),
+    "seed": int,
+    "rate": float,
+    "count": int,
+}
 _NUMBERS = [field.name for field in fields(LeagueNumbers)]
 _HEADER = [*_CASE, "code", *_NUMBERS]
 
@@ -67,6 +73,22 @@ class Store:
         """Knows from now on what the other does, too."""
         self._rows = other._rows | self._rows
         self._known = other._known | self._known
+
+    def cases(self) -> list[LeagueCase]:
+        """Of the runs that it has, of those that need no trace."""
+        return [
+            LeagueCase(**{name: _FIELDS[name](row[name]) for name in _CASE})
+            for row in self._rows.values()
+            if not row["trace"]
+        ]
+
+    def restamp(self) -> None:
+        """All that it has is of the code that there is: somebody has seen that it comes out the
+        same."""
+        for row in self._rows.values():
+            row["code"] = _now(row["policy"])
+        for fact in self._known.values():
+            fact["code"] = _now(fact["policy"])
 
     def traces(self) -> dict[str, str]:
         """The names of the traces that it has runs of, by workload."""
