@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from jaxserve import __version__
 from jaxserve.advise import cli as advise
 from jaxserve.bench import cli as bench
 from jaxserve.cli import COMMANDS
@@ -74,6 +75,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), target
         if anchor:
             assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(page for page in pages if f"]({page})" not in index) == []
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None and first[1] == __version__
+
+
+def test_the_readme_is_on_one_screen() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 120
 
 
 def prose(page: Path) -> str:
