@@ -16,6 +16,7 @@ from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RequestTable
 
 
@@ -48,12 +49,12 @@ class Oracle:
         self._lengths = np.zeros(capacity, np.int64)
         self._numbers = np.zeros(capacity, np.int64)
 
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        grow_columns(self, rows, _lengths=0, _numbers=0)
+
     def tell(self, row: int, length: int, number: int) -> None:
         """The request in that row will write so many tokens, and has that number."""
-        if row >= len(self._lengths):
-            more = np.zeros(max(len(self._lengths), row + 1), np.int64)
-            self._lengths = np.concatenate([self._lengths, more])
-            self._numbers = np.concatenate([self._numbers, more])
         self._lengths[row], self._numbers[row] = length, number
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.plan import InvalidPlan
+from jaxserve.sched.row_columns import grow_columns
 
 FUTILE = 100
 IDLE = 10_000
@@ -44,13 +45,12 @@ class Progress:
         if self._idle >= IDLE:
             raise InvalidPlan(f"after step {self.steps}, {IDLE} plans had operations but no batch")
 
+    def follow(self, rows: int) -> None:
+        """Makes room for rows up to `rows`."""
+        grow_columns(self, rows, _losses=0, _since=0)
+
     def forget(self, row: int) -> None:
         """Another request has the row from now on."""
-        if row >= len(self._losses):
-            more = np.zeros(row, np.int64)
-            self._losses, self._since = (
-                np.append(old, more) for old in (self._losses, self._since)
-            )
         self._losses[row] = 0
 
     def note(self, tokens: int, recomputed: int, preempted: np.ndarray) -> None:

@@ -111,8 +111,9 @@ class Scheduler:
         tenant = self.shares.join(request.tenant, request.weight, waiting)
         row = self.table.add(request, self.alone(request) if alone is None else alone)
         self.table.tenant[row] = tenant
-        self.pool.follow(self.table.capacity)
-        self.host.follow(self.table.capacity)
+        if len(self.pool.held) < (capacity := self.table.capacity):
+            for owner in (self.pool, self.host, self._progress, self._lengths):
+                owner.follow(capacity)
         self._progress.forget(row)
         length = request.sampling.max_tokens if output_len is None else output_len
         self._lengths.tell(row, length, number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cache.free_blocks import FreeBlocks
+from jaxserve.sched.row_columns import grow_columns
 
 NOBODY = -1
 _FIRST_BLOCKS = 1024
@@ -79,9 +80,7 @@ class BlockEnds:
         more = self._free.fresh - len(self.refs)
         if more > 0:
             more = max(more, len(self.refs), _FIRST_BLOCKS)
-            self.owners = np.concatenate([self.owners, np.full((more, 2), NOBODY, np.int32)])
-            self.at = np.concatenate([self.at, np.zeros((more, 2), np.int32)])
-            self.refs = np.concatenate([self.refs, np.zeros(more, np.int32)])
+            grow_columns(self, len(self.refs) + more, owners=NOBODY, at=0, refs=0)
         self.owners[ids, sides] = rows
         self.at[ids, sides] = at
         self.refs[ids] = 1

@@ -16,6 +16,7 @@ import numpy as np
 from jaxserve.sched.cache.bidirectional_blocks import NOBODY, BlockEnds
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
+from jaxserve.sched.row_columns import grow_columns
 
 
 class BlockPool(BlockEnds):
@@ -51,8 +52,8 @@ class BlockPool(BlockEnds):
         """Blocks that a cache of so many tokens takes; numbers or arrays."""
         return blocks_for(tokens, self.block_size, kind)
 
-    def blocks_held(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks that each row holds in all planes, those it shares included, int64 [n]."""
+    def blocks_held(self, rows: np.ndarray | int) -> np.ndarray:
+        """Blocks that a row, or each of several, holds in all planes, those it shares included."""
         return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
 
     def room(self, rows: np.ndarray) -> np.ndarray:
@@ -127,18 +128,11 @@ class BlockPool(BlockEnds):
 
     def follow(self, rows: int) -> None:
         """Makes room for owners up to `rows`."""
-        old = len(self.held)
-        if rows <= old:
-            return
         tables = np.zeros((rows, *self.tables.shape[1:]), np.int32)
         holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # the others' pages are never touched
         self.tables = tables
-        more = np.full((rows - old, self.cap.shape[1]), self.block_size, np.int16)
-        self.cap = np.concatenate([self.cap, more])
-        for name in ("held", "kind", "direction"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros(rows - old, column.dtype)]))
+        grow_columns(self, rows, cap=self.block_size, held=0, kind=KV, direction=LEFT)
 
     def open(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+from jaxserve.sched.row_columns import grow_columns
 
 _SEGMENT = np.dtype(
     [
@@ -57,10 +58,7 @@ class HostMemory:
 
     def follow(self, rows: int) -> None:
         """Makes room for rows up to `rows`."""
-        more = rows - len(self.tokens)
-        if more > 0:
-            self.tokens = np.concatenate([self.tokens, np.zeros(more, np.int64)])
-            self._one = np.concatenate([self._one, np.zeros(more, _SEGMENT)])
+        grow_columns(self, rows, tokens=0, _one=0)
 
     @property
     def num_free(self) -> int:

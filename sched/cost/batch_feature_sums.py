@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
 
 NUM_COLUMNS = 6
+MOVED = ("loaded_slots", "copied_slots", "saved_slots")  # columns that may come behind these
 LOOK = 64  # sizes that are asked for at once
 
 
@@ -25,10 +25,11 @@ def columns(tokens: np.ndarray, start: np.ndarray, decodes: np.ndarray) -> np.nd
     return found
 
 
-def features(sums: np.ndarray, **moved: Any) -> BatchFeatures:
-    """Of batches whose requests' columns sum up to these, [NUM_COLUMNS, m]. moved: slots, as
-    `BatchFeatures` names them, arrays [m]."""
-    tokens, read, decodes, quad, prefills, before = sums
+def features(sums: np.ndarray) -> BatchFeatures:
+    """Of batches whose requests' columns sum up to these, [NUM_COLUMNS, m], with those of MOVED
+    behind them or without."""
+    tokens, read, decodes, quad, prefills, before = sums[:NUM_COLUMNS]
+    moved = dict(zip(MOVED, sums[NUM_COLUMNS:], strict=False))
     return BatchFeatures(tokens, tokens, read, decodes, quad, prefills, before, **moved)
 
 

@@ -20,17 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
+from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.unified.batch_budget import Candidates
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
-NOBODY = -1
 MOST_QUEUES = 1000
 
 
@@ -50,11 +51,7 @@ class _Memory:
 
     def grow(self, rows: int) -> None:
         """Makes the arrays as long as the table."""
-        more = rows - len(self.seq)
-        if more > 0:
-            for name, column in vars(self).items():
-                setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
-            self.seq[-more:] = NOBODY
+        grow_columns(self, rows, **dict.fromkeys(vars(self), 0) | {"seq": NOBODY})
 
 
 @register(

@@ -13,8 +13,49 @@ import numpy as np
 from jaxserve.sched.plan import BatchPlan, Operation, Preempt
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.unified.batch_builder import PlannedWork
 
 _NOTHING = np.zeros(0, np.int64)
+
+
+class MemoryBudget:
+    """Memory that a plan hands out, imagined: the pool itself changes when the plan is booked.
+
+    Attributes:
+        free: Blocks.
+        slots: Requests that may yet start to hold cache.
+        preempted: Rows that lose their caches for others, in order.
+    """
+
+    def __init__(self, view: View, max_rows: int | None = None) -> None:
+        """max_rows: requests that may hold cache, where it is not the view's."""
+        self.view = view
+        most = view.limits.max_rows if max_rows is None else max_rows
+        self.free = view.pool.num_free
+        self.slots = max(most - len(view.table.in_state(RUNNING)), 0)
+        self.preempted: list[int] = []
+
+    def take(self, work: PlannedWork) -> None:
+        """They have their blocks and slots."""
+        self.free -= int(work.new.sum())
+        self.slots -= int(np.count_nonzero(work.starts))
+
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
+        where that is known."""
+        self.free += int(self.view.pool.blocks_held(row)) if gives is None else gives
+        self.slots += 1
+        self.preempted.append(row)
+
+    def is_out(self, rows: np.ndarray) -> np.ndarray:
+        """Which of them lose their caches in this plan, or some, bool [n]."""
+        return np.isin(rows, self.preempted) if self.preempted else np.zeros(len(rows), bool)
+
+    def preemptions(self) -> tuple[Operation, ...]:
+        """What is done to caches before the step."""
+        if not self.preempted:
+            return ()
+        return (Preempt.whole(np.array(self.preempted, np.int64)),)
 
 
 @dataclass(frozen=True)
@@ -55,7 +96,7 @@ class Candidates:
         )
 
 
-class BatchBudget:
+class BatchBudget(MemoryBudget):
     """A batch in the making. The checks are those of InferMax section 3.1, CanAllocate: C, P, M,
     and the number of rows.
 
@@ -71,18 +112,14 @@ class BatchBudget:
         prefill_tokens: int | None = None,
         expected: Expected | None = None,
     ) -> None:
-        self.view = view
+        super().__init__(view, max_rows)
         limits = view.limits
-        rows = limits.max_rows if max_rows is None else max_rows
         prefill = limits.max_prefill_tokens if prefill_tokens is None else prefill_tokens
         running = view.table.in_state(RUNNING)
         self.batch_left = limits.max_batch_tokens
         self.prefill_left = prefill
-        self.rows_left = rows
-        self.free = view.pool.num_free
-        self.slots_left = max(rows - len(running), 0)
+        self.rows_left = limits.max_rows if max_rows is None else max_rows
         self.chosen: list[Candidates] = []
-        self.preempted: list[int] = []
         # By row: in the batch, or preempted for it. Neither may be preempted (again).
         self.decided = np.zeros(view.table.capacity, bool)
         self._holders = len(running)
@@ -141,14 +178,14 @@ class BatchBudget:
         new = self.new_blocks(cands)
         total = int(np.add.reduce(new))
         starting = int(np.count_nonzero(self.view.table.state[rows] == WAITING))
-        if starting and (starting > self.slots_left or self._expected is not None):
+        if starting and (starting > self.slots or self._expected is not None):
             return False
         if total + (keep_free if starting else 0) > self.free:
             return False
         self.batch_left -= tokens
         self.prefill_left -= tokens
         self.rows_left -= count
-        self.slots_left -= starting
+        self.slots -= starting
         self._holders += starting
         self.free -= total
         if self._promises:
@@ -162,19 +199,15 @@ class BatchBudget:
     def preempt(self, row: int, gives: int | None = None) -> None:
         """Takes the row's cache away. It must not be in the batch. gives: the blocks that it frees,
         where nobody shares any."""
-        self.free += self.view.pool.returned(row, self._refs) if gives is None else gives
-        self.slots_left += 1
+        super().preempt(row, self.view.pool.returned(row, self._refs) if gives is None else gives)
         self._holders -= 1
         if self._promises:
             self._promised -= int(self._growth[row])
         self.decided[row] = True
-        self.preempted.append(row)
 
     def finish(self) -> BatchPlan:
         """The plan."""
-        operations: tuple[Operation, ...] = ()
-        if self.preempted:
-            operations = (Preempt.whole(np.asarray(self.preempted, np.int64)),)
+        operations = self.preemptions()
         if not self.chosen:
             return BatchPlan(operations=operations)
         if len(self.chosen) == 1:
@@ -241,7 +274,7 @@ class OneByOne:
         budget, new = self._budget, self.new[i]
         if not self.starts[i]:
             return bool(new <= budget.free)
-        if new > budget.free or not budget.slots_left:
+        if new > budget.free or not budget.slots:
             return False
         promised = budget._promised if budget._promises else 0
         return budget.alone or promised + self._peak[i] <= budget.free - self._keep_free
@@ -254,7 +287,7 @@ class OneByOne:
         budget.rows_left -= 1
         budget.free -= new
         if self.starts[i]:
-            budget.slots_left -= 1
+            budget.slots -= 1
             budget._holders += 1
             if budget._promises:
                 budget._promised += self._peak[i] - new
@@ -298,7 +331,7 @@ class OneByOne:
         budget, keep, decided = self._budget, self._keep_free, self._budget.decided
         rows, tokens, prefill, new = self.rows, self.tokens, self.prefill, self.new
         batch, prefills, free = budget.batch_left, budget.prefill_left, budget.free
-        slots, holders, left = budget.slots_left, budget._holders, budget.rows_left
+        slots, holders, left = budget.slots, budget._holders, budget.rows_left
         passed, starts, taken = 0, self.starts, []
         for i in which:
             if not (left and starts[i]):
@@ -321,7 +354,7 @@ class OneByOne:
             self._taken += taken
             decided[[rows[i] for i in taken]] = True
         budget.batch_left, budget.prefill_left, budget.free = batch, prefills, free
-        budget.slots_left, budget._holders, budget.rows_left = slots, holders, left
+        budget.slots, budget._holders, budget.rows_left = slots, holders, left
         return passed
 
     def close(self) -> None:

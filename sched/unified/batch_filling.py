@@ -191,7 +191,7 @@ class Filling:
             return rest  # cut, any of them may take less
         if not waits:
             return [j for j in rest if each.starts[j] or each.new[j] <= budget.free]
-        free, slots = budget.free, budget.slots_left
+        free, slots = budget.free, budget.slots
         if preempts:
             victims = [
                 row for row, _, _ in self._victims.behind(each.places(self.ranking.place)[head])
@@ -207,7 +207,7 @@ class Filling:
         budget, row, place = self.budget, each.rows[i], each.places(self.ranking.place)[i]
         if each.starts[i]:
             blocks = each.new[i] + (0 if budget.alone else self._watermark) - budget.free
-            if self._victims.giving(place, blocks, slot=budget.slots_left <= 0) is None:
+            if self._victims.giving(place, blocks, slot=budget.slots <= 0) is None:
                 return False
         before = len(budget.preempted)
         for victim, its, gives in self._victims.behind(place):

@@ -34,7 +34,8 @@ def test_another_request_in_the_row_has_lost_nothing() -> None:
     progress = Progress(1)
     for _ in range(2):
         progress.forget(0)
-        progress.forget(9)  # as in simulations, where the table grows
+        progress.follow(10)  # as in simulations, where the table grows
+        progress.forget(9)
         for _ in range(FUTILE - 1):
             progress.note(8, 8, rows(0, 9))
     progress.check()

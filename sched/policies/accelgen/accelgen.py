@@ -18,7 +18,7 @@ from jaxserve.sched.policies.accelgen.allowance import Allowances, laxity
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policies.accelgen.filling import Filling
 from jaxserve.sched.policies.accelgen.history import Seen
-from jaxserve.sched.policies.accelgen.memory_budget import Room
+from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
 from jaxserve.sched.policies.accelgen.missed import Missed
 from jaxserve.sched.policies.accelgen.pivot import Gauge, Pivot
 from jaxserve.sched.policies.accelgen.remaining import Targets, chunks, left
@@ -107,7 +107,7 @@ class AccelGen(Policy):
         work = self._ranked(view, clock, pivot, longest)
         batch = Batch(view)
         runs = work[~work.starts]
-        room = Room(view, batch, runs, self.watermark)
+        room = AccelGenBudget(view, batch, runs, self.watermark)
         filling = Filling(batch, room, pivot, chunked=self.chunked)
         decodes, prompts = runs[runs.decodes], work[~work.decodes]
         if len(decodes):
@@ -197,15 +197,15 @@ class AccelGen(Policy):
         done = filling.batch.work()
         self._seen.note_late(late.rows, done.rows[done.starts])
 
-    def _booked(self, view: View, batch: Batch, room: Room, clock: float) -> BatchPlan:
+    def _booked(self, view: View, batch: Batch, room: AccelGenBudget, clock: float) -> BatchPlan:
         """The plan, and what the next one has to know of it."""
         done, seconds, seen = batch.work(), batch.seconds, self._seen
-        seen.note_absences(view, room.dropped, done.rows, clock)
+        seen.note_absences(view, room.preempted, done.rows, clock)
         seen.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
         self._allowances.ran(done.rows, seconds)
-        self._allowances.forget(room.dropped)
+        self._allowances.forget(room.preempted)
         kinds = np.zeros(len(done), np.int64)
-        return BatchPlan(done.rows, done.tokens, done.reserve, kinds, room.operations())
+        return BatchPlan(done.rows, done.tokens, done.reserve, kinds, room.preemptions())
 
 
 def _in_reach(batch: Batch, work: Work, tokens: np.ndarray) -> tuple[Work, np.ndarray]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policies.accelgen.columns import NOBODY, follow
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.policy import View
+from jaxserve.sched.row_columns import grow_columns
 
 ENOUGH = 32  # outputs that must have ended before their lengths tell
 
@@ -75,7 +76,7 @@ class Allowances:
         some = np.flatnonzero(table.jct[rows] < np.inf)
         if not len(some):
             return due
-        self._follow(table.capacity)
+        grow_columns(self, table.capacity, _seq=NOBODY, _due=0.0, _share=0.0, _left=0.0)
         jobs = rows[some]
         anew = (self._seq[jobs] != table.seq[jobs]) | (self._left[jobs] <= 0)
         if anew.any():
@@ -110,9 +111,3 @@ class Allowances:
     def forget(self, rows: list[int]) -> None:
         """They lose their caches, and enter the queue anew."""
         self._seq[[row for row in rows if row < len(self._seq)]] = NOBODY
-
-    def _follow(self, rows: int) -> None:
-        self._seq = follow(self._seq, rows, NOBODY)
-        self._due, self._share, self._left = (
-            follow(column, rows, 0.0) for column in (self._due, self._share, self._left)
-        )

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
-from jaxserve.sched.policies.accelgen.memory_budget import Room
+from jaxserve.sched.policies.accelgen.memory_budget import AccelGenBudget
 from jaxserve.sched.policies.accelgen.nearest import nearest
 from jaxserve.sched.policies.accelgen.pivot import Pivot
 
@@ -15,7 +15,7 @@ class Filling:
     """One batch in the making. limit: SLO_min, seconds that it may take for those who are in it.
     chunked: whether prompts may be cut."""
 
-    def __init__(self, batch: Batch, room: Room, pivot: Pivot, *, chunked: bool) -> None:
+    def __init__(self, batch: Batch, room: AccelGenBudget, pivot: Pivot, *, chunked: bool) -> None:
         self.batch, self.room, self.limit = batch, room, np.inf
         self._view, self._pivot, self._chunked = room.view, pivot, chunked
 

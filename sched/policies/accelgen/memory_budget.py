@@ -7,23 +7,21 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import PLANES
 from jaxserve.sched.cache.cache_kinds import KV
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.plan import Operation, Preempt
 from jaxserve.sched.policies.accelgen.batch import Batch, Work
 from jaxserve.sched.policy import View
+from jaxserve.sched.unified.batch_budget import MemoryBudget
+from jaxserve.sched.unified.batch_builder import PlannedWork
 
 MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from it any more
 
 
-class Room:
-    """free: blocks. slots: requests that may yet hold cache. dropped: rows that lose theirs.
-    running: all that hold cache, the most urgent first. Who loses it first is who can spare it for
-    longest, of such the least urgent."""
+class AccelGenBudget(MemoryBudget):
+    """running: all that hold cache, the most urgent first. Who loses it first is who can spare it
+    for longest, of such the least urgent."""
 
     def __init__(self, view: View, batch: Batch, running: Work, watermark: float) -> None:
-        self.view, self._batch = view, batch
-        self.free = view.pool.num_free
-        self.slots = view.limits.max_rows - len(running)
-        self.dropped: list[int] = []
+        super().__init__(view)
+        self._batch = batch
         running = running[np.argsort(running.spare, kind="stable")]
         self._running, self._spare = running.rows, running.spare
         self._taken = np.zeros(view.table.capacity, np.int64)  # by row: blocks in this plan
@@ -57,13 +55,11 @@ class Room:
         free = np.where(self._alone(work), self.free, self.startable) // PLANES[KV]
         return np.maximum(pool.room(work.rows) + free * pool.block_size - work.start, 0)
 
-    def take(self, work: Work) -> None:
+    def take(self, work: PlannedWork) -> None:
         """They have their blocks and places."""
-        starts = int(np.count_nonzero(work.starts))
+        super().take(work)
         self._taken[work.rows] = work.new
-        self.free -= int(work.new.sum())
-        self.slots -= starts
-        self._holders += starts
+        self._holders += int(np.count_nonzero(work.starts))
 
     def grow(self, work: Work) -> Work:
         """Those of the decodes, the most urgent first, for whom there are blocks once the least
@@ -73,10 +69,10 @@ class Room:
         for row in self._running[::-1].tolist():
             if int(need.sum()) <= self.free:
                 break
-            self._drop(row)
+            self.preempt(row)
             if row in at:
                 need[at[row]] = 0
-        if self.dropped:
+        if self.preempted:
             work = work[~self.is_out(work.rows)]
         self.take(work)
         return work
@@ -94,25 +90,16 @@ class Room:
         if count > len(victims):
             return False
         for row in victims[:count].tolist():
-            self._drop(row)
+            self.preempt(row)
         return self.fit(one) == 1
 
     def _alone(self, work: Work) -> np.ndarray:
         """Whether nobody else holds cache, bool [n]."""
         return np.asarray(self._holders == ~work.starts)
 
-    def is_out(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them lose their caches in this plan, bool [n]."""
-        return np.isin(rows, self.dropped) if self.dropped else np.zeros(len(rows), bool)
-
-    def operations(self) -> tuple[Operation, ...]:
-        """What is done to caches before the step."""
-        return (Preempt.whole(np.array(self.dropped)),) if self.dropped else ()
-
-    def _drop(self, row: int) -> None:
-        self.free += int(self.view.pool.blocks_held(np.array([row]))[0] + self._taken[row])
-        self.slots += 1
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away, and the row out of the batch."""
+        super().preempt(row, int(self.view.pool.blocks_held(row) + self._taken[row]))
         self._holders -= 1
         self._taken[row] = 0
-        self.dropped.append(row)
         self._batch.drop(row)

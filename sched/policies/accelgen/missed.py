@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.policies.accelgen.columns import NOBODY, follow
+from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.policy import View
+from jaxserve.sched.row_columns import grow_columns
 
 
 class Missed:
@@ -19,7 +20,7 @@ class Missed:
         lost its cache between two tokens that have a target. Asked in every plan, as the table
         forgets when first tokens came. clock: when the next token comes at the earliest."""
         table = view.table
-        self._seq = follow(self._seq, table.capacity, NOBODY)
+        grow_columns(self, table.capacity, _seq=NOBODY)
         age = clock - table.arrival[rows]
         missed = (table.received[rows] == 0) & (age > table.ttft[rows])
         missed |= age > table.jct[rows]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.packing import Batch, Work
 
 
-def fill(batch: Batch, room: Room, work: Work, limit: float, *, chunked: bool) -> None:
+def fill(batch: Batch, room: BrosBudget, work: Work, limit: float, *, chunked: bool) -> None:
     """Adds them in order while rows, tokens, blocks and `limit`, seconds of the whole batch, last.
     If `chunked`, the first prompt that is too long is cut to what those that decode leave;
     otherwise it is passed over, as a cache is that takes too long to come back. Starts leave the
@@ -52,7 +52,7 @@ def fill(batch: Batch, room: Room, work: Work, limit: float, *, chunked: bool) -
 
 
 def fill_first(
-    batch: Batch, room: Room, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
+    batch: Batch, room: BrosBudget, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
 ) -> None:
     """Adds these rows in order, whatever time it takes, the last one if `chunked` cut to the tokens
     of a batch. Blocks and places come from other best-effort requests, then from real-time ones,
@@ -77,11 +77,11 @@ def fill_first(
         victims = [row for row in victims if not batch.chosen[row] and row != rows[0]]
         if not victims:
             return
-        room.drop(victims[0])
+        room.preempt(victims[0])
         rows = rows[rows != victims.pop(0)]
 
 
-def _memory(batch: Batch, room: Room, work: Work) -> int:
+def _memory(batch: Batch, room: BrosBudget, work: Work) -> int:
     """How many of them, in order, find their blocks and a place."""
     ok = np.cumsum(work.new) <= room.free
     ok &= ~work.starts | (np.cumsum(work.starts) <= room.slots)
@@ -92,7 +92,7 @@ def _memory(batch: Batch, room: Room, work: Work) -> int:
     return prefix(ok)
 
 
-def _make_room(room: Room, head: Work) -> bool:
+def _make_room(room: BrosBudget, head: Work) -> bool:
     """Drops the latest best-effort requests behind the head until it has its blocks; whether it
     has."""
     seq = room.view.table.seq
@@ -102,5 +102,5 @@ def _make_room(room: Room, head: Work) -> bool:
     if not len(rows) or have[-1] < head.new[0]:
         return False
     for row in rows[: int(np.searchsorted(have, head.new[0])) + 1].tolist():
-        room.drop(row)
+        room.preempt(row)
     return True

@@ -15,7 +15,7 @@ from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import PLANES, slots_for
 from jaxserve.sched.cache.cache_kinds import KV, LEFT, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
-from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.cache_restore import Mending
 from jaxserve.sched.policies.bros.packing import Batch, Work
 from jaxserve.sched.policy import View
@@ -33,7 +33,7 @@ class _Loan:
     blocks: np.ndarray
 
 
-class SharedRoom(Room):
+class SharedBlocksBudget(BrosBudget):
     """A room in which real-time requests join the blocks of best-effort ones.
 
     left: int64 [blocks], tokens that each has from the left, those of the step included.
@@ -98,10 +98,10 @@ class SharedRoom(Room):
         victims = runs[::-1].tolist()
         low = self.best_effort().tolist()
         while int(work.starts.sum()) > self.slots and (low or victims):
-            self.drop(low.pop(0) if low else victims.pop(0))
+            self.preempt(low.pop(0) if low else victims.pop(0))
         need, have = int(work.new.sum()), self.free + self.lendable()
         while need > have and victims:
-            self.drop(victims.pop(0))
+            self.preempt(victims.pop(0))
             have = self.free + self.lendable()
         if need > have:
             work = work[np.cumsum(work.new) <= have]
@@ -131,8 +131,8 @@ class SharedRoom(Room):
         super().take(work)
         return work
 
-    def drop(self, row: int) -> None:
-        """The row, which must not be in the batch, loses its cache, to the host if it fits."""
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away, to the host if it fits. It must not be in the batch."""
         pool, size = self.view.pool, self.view.pool.block_size
         first = np.arange(pool.held[row]) * size
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)

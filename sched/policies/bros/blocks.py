@@ -7,25 +7,23 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.plan import Operation, Preempt
+from jaxserve.sched.plan import Operation
 from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING
+from jaxserve.sched.unified.batch_budget import MemoryBudget
 
 
-class Room:
-    """free: blocks. slots: requests that may yet hold cache. running: rows that hold cache, in
-    order of arrival, but for those that lose it."""
+class BrosBudget(MemoryBudget):
+    """running: rows that hold cache, in order of arrival, but for those that lose it."""
 
     def __init__(self, view: View, batch: Batch, watermark: float, late_watermark: float) -> None:
-        self.view, self._batch = view, batch
+        super().__init__(view)
+        self._batch = batch
         self.running = view.table.in_state(RUNNING)
-        self.free = view.pool.num_free
-        self.slots = view.limits.max_rows - len(self.running)
         blocks = view.pool.num_blocks
         self._watermark = int(watermark * blocks)
         self._late_watermark = int(max(watermark, late_watermark) * blocks)
-        self._dropped: list[int] = []
 
     def starting(self, new: np.ndarray, left: Any, *, alone: bool, late: Any = False) -> np.ndarray:
         """Which of those who start, in order, find their new blocks among so many, a number or
@@ -86,7 +84,7 @@ class Room:
         for row in np.concatenate([self.best_effort(), runs[::-1]]).tolist():
             if need <= self.free and starts <= self.slots:
                 break
-            self.drop(row)
+            self.preempt(row)
         self.take(work)
         return work
 
@@ -94,22 +92,11 @@ class Room:
         """As `offers`, of best-effort rows that come before real-time ones."""
         return self.offers(rows)
 
-    def take(self, work: Work) -> None:
-        """They have their blocks and places."""
-        self.free -= int(work.new.sum())
-        self.slots -= int(work.starts.sum())
-
-    def drop(self, row: int) -> None:
-        """The row, which must not be in the batch, loses its cache."""
-        self.free += int(self.view.pool.blocks_held(np.array([row]))[0])
-        self.slots += 1
+    def preempt(self, row: int, gives: int | None = None) -> None:
+        """Takes the row's cache away. It must not be in the batch."""
+        super().preempt(row, gives)
         self.running = self.running[self.running != row]
-        self._dropped.append(row)
-
-    def is_out(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them have lost their caches in this plan, or some, bool [n]."""
-        return np.isin(rows, self._dropped)
 
     def operations(self, work: Work) -> tuple[Operation, ...]:
         """What is done to caches before the step. work: all of the batch."""
-        return (Preempt.whole(np.array(self._dropped)),) if self._dropped else ()
+        return self.preemptions()

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.bros.best_effort import fill, fill_first
-from jaxserve.sched.policies.bros.block_sharing import SharedRoom
-from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.block_sharing import SharedBlocksBudget
+from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.packing import BEST_EFFORT, Batch, Work
 from jaxserve.sched.policies.bros.real_time import Late, Packed, Rules, pack
 from jaxserve.sched.policies.bros.urgency import Targets
@@ -145,7 +145,7 @@ class Bros(Policy):
         if not self.in_order:
             others = others[np.argsort(view.host.tokens[others], kind="stable")]
         batch = Batch(view, view.limits.max_rows)
-        room = (SharedRoom if self.sharing else Room)(
+        room = (SharedBlocksBudget if self.sharing else BrosBudget)(
             view, batch, self.watermark, self.late_watermark
         )
         first = self._first(view, others, now, clock)

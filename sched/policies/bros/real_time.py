@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cost.batch_feature_sums import prefix
-from jaxserve.sched.policies.bros.blocks import Room
+from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.packing import Batch, Work, alone
 from jaxserve.sched.policies.bros.urgency import Queue
 
@@ -63,7 +63,7 @@ class Packed:
     started: int = 0
 
 
-def pack(batch: Batch, room: Room, queue: Queue, others: np.ndarray, rules: Rules) -> Packed:
+def pack(batch: Batch, room: BrosBudget, queue: Queue, others: np.ndarray, rules: Rules) -> Packed:
     """Adds real-time requests in order until the batch would end after the most urgent deadline;
     the prompt that would make it do so is cut. None waits for a deadline that cannot be met even
     with nobody else added to the batch, and one request at least is served.

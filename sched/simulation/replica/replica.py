@@ -20,6 +20,7 @@ from jaxserve.sched.cost.step_residuals import Draws
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.take_snapshot import Lately
+from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.simulation.replica.batch_rows import BatchRows
 from jaxserve.sched.simulation.replica.clock import Clock
 from jaxserve.sched.simulation.replica.multi_step import Decoding, InFlight, Stretch, stretch
@@ -99,10 +100,7 @@ class Replica:
         """The request, which has that number, arrives now; not before `next_time` has passed what
         arrived earlier."""
         row = self.scheduler.add(request, int(self._outputs.lengths[number]), number)
-        if row >= len(self._request_of):
-            capacity = self.scheduler.table.capacity
-            self._request_of = np.resize(self._request_of, capacity)
-            self._has_slot = np.append(self._has_slot, np.zeros(capacity - row, bool))
+        grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
         self.live += 1
         self._came += 1

@@ -10,6 +10,7 @@ from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cost.reachability import NOTHING, Alone
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.request import Request
+from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.simulation.replica.counted_pool import CountedPool
 from jaxserve.sched.simulation.replica.seed_use import SeedWatch
@@ -40,10 +41,7 @@ class GrowingTable(RequestTable):
 
     def _double(self) -> None:
         old, self.capacity = self.capacity, 2 * self.capacity
-        for name in _columns():
-            column = getattr(self, name)
-            more = np.zeros((old, *column.shape[1:]), column.dtype)
-            setattr(self, name, np.concatenate([column, more]))
+        grow_columns(self, self.capacity, **dict.fromkeys(_columns(), 0))
         self._free.extend(range(self.capacity - 1, old - 1, -1))
 
 
