@@ -31,7 +31,7 @@ from jaxserve.engine.startup.step_timer import Shape, StepTimer
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
 from jaxserve.sched.cost.cost_model_fit import Fit, FitError, Sample, fit
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.saturation import flat_from
 from jaxserve.sched.cost.served_steps import ServedSteps, fit_host
@@ -153,7 +153,7 @@ def pivot(samples: Iterable[Sample]) -> dict[str, float]:
     return {"tokens": int(sizes[first]), "seconds": float(times[first]), "largest": int(sizes[-1])}
 
 
-def measure_host(engine: Any, system: System) -> HostTerms:
+def measure_host(engine: Any, system: System) -> HostOverhead:
     """What a running engine's thread takes: of single requests, one after the other, of half as
     many as fit into a batch, and of twice as many, where half of them wait. Starts the engine if it
     was not."""
@@ -170,7 +170,7 @@ def measure_host(engine: Any, system: System) -> HostTerms:
         _serve(engine, 1, length, min(steps, 4))
     _serve(engine, max(1, most // 2), length, steps)
     _serve(engine, max(1, min(2 * most, engine._scheduler.table.capacity)), length, steps)
-    return fit_host(ServedSteps.of(recorder.steps), system.cost_model)
+    return fit_host(ServedSteps.from_steps(recorder.steps), system.cost_model)
 
 
 def _serve(engine: Any, count: int, length: int, steps: int) -> None:
@@ -238,7 +238,7 @@ def report(system: System, samples: int) -> str:
     return "\n".join(lines)
 
 
-def host_ms(host: HostTerms) -> str:
+def host_ms(host: HostOverhead) -> str:
     """The terms that are not zero, in milliseconds."""
     return ", ".join(f"{n} {1e3 * v:.3f}" for n, v in host.as_dict().items() if v) or "nothing"
 

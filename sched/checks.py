@@ -21,8 +21,8 @@ from jaxserve.sched.plan import (
     InvalidPlan,
     Join,
     Preempt,
+    ProjectToKV,
     Restore,
-    ToKV,
 )
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING
@@ -59,7 +59,7 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(offered, "hidden caches are planned where there are none")
     kind = after.kind[rows]
     stays_hidden = running & ~hidden & (kind == HIDDEN)
-    _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ToKV")
+    _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ProjectToKV")
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
     own = after.owned(rows, computed, computed + tokens)
     _demand(own, "a row would write into blocks that it shares; copy them")
@@ -117,14 +117,14 @@ class _After:
         self.computed[rows], self.held[rows], self.known[rows] = keep, stay, stay
         self.kind[rows[whole]], self.direction[rows[whole]] = KV, LEFT
 
-    def to_kv(self, op: ToKV) -> None:
+    def to_kv(self, op: ProjectToKV) -> None:
         rows = op.rows
         _demand(_different(rows, self.table.capacity), "a row becomes KV twice")
         planned = np.isin(rows, self.plan.rows[self.plan.kinds == KV])
         _demand(planned.all(), "a row that is not planned as KV becomes KV")
         _demand(not self.changed[rows].any(), "a row becomes KV after another operation on it")
         for row in rows.tolist():
-            _attempt(self.pool.check_widens, row, self.refs)
+            _attempt(self.pool.check_projects, row, self.refs)
         kinds = np.full(len(rows), KV)
         need = self.pool.needed(rows, self.computed[rows], kinds, self.held, self.kind)
         self._take(int(need.sum()))
@@ -142,7 +142,7 @@ class _After:
             self.changed[row] = True
         for row, ids in before:
             self._give_back(row, ids)
-            # A V block that it has got from `ToKV` in this plan is nobody else's.
+            # A V block that it has got from `ProjectToKV` in this plan is nobody else's.
             self.free += int(self.pool.blocks_for(1, self.kind[row])) - len(ids)
 
     def checkpoint(self, op: Checkpoint) -> None:
@@ -336,7 +336,7 @@ def _demand(condition: bool | np.bool_, problem: str) -> None:
 
 _CHECKS: dict[type, Callable[[_After, Any], None]] = {
     Preempt: _After.preempt,
-    ToKV: _After.to_kv,
+    ProjectToKV: _After.to_kv,
     Copy: _After.copy,
     Checkpoint: _After.checkpoint,
     Restore: _After.restore,

@@ -28,7 +28,7 @@ class Preempt:
 
 
 @dataclass(frozen=True)
-class ToKV:
+class ProjectToKV:
     """rows int64 [k]: planned rows whose hidden caches become K and V in place, with nothing
     recomputed."""
 
@@ -76,7 +76,7 @@ class Join:
     blocks: np.ndarray
 
 
-Operation = Preempt | ToKV | Copy | Checkpoint | Restore | Join
+Operation = Preempt | ProjectToKV | Copy | Checkpoint | Restore | Join
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class BatchPlan:
     @property
     def to_kv(self) -> np.ndarray:
         """Rows whose hidden caches become K and V, in order."""
-        found = [op.rows for op in self.operations if isinstance(op, ToKV)]
+        found = [op.rows for op in self.operations if isinstance(op, ProjectToKV)]
         return np.concatenate(found) if found else _none()
 
 

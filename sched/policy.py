@@ -53,7 +53,7 @@ class Oracle:
         """Makes room for rows up to `rows`."""
         grow_columns(self, rows, _lengths=0, _numbers=0)
 
-    def tell(self, row: int, length: int, number: int) -> None:
+    def set_output(self, row: int, length: int, number: int) -> None:
         """The request in that row will write so many tokens, and has that number."""
         self._lengths[row], self._numbers[row] = length, number
 
@@ -138,15 +138,15 @@ class Policy(abc.ABC):
     steady: bool = False
 
     @property
-    def takes_room(self) -> bool:
+    def waiting_can_preempt(self) -> bool:
         """Whether requests that start may take memory and rows from those that run and have a
-        larger `standing`."""
+        larger `queue_priority`."""
         return False
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """A number for each request: of those that wait, who has a smaller one is served first, as
         far as can be said before; None where nothing can. requests: one or some, with attributes as
-        `keys.Columns` has them. For predictions, asked from any thread: it changes nothing."""
+        `policy_spec.Columns` has them. For predictions, asked from any thread: it changes nothing."""
         return None
 
     def prefill_limit(self, limits: Limits) -> int:

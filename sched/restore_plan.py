@@ -21,7 +21,7 @@ def left_filled(view: View) -> np.ndarray:
     return filled
 
 
-def spilled(
+def overwritten_ranges(
     view: View, ids: np.ndarray, filled: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What those who fill blocks ids [m] from the right would lose if so many tokens filled them
@@ -41,7 +41,7 @@ def spilled(
 
 
 @dataclass(frozen=True)
-class Comeback:
+class RestorePlan:
     """What makes a row's cache whole again. copy: its blocks that go elsewhere first, int64 [k].
     first: its segments to restore, in order, int64 [m]. computed: tokens it has cached then.
     blocks: free ones that this takes. copied, loaded: slots."""
@@ -54,7 +54,7 @@ class Comeback:
     loaded: int
 
 
-def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
+def plan_restore(view: View, row: int, left: np.ndarray) -> RestorePlan:
     """For a row that fills blocks from the right, and has tokens on the host. Where a block's slots
     are free again, what is missing comes back there; elsewhere the row takes what it still has of
     the block along to another one. left: as `left_filled`, what is planned included."""
@@ -72,7 +72,7 @@ def comeback(view: View, row: int, left: np.ndarray) -> Comeback:
     there = np.maximum(np.minimum(computed - copy * size, pool.cap[row, copy]), 0)
     one, tokens, kinds = np.array([row]), np.array([until]), np.array([kind])
     more = int(pool.needed(one, tokens, kinds)[0]) if until > computed else 0
-    return Comeback(
+    return RestorePlan(
         copy,
         np.array([segment.first for segment in segments], np.int64),
         until,

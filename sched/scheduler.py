@@ -23,12 +23,12 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone
 from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
 from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
-from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, Restore, ToKV
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, ProjectToKV, Restore
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
 from jaxserve.sched.state.request_table import DRAINING, RUNNING, WAITING, RequestTable
-from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -116,13 +116,13 @@ class Scheduler:
                 owner.follow(capacity)
         self._progress.forget(row)
         length = request.sampling.max_tokens if output_len is None else output_len
-        self._lengths.tell(row, length, number)
+        self._lengths.set_output(row, length, number)
         return row
 
     def alone(self, request: Request) -> Alone:
         """What it would take with nobody else there, as far as is known now; any thread may ask."""
         chunk = self.policy.prefill_limit(self.view.limits)
-        return Alone.of(request, self.view.step_time, chunk)
+        return Alone.from_request(request, self.view.step_time, chunk)
 
     def schedule(self, now: float) -> Step:
         """The next step, booked. InvalidPlan if the policy over-commits, or gets nowhere
@@ -250,7 +250,7 @@ class Scheduler:
             return
         rows = rows[starts]
         sides = LEFT if plan.directions is None else plan.directions[starts]
-        self.pool.open_all(rows, plan.kinds[starts], sides)
+        self.pool.open_caches(rows, plan.kinds[starts], sides)
         table.move(rows, RUNNING)
         self.shares.left(int(table.tenant[rows[-1]]))
 
@@ -285,11 +285,11 @@ class Scheduler:
         table.move(whole, WAITING)
         return []
 
-    def _to_kv(self, plan: BatchPlan, op: ToKV) -> list[Move]:
+    def _to_kv(self, plan: BatchPlan, op: ProjectToKV) -> list[Move]:
         rows = op.rows
-        self.pool.widen(rows)
+        self.pool.project_to_kv(rows)
         tables, sides = self.pool.tables[rows], self.pool.direction[rows]
-        return [Widen(rows, self.table.computed[rows], tables, sides)]
+        return [ProjectSlots(rows, self.table.computed[rows], tables, sides)]
 
     def _copy(self, plan: BatchPlan, op: Copy) -> list[Move]:
         if not len(op.rows):
@@ -324,7 +324,7 @@ class Scheduler:
         opening = opening[table.state[rows[opening]] == WAITING]
         if len(opening):
             opened = rows[opening]
-            pool.open_all(opened, found["kind"][opening], found["side"][opening])
+            pool.open_caches(opened, found["kind"][opening], found["side"][opening])
             table.move(opened, RUNNING)
         if np.count_nonzero(further):
             longer = rows[further]
@@ -356,7 +356,7 @@ def _losers(plan: BatchPlan) -> np.ndarray:
 
 _BOOKING: dict[type, Callable[[Scheduler, BatchPlan, Any], list[Move]]] = {
     Preempt: Scheduler._preempt,
-    ToKV: Scheduler._to_kv,
+    ProjectToKV: Scheduler._to_kv,
     Copy: Scheduler._copy,
     Checkpoint: Scheduler._checkpoint,
     Restore: Scheduler._restore,

@@ -15,7 +15,7 @@ from jaxserve.sched.plan import BatchPlan
 
 
 @dataclass(frozen=True)
-class Widen:
+class ProjectSlots:
     """Hidden caches of rows [k] become K and V: cached [k] tokens of each, in the blocks of tables
     int32 [k, 2, width] and directions int8 [k]."""
 
@@ -60,7 +60,7 @@ class Discard:
     keys: tuple[int, ...]
 
 
-Move = Widen | CopySlots | Save | Load | Discard
+Move = ProjectSlots | CopySlots | Save | Load | Discard
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Step:
     def features(self, padding: Padding | None = None) -> BatchFeatures:
         """What it costs, moves included. padding: the shapes that the engine rounds batches to."""
         moved = _moved(self.moves) if self.moves else (0, 0, 0, 0)
-        return BatchFeatures.of(
+        return BatchFeatures.from_rows(
             self.plan.num_tokens,
             self.start,
             self.decodes,
@@ -144,7 +144,7 @@ def _moved(moves: tuple[Move, ...]) -> tuple[int, int, int, int]:
     """Tokens projected, slots copied on the device, slots to the host, slots from there."""
     projected = copied = saved = loaded = 0
     for move in moves:
-        if isinstance(move, Widen):
+        if isinstance(move, ProjectSlots):
             projected += int(move.cached.sum())
         elif isinstance(move, CopySlots):
             copied += len(move.places)

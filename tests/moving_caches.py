@@ -8,7 +8,15 @@ from collections import Counter
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
-from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Operation, Preempt, Restore, ToKV
+from jaxserve.sched.plan import (
+    BatchPlan,
+    Checkpoint,
+    Copy,
+    Operation,
+    Preempt,
+    ProjectToKV,
+    Restore,
+)
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 
@@ -87,7 +95,7 @@ class MovingCaches(Policy):
             operations.append(Copy(one, np.array([index])))
             self.did["copy"] += 1
         elif lot < 0.5 and kinds[row] == HIDDEN:
-            operations.append(ToKV(one))
+            operations.append(ProjectToKV(one))
             kinds[row] = KV
             self.did["to_kv"] += 1
 
@@ -100,7 +108,7 @@ class MovingCaches(Policy):
         kinds: np.ndarray,
     ) -> BatchPlan:
         table, left, chosen, counts = view.table, view.limits.max_batch_tokens, [], []
-        must = {int(r) for op in operations if isinstance(op, ToKV) for r in op.rows}
+        must = {int(r) for op in operations if isinstance(op, ProjectToKV) for r in op.rows}
         for row in sorted(rows, key=lambda r: r not in must):
             pending = int(table.prompt_len[row] + table.generated[row] - computed[row])
             count = min(pending, left)

@@ -14,7 +14,7 @@ from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
-from jaxserve.sched.restore_plan import comeback, left_filled, spilled
+from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 TRIES = 100
@@ -115,8 +115,8 @@ class _Plan:
         ids = np.flatnonzero(self.left)
         cut: dict[int, int] = {}
         kept = []
-        for row, first, end in zip(*(c.tolist() for c in spilled(self.view, ids, self.left[ids])),
-                                   strict=True):  # fmt: skip
+        lost = overwritten_ranges(self.view, ids, self.left[ids])
+        for row, first, end in zip(*(c.tolist() for c in lost), strict=True):
             self.damaged.add(row)
             slots = int(slots_for(end - first, self.pool.kind[row]))
             if row not in cut and slots <= self.host_free and self.policy.lot(8):
@@ -142,7 +142,7 @@ class _Plan:
         computed, known = int(self.table.computed[row]), int(self.pool.held[row])
         kind, copied = self._kind(row), np.zeros(0, np.int64)
         if host.tokens[row] and (waits or host.segments(row)[0].first < computed):
-            back = comeback(self.view, row, self.left)
+            back = plan_restore(self.view, row, self.left)
             if not self.policy.lot(3) or back.blocks > self.free or not len(back.first):
                 if not waits and not self.policy.lot(10):
                     self._drop(row, computed, swap=False)

@@ -75,7 +75,7 @@ def offline(num_requests: int, max_len: int, seed: int) -> list[Load]:
 
     def of(arrival: np.ndarray, lengths: Lengths) -> Workload:
         # Served for real, a request gets max_tokens.
-        return Workload.of(arrival, lengths, limit=lengths.output_len)
+        return Workload.create(arrival, lengths, limit=lengths.output_len)
 
     shapes = {
         "short in, short out": (0.05, 0.10),

@@ -249,7 +249,7 @@ def must_finish(jobs: Sequence[Job], records: Sequence[Record]) -> None:
 
 def times(due: np.ndarray, records: Sequence[Record]) -> Times:
     """The records as arrays. due: float64 [n], when each was to be sent, on `clock`."""
-    return Times.of(
+    return Times.from_tokens(
         due.tolist(),
         [record.token_times for record in records],
         [record.outcome == "finished" for record in records],

@@ -48,7 +48,7 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.simulation.results import SimulationResult
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
 from jaxserve.server.startup.launch import UsageError
@@ -132,14 +132,14 @@ def _in_order(
     count = args.num_requests + args.batch
     realtime = np.arange(count) < args.num_requests
     terms = dataclasses.replace(
-        Terms.none(count),
+        SloColumns.none(count),
         tier=np.where(realtime, Tier.REALTIME, Tier.BEST_EFFORT).astype(np.int8),
         ttft=np.where(realtime, args.ttft_ms / 1e3, np.inf),
         tbt=np.where(realtime, args.tbt_ms / 1e3, np.inf),
     )
     order = np.argsort(due, kind="stable")
     both = Lengths(prompt[order], output[order])
-    return Workload.of(due[order], both, limit=both.output_len, terms=terms.take(order))
+    return Workload.create(due[order], both, limit=both.output_len, terms=terms.take(order))
 
 
 def show(args: argparse.Namespace) -> int:

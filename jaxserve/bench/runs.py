@@ -103,7 +103,7 @@ def warm_up(target: Target, count: int, input_len: int, output_len: int, seed: i
 def _all_at_once(count: int, input_len: int, output_len: int) -> Workload:
     """`count` requests of one shape that ask for as much as they write."""
     lengths = fixed_lengths(input_len, output_len, count)
-    return Workload.of(all_at_once(count), lengths, limit=lengths.output_len)
+    return Workload.create(all_at_once(count), lengths, limit=lengths.output_len)
 
 
 def _values(values: list[float]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from jaxserve.machine import machine, versions
 from jaxserve.sched.simulation.recording import replay
 from jaxserve.sched.simulation.recording.replay import Recording
 from jaxserve.sched.slo.metrics import load_metrics
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import DATA_SETS, sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 from jaxserve.server.startup.launch import UsageError
@@ -185,11 +185,11 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
     for name, unit in units.items():
         multiples = np.array([getattr(one, name) or np.inf for one in CLASSES.values()])
         targets[name] = args.slo_scale * multiples[slo_class] * unit
-    plain = Terms.none(args.num_requests)
-    terms = Terms(
+    plain = SloColumns.none(args.num_requests)
+    terms = SloColumns(
         plain.tier, **targets, slo_class=slo_class, greedy=plain.greedy, classes=(*CLASSES,)
     )
-    return Workload.of(arrival, drawn, limit=drawn.output_len, terms=terms)
+    return Workload.create(arrival, drawn, limit=drawn.output_len, terms=terms)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -233,7 +233,7 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
     size = {"requests": args.num_requests, "longest": LONGEST, "num_blocks": NUM_BLOCKS}
     configs = {name: configured(args.config, name, path, **size) for name, path in paths.items()}
     waiting = lengths(args, np.random.default_rng((args.seed, 0)))
-    at_once = Workload.of(all_at_once(len(waiting)), waiting, limit=waiting.output_len)
+    at_once = Workload.create(all_at_once(len(waiting)), waiting, limit=waiting.output_len)
     served: dict[str, list[dict[str, Any]]] = {name: [] for name in args.policies}
     with engines(configs, [at_once], args.seed) as serving:
         targets = {name: EngineTarget(engine) for name, engine in serving.items()}

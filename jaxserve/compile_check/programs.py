@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.compile_check.case import Case, param_sharding
 from jaxserve.engine.device.batch_layout import Layout
-from jaxserve.engine.device.hidden_cache import make_widen
+from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import Newest
@@ -115,11 +115,11 @@ def _prompt_step(case: Case) -> jax.stages.Lowered:
 
 
 def _widen(case: Case) -> jax.stages.Lowered:
-    pool, layout = _pool(case), case.buckets.widening()
+    pool, layout = _pool(case), case.buckets.projection_layout()
     packed = _array(case, (layout.size,), jnp.int32)
     model = _model(case, hidden=True)
-    widen = make_widen(model, pool.format)
-    lowered: jax.stages.Lowered = widen.lower(_params(case, model), pool, packed, layout=layout)
+    program = make_project_to_kv(model, pool.format)
+    lowered: jax.stages.Lowered = program.lower(_params(case, model), pool, packed, layout=layout)
     return lowered
 
 

@@ -74,7 +74,7 @@ class Tally(Observer):
         backlog, info, stats = self._engine.backlog(), self._engine.info(), self._engine.stats()
         unfinished = stats.waiting + stats.running
         known = fixed(
-            Prices.of(backlog.cost_model),
+            Prices.from_cost_model(backlog.cost_model),
             backlog.policy,
             backlog.limits,
             info.num_blocks,

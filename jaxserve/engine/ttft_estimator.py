@@ -11,7 +11,7 @@ from jaxserve.engine.in_flight import InFlight
 from jaxserve.sched.request import Request, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.backlog import Backlog
-from jaxserve.sched.slo.ttft_estimator import FirstToken, Wait
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator, Wait
 from jaxserve.sched.step_timing import StepWatch
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class LiveTtftEstimator:
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
         self._since: deque[tuple[int, Request]] = deque()  # with how many there were before
-        self._seen: FirstToken | None = None
+        self._seen: TtftEstimator | None = None
         self.publish()
 
     def publish(self, *flying: InFlight | None) -> None:
@@ -46,8 +46,8 @@ class LiveTtftEstimator:
         for step in flying:
             if step is not None:
                 free_at = max(free_at, step.watched.submitted) + step.watched.predicted
-        backlog = self.backlog = Backlog.of(self._scheduler, now, free_at)
-        self._latest = self._arrivals(), FirstToken(backlog)
+        backlog = self.backlog = Backlog.from_scheduler(self._scheduler, now, free_at)
+        self._latest = self._arrivals(), TtftEstimator(backlog)
 
     def submitted(self, request: Request) -> None:
         """The engine has been given the request; it may not have taken it in yet."""
@@ -68,7 +68,7 @@ class LiveTtftEstimator:
         shortest = {tier: Request("", (0,), tier=tier) for tier in Tier}
         return {tier.name.lower(): self.wait(one).seconds for tier, one in shortest.items()}
 
-    def _current(self) -> FirstToken:
+    def _current(self) -> TtftEstimator:
         received, predicts = self._latest
         if predicts is not self._seen:
             self._seen = predicts
@@ -79,7 +79,7 @@ class LiveTtftEstimator:
         return predicts
 
 
-def _arrived(predicts: FirstToken, request: Request) -> None:
+def _arrived(predicts: TtftEstimator, request: Request) -> None:
     """A policy that fails over where it stands makes predictions worse, and nothing else: it is in
     the queue."""
     try:

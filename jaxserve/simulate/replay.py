@@ -110,4 +110,4 @@ def read(args: argparse.Namespace) -> Replay:
 def with_slo(workload: Workload, slo: SLO) -> Workload:
     """Those requests have the targets that have none of their own."""
     terms = with_targets(workload.terms, slo)
-    return Workload.of(workload.arrival, workload.lengths, limit=workload.limit, terms=terms)
+    return Workload.create(workload.arrival, workload.lengths, limit=workload.limit, terms=terms)

@@ -134,11 +134,11 @@ class BlockPool(BlockEnds):
         self.tables = tables
         grow_columns(self, rows, cap=self.block_size, held=0, kind=KV, direction=LEFT)
 
-    def open(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
+    def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
         """Starts an empty cache for the row. ValueError if it has one."""
-        self.open_all(np.array([row]), kind, direction)
+        self.open_caches(np.array([row]), kind, direction)
 
-    def open_all(self, rows: np.ndarray, kinds: Any, directions: Any = LEFT) -> None:
+    def open_caches(self, rows: np.ndarray, kinds: Any, directions: Any = LEFT) -> None:
         """Starts an empty cache for each of the rows; one kind and direction for all, or arrays
         [n]. ValueError if one of them has one."""
         if np.count_nonzero(self.held[rows]):
@@ -180,19 +180,19 @@ class BlockPool(BlockEnds):
         at = np.repeat(have, counts) + each // of
         self.tables[owner, each % of, at] = self._take(owner, self.direction[owner], at)
 
-    def widen(self, rows: np.ndarray) -> None:
+    def project_to_kv(self, rows: np.ndarray) -> None:
         """Makes KV caches of the hidden ones of these rows, which are different: their blocks
         become K blocks, and each row gets as many V blocks. OutOfBlocks, or ValueError where there
         is no hidden cache or where it shares blocks."""
         for row in rows.tolist():
-            self.check_widens(row)
+            self.check_projects(row)
         counts = self.held[rows]
         owner = np.repeat(rows, counts)
         index = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.tables[owner, 1, index] = self._take(owner, self.direction[owner], index)
         self.kind[rows] = KV
 
-    def check_widens(self, row: int, refs: np.ndarray | None = None) -> None:
+    def check_projects(self, row: int, refs: np.ndarray | None = None) -> None:
         """ValueError if the row has no hidden cache of its own that could become K and V. refs:
         holders by block, instead of the pool's own: what would be after some operations."""
         if self.kind[row] != HIDDEN:

@@ -46,7 +46,7 @@ class BatchFeatures:
     sampled_rows: Any = 0
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         counts: np.ndarray,
         contexts: np.ndarray,

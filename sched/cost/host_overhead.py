@@ -12,7 +12,7 @@ BURST = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
-class HostTerms:
+class HostOverhead:
     """Seconds of the host's thread around a step, and how they grow.
 
     plan, plan_row: the policy's plan, and for each request there is. launch, launch_row: the batch

@@ -52,7 +52,7 @@ class Alone:
     jct: Any = 0.0
 
     @classmethod
-    def of(cls, request: Request, step_time: StepTime, chunk: int) -> Alone:
+    def from_request(cls, request: Request, step_time: StepTime, chunk: int) -> Alone:
         """Of one request; all 0 where it has no targets, to which nothing is compared. Any thread
         may ask. chunk: tokens of a prompt that a step computes, `Policy.prefill_limit`."""
         if request.slo == _NO_TARGETS:
@@ -64,7 +64,7 @@ class Alone:
         return cls(prefill, gap, prefill + rest)
 
     @classmethod
-    def of_all(
+    def from_lengths(
         cls, prompt_len: np.ndarray, limit: np.ndarray, step_time: StepTime, chunk: int
     ) -> Alone:
         """Of n requests that may end with any token: the same numbers as `of` each. limit: the

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.cost.cost_model_fit import PRIOR, FitError, columns, nearest
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 
 MIN_STEPS = 10
 MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept
@@ -48,7 +48,7 @@ class ServedSteps:
     after_idle: np.ndarray
 
     @classmethod
-    def of(cls, steps: Iterable[Any]) -> ServedSteps:
+    def from_steps(cls, steps: Iterable[Any]) -> ServedSteps:
         """steps: of `StepStats`, or whatever has its fields."""
         steps = list(steps)
         arrays = {
@@ -67,7 +67,7 @@ class ServedSteps:
         """Seconds that the host's thread took around each step, without waking up, float64 [n]."""
         return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
-    def predicted_host_time(self, host: HostTerms) -> np.ndarray:
+    def predicted_host_time(self, host: HostOverhead) -> np.ndarray:
         """The same as the terms have it."""
         before = host.receive + host.receive_row * self.num_received
         before = before + host.plan + host.plan_row * self.num_live
@@ -117,11 +117,11 @@ def _without_overlap(steps: ServedSteps) -> bool:
     return bool(np.count_nonzero(~steps.after_idle) < MIN_STEPS)
 
 
-def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
+def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostOverhead:
     """What explains the host's times, and how much longer than the model says steps took after
     idle. No steps: nothing takes any time."""
     if not len(steps):
-        return HostTerms()
+        return HostOverhead()
     one = np.ones(len(steps))
     plan, plan_row = _terms(steps.plan_time, one, steps.num_live)
     launch, launch_row, admit, move = _terms(
@@ -129,7 +129,7 @@ def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostTerms:
     )
     finish, finish_row = _terms(steps.finish_time, one, steps.num_emitting)
     receive, receive_row = _terms(steps.receive_time, one, steps.num_received)
-    host = HostTerms(
+    host = HostOverhead(
         plan,
         plan_row,
         launch,
@@ -162,7 +162,7 @@ def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
     return max(0.0, float(np.median(idle.device_time - model.batch_time(idle.features))))
 
 
-def _wake(steps: ServedSteps, host: HostTerms) -> float:
+def _wake(steps: ServedSteps, host: HostOverhead) -> float:
     """The median over the steps before which the thread slept, from the arrival to the launch, of
     what they took beside `host`: caches are cold after it. 0 if there are few."""
     slept = steps.take(steps.wake_time > 0)

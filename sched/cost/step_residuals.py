@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.served_steps import MIN_STEPS, MOST, ServedSteps
 
 LEVELS = 1000  # quantiles that are kept of the residuals of each kind
@@ -53,7 +53,7 @@ class Scatter:
         return self.levels[:, places.ravel()[:LOTS]]
 
 
-def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostTerms) -> Scatter | None:
+def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostOverhead) -> Scatter | None:
     """The residuals of steps, of each kind scaled, so that all steps of it together take as long as
     they did.
 

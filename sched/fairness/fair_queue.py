@@ -47,7 +47,7 @@ def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.nd
     """As the policy would serve them, as far as it says, else by arrival."""
     seq = view.table.seq[rows]
     with np.errstate(all="ignore"):
-        standing = policy.standing(Columns(view, rows, 0.0), now)
+        standing = policy.queue_priority(Columns(view, rows, 0.0), now)
     if standing is None:
         return np.argsort(seq)
     return np.lexsort((seq, np.broadcast_to(np.asarray(standing, np.float64), rows.shape)))
@@ -62,7 +62,7 @@ def _next(policy: Policy, view: View, shares: FairShares, lane: np.ndarray) -> n
     if policy.mixed_batches:
         tokens -= int(np.count_nonzero(decodes))
     lower = table.tier[running] > table.tier[lane[0]]
-    losers = running[lower & policy.takes_room]  # room for whom the policy makes
+    losers = running[lower & policy.waiting_can_preempt]  # room for whom the policy makes
     places = policy.row_limit(view.limits) - len(running) + len(losers)
     blocks = pool.num_free + int(pool.held[losers].sum())
     length = table.prompt_len[lane]

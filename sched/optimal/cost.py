@@ -40,7 +40,7 @@ class ScaledCost:
     error: float
 
     @classmethod
-    def of(cls, cost_model: LinearCostModel | InferMaxCostModel) -> ScaledCost:
+    def from_cost_model(cls, cost_model: LinearCostModel | InferMaxCostModel) -> ScaledCost:
         """The unit is the power of ten that leaves the smallest coefficient four digits, from
         1e-9 to 1e-14 s."""
         paper = cost_model if isinstance(cost_model, InferMaxCostModel) else None

@@ -93,7 +93,7 @@ def solve(
     would be too large.
     """
     start, note = _start(problem, warm_start)
-    cost = ScaledCost.of(problem.cost_model)
+    cost = ScaledCost.from_cost_model(problem.cost_model)
     value = problem.value(start)
     target = value if better_than is None else min(better_than, value)
     enough = enough_batches(problem, cost, target)

@@ -106,7 +106,7 @@ class FastServe(UnifiedPolicy):
         """By queue, the top one first, then by arrival."""
         return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """Unknown: it depends on what each has been through."""
         return None
 

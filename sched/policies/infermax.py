@@ -17,7 +17,7 @@ from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.unified.batch_budget import Expected
-from jaxserve.sched.unified.policy_spec import Form, where
+from jaxserve.sched.unified.policy_spec import CompiledSpec, where
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import Group, UnifiedPolicy
 
@@ -66,10 +66,10 @@ class InferMax(UnifiedPolicy):
         running = plain.running[np.argsort(-view.table.computed[plain.running], kind="stable")]
         return Ranking(view.table, plain.waiting, running)
 
-    def form(self) -> Form | None:
+    def compiled_spec(self) -> CompiledSpec | None:
         """As the methods here have it."""
-        plain = super().form()
-        return plain and Form(
+        plain = super().compiled_spec()
+        return plain and CompiledSpec(
             _longest if self.longest_first else None,
             expects=self.expect is not Expect.NOTHING,
             promises=self.expect is Expect.RUNNING,

@@ -18,7 +18,7 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policies.edf import EarliestDeadline
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
-from jaxserve.sched.unified.policy_spec import Form, evaluate
+from jaxserve.sched.unified.policy_spec import CompiledSpec, evaluate
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy, eviction_free
 
@@ -41,14 +41,14 @@ class Ordered(UnifiedPolicy):
 
         return rank(view, keys, self.requeue)
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """Unknown: the numbers are of those that it was made for."""
         return None
 
-    def form(self) -> Form | None:
+    def compiled_spec(self) -> CompiledSpec | None:
         """As `ranking` has it."""
-        plain = super().form()
-        return plain and Form(_given, self.given)
+        plain = super().compiled_spec()
+        return plain and CompiledSpec(_given, self.given)
 
 
 def _given(r: Any) -> Any:

@@ -56,7 +56,7 @@ class RoundRobin(UnifiedPolicy):
                 return plan
         return BatchPlan()
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """By arrival, and as if real-time requests met no others, who take every other batch."""
         return requests.seq + (requests.tier == Tier.BEST_EFFORT) * _FAR
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Request
-from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add, take
+from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Fleet:
         sent = self._sent[replica]
         while sent and sent[0][0] <= snapshot.time:
             sent.popleft()
-        take(known, snapshot)
+        reset_known(known, snapshot)
         for time, ask in sent:
-            add(known, ask, time)
+            add_request(known, ask, time)
         known.dead = False
         self._known[replica] = tuple(vars(known).values())
 
@@ -111,7 +111,7 @@ class Fleet:
         """A request is sent there, now."""
         self._sent[replica].append((now, ask))
         known = self._row(replica)
-        add(known, ask, now)
+        add_request(known, ask, now)
         self._known[replica] = tuple(vars(known).values())
 
     def lose(self, replica: int) -> None:

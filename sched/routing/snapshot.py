@@ -35,7 +35,7 @@ class Prices:
     cached_token: float
 
     @classmethod
-    def of(cls, model: CostModel) -> Prices:
+    def from_cost_model(cls, model: CostModel) -> Prices:
         """The model's, padding and moves apart. ValueError for one that is none of the product's
         own."""
         if isinstance(model, OnlineCostModel):
@@ -107,7 +107,7 @@ class Snapshot:
     cached_token: float
 
     @classmethod
-    def of(cls, prices: Prices, **numbers: Any) -> Snapshot:
+    def from_numbers(cls, prices: Prices, **numbers: Any) -> Snapshot:
         """numbers: the other fields, by name."""
         return cls(**numbers, **asdict(prices))
 
@@ -143,7 +143,7 @@ KNOWN = np.dtype(
 )
 
 
-def take(s: Any, n: Any) -> None:
+def reset_known(s: Any, n: Any) -> None:
     """Makes of s, a record of KNOWN, what a snapshot n says, with nothing sent since."""
     decode = n.pace * (n.step + n.running * (n.token + n.decode) + n.cached * n.read)
     room = max(n.prefill_tokens - n.running, 1.0)
@@ -170,7 +170,7 @@ def take(s: Any, n: Any) -> None:
     s.per_row = outputs / max(n.running, 1.0)
 
 
-def add(s: Any, q: Any, sent: float) -> None:
+def add_request(s: Any, q: Any, sent: float) -> None:
     """Adds a `RoutingRequest` that was sent there at `sent`, in seconds."""
     seconds = q.sequences * (q.prompt_len * s.token + q.prompt_len * q.prompt_len * s.quad)
     blocks = q.sequences * np.ceil(q.prompt_len / s.block_size) * PLANES

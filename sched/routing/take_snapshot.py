@@ -78,7 +78,7 @@ def idle(known: dict[str, Any], now: float = 0.0) -> Snapshot:
         0,
     )
     learned = Lately()
-    return Snapshot.of(
+    return Snapshot.from_numbers(
         time=now,
         **counts,
         free_blocks=known["num_blocks"],
@@ -96,7 +96,7 @@ def serves_by_tier(policy: Policy) -> bool:
     it says."""
     with np.errstate(all="ignore"):
         realtime, best_effort = (
-            policy.standing(Known.of(_request(tier), NOTHING, 1.0, seq, 0), 1.0)
+            policy.queue_priority(Known.from_request(_request(tier), NOTHING, 1.0, seq, 0), 1.0)
             for tier, seq in ((Tier.REALTIME, 1), (Tier.BEST_EFFORT, 0))
         )
     if realtime is None or best_effort is None:
@@ -121,7 +121,7 @@ def observe(
     blocks = blocks_for(length, backlog.block_size) * mine.waiting
     late = mine.tier == Tier.BEST_EFFORT
     runs = ~mine.waiting
-    return Snapshot.of(
+    return Snapshot.from_numbers(
         time=backlog.time,
         busy=backlog.free_at - backlog.time,
         unfinished=unfinished,

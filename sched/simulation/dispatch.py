@@ -10,7 +10,7 @@ from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.simulation.replica.event_loop import Options, Served, run_in_python
 from jaxserve.sched.simulation.settings import Setting
-from jaxserve.sched.unified.policy_spec import Form, knows_the_seed
+from jaxserve.sched.unified.policy_spec import CompiledSpec, knows_the_seed
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
@@ -30,12 +30,12 @@ class NotCompiled(ValueError):
     """Why a simulation cannot run compiled, in a line."""
 
 
-def form_of(policy: Policy) -> Form:
+def form_of(policy: Policy) -> CompiledSpec:
     """What the compiled simulation has of the policy. NotCompiled if that is not all of it."""
     own = next((c for c in type(policy).__mro__ if _METHODS & vars(c).keys()), None)
     form = None
     if isinstance(policy, UnifiedPolicy) and own is not None and "form" in vars(own):
-        form = policy.form()
+        form = policy.compiled_spec()
     if form is None:
         raise NotCompiled("the policy is more than settings of the unified scheduler")
     return form

@@ -41,7 +41,7 @@ class RequestRecords:
     end: float = math.inf
 
     @classmethod
-    def of(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
+    def from_outcome(cls, workload: Workload, outcome: Outcome, until: float) -> RequestRecords:
         """What became of the workload. until: when the run was cut off."""
         tokens, times = workload.output_len, outcome.token_times
         wrote = np.isfinite(times)
@@ -155,7 +155,7 @@ class BatchRecords:
     replica: np.ndarray
 
     @classmethod
-    def of(cls, logs: list[np.ndarray]) -> BatchRecords:
+    def from_logs(cls, logs: list[np.ndarray]) -> BatchRecords:
         """logs: one array of records of BATCH a replica."""
         table = np.concatenate(logs)
         columns = {name: table[name].copy() for name in BATCH.names or ()}

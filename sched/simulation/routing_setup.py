@@ -26,6 +26,6 @@ def routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
         raise ValueError(f"there is no replica {last} that could have a fault")
     known: dict[str, Any] = {}
     if routing.looks:
-        prices = Prices.of(setting.cost_model)
+        prices = Prices.from_cost_model(setting.cost_model)
         known = fixed(prices, policy, setting.limits, setting.num_blocks, setting.block_size)
     return replace(setting, routing=routing, fixed=known)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cost.cost_model import CostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
 from jaxserve.sched.policy import Limits
@@ -113,7 +113,7 @@ class Setting:
     cost_model: CostModel
     overlap: bool
     padding: Padding | None = None
-    host: HostTerms = field(default_factory=HostTerms)
+    host: HostOverhead = field(default_factory=HostOverhead)
     replicas: int = 1
     routing: Routing = field(default_factory=Routing)
     fixed: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.oracle import OraclePolicy
@@ -168,7 +168,7 @@ def _setting(
     if not isinstance(system, System):
         return Setting(limits, blocks, size, system, overlap)
     cost = system.cost_under(rules.name)
-    host = system.host if rules.host else HostTerms()
+    host = system.host if rules.host else HostOverhead()
     scatter = system.scatter if rules.host else None
     return Setting(limits, blocks, size, cost, overlap, system.padding, host, scatter=scatter)
 
@@ -230,9 +230,9 @@ def _result(
     workload, outcome = served.workload, served.outcome
     if not len(workload):
         raise SimulationError(f"no request comes until {until:g} s")
-    requests = RequestRecords.of(workload, outcome, until)
+    requests = RequestRecords.from_outcome(workload, outcome, until)
     tokens = tokens_in(setting.num_blocks, setting.block_size)
-    batches = BatchRecords.of(outcome.batches)
+    batches = BatchRecords.from_logs(outcome.batches)
     searched = {} if found is None else _searched(found)
     kept = (served.rows, tokens, served.seed_read or setting.scatter is not None)
     return SimulationResult(requests, batches, *kept, **searched, expected=served.expected)

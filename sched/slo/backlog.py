@@ -20,8 +20,8 @@ from jaxserve.sched.state.request_table import RUNNING
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What `Policy.standing` may know of requests, by the names of `keys.Columns`: arrays [n].
-    Times in seconds, lengths in tokens."""
+    """What `Policy.queue_priority` may know of requests, by the names of
+    `policy_spec.Columns`: arrays [n]. Times in seconds, lengths in tokens."""
 
     arrival: Any
     last_token: Any
@@ -41,7 +41,7 @@ class Known:
     given: float = 0.0
 
     @classmethod
-    def of(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
+    def from_request(cls, request: Request, alone: Alone, now: float, seq: int, seed: int) -> Known:
         """One that comes now. alone: on this engine. seq: how many have come before it."""
 
         def one(value: Any) -> np.ndarray:
@@ -88,7 +88,7 @@ class Backlog:
     output_lengths: tuple[np.ndarray, np.ndarray]
 
     @classmethod
-    def of(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
+    def from_scheduler(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
         """Of a scheduler, on the thread that plans."""
         view, table, pool = scheduler.view, scheduler.table, scheduler.pool
         waiting = table.queued()
@@ -131,10 +131,10 @@ class Backlog:
             batch = batch.padded(self.padding)
         return self.cost_model.batch_time(batch)
 
-    def standing(self, known: Known, now: float) -> np.ndarray | None:
+    def queue_priority(self, known: Known, now: float) -> np.ndarray | None:
         """As the policy has it, float64 [n]; None where it says nothing."""
         with np.errstate(all="ignore"):
-            found = self.policy.standing(known, now)
+            found = self.policy.queue_priority(known, now)
         if found is None:
             return None
         return np.broadcast_to(np.fmin(np.asarray(found, np.float64), np.inf), known.seq.shape)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Times:
     end: float = math.inf
 
     @classmethod
-    def of(
+    def from_tokens(
         cls, due: Sequence[float], token_times: Sequence[Sequence[float]], finished: Sequence[bool]
     ) -> Times:
         """From lists, one entry a request."""
@@ -160,7 +160,7 @@ def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[
     }
 
 
-def attained(times: Times, terms: Terms) -> Attained:
+def attained(times: Times, terms: SloColumns) -> Attained:
     """Each request judged by its own targets. terms: of the same requests."""
     times = times.judged()
     done = times.finished
@@ -173,7 +173,7 @@ def attained(times: Times, terms: Terms) -> Attained:
     )
 
 
-def tokens_in_time(times: Times, terms: Terms) -> tuple[int, int]:
+def tokens_in_time(times: Times, terms: SloColumns) -> tuple[int, int]:
     """How many tokens came within their own target, TTFT for a request's first one and TBT for the
     others, and of how many: AccelGen's iteration-level attainment (section 3.2) is the ratio. Who
     was refused or failed misses one; who goes on misses one if its next token is late at the
@@ -190,7 +190,7 @@ def tokens_in_time(times: Times, terms: Terms) -> tuple[int, int]:
 
 
 def group_metrics(
-    times: Times, terms: Terms, met: Attained, duration: float | None = None
+    times: Times, terms: SloColumns, met: Attained, duration: float | None = None
 ) -> dict[str, Any]:
     """The numbers of some requests; latencies are of the finished ones. duration: seconds that
     rates are of, by default from first due time to last token. `slo` is None where nobody has a
@@ -212,7 +212,7 @@ def group_metrics(
 
 
 def split_metrics(
-    times: Times, terms: Terms, met: Attained, total: dict[str, Any]
+    times: Times, terms: SloColumns, met: Attained, total: dict[str, Any]
 ) -> dict[str, Any]:
     """`group_metrics` of every tier and of every class that has requests, by name; rates are of the
     duration of all. total: the same of all requests."""
@@ -231,7 +231,7 @@ def split_metrics(
     }
 
 
-def load_metrics(times: Times, terms: Terms) -> dict[str, Any]:
+def load_metrics(times: Times, terms: SloColumns) -> dict[str, Any]:
     """All numbers of one load test, of all requests and by tier and class; times in the unit that
     their name ends with.
 
@@ -298,7 +298,7 @@ def span(times: Times) -> float:
     return float(times.token_times.max()) - begin if len(times.token_times) else 0.0
 
 
-def has_targets(terms: Terms) -> bool:
+def has_targets(terms: SloColumns) -> bool:
     """Whether any request has one."""
     return any(bool(np.isfinite(getattr(terms, name)).any()) for name in TARGETS)
 

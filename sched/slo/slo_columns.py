@@ -14,7 +14,7 @@ TARGETS = ("ttft", "tbt", "jct")  # the fields of `SLO`
 
 
 @dataclass(frozen=True)
-class Terms:
+class SloColumns:
     """What n requests ask for beside the work itself.
 
     tier: int8 [n] of `Tier`. ttft, tbt, jct: float64 [n], seconds, the targets that
@@ -45,7 +45,7 @@ class Terms:
             raise ValueError("slo_class must be an index into classes")
 
     @classmethod
-    def none(cls, count: int) -> Terms:
+    def none(cls, count: int) -> SloColumns:
         """Of `count` greedy real-time requests without targets."""
         never, first = np.full(count, np.inf), np.zeros(count, np.int64)
         return cls(first.astype(np.int8), never, never, never, first, np.ones(count, bool))
@@ -54,7 +54,7 @@ class Terms:
         return len(self.tier)
 
     @classmethod
-    def joined(cls, parts: Sequence[Terms]) -> Terms:
+    def joined(cls, parts: Sequence[SloColumns]) -> SloColumns:
         """One after the other; classes of the same name are one."""
         classes = tuple(dict.fromkeys(name for part in parts for name in part.classes))
         index = [
@@ -64,7 +64,7 @@ class Terms:
         columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in names}
         return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
-    def take(self, which: np.ndarray) -> Terms:
+    def take(self, which: np.ndarray) -> SloColumns:
         """Those of some requests: indices, or a mask."""
         names = ("tier", *TARGETS, "slo_class", "greedy")
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

@@ -10,7 +10,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import Join
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
-from jaxserve.sched.step import Step, Widen
+from jaxserve.sched.step import ProjectSlots, Step
 
 SHARED = "shared"
 _NAMES = np.array([*(tier.name.lower() for tier in Tier), SHARED])
@@ -27,21 +27,21 @@ def lengthening(step: Step, view: View, took: float) -> float:
     if not alone.any() or all((tier[rows] == Tier.REALTIME).all() for rows in theirs):
         return 0.0
     plan, emitting = step.plan, step.rows[alone & step.emits]
-    batch = BatchFeatures.of(
+    batch = BatchFeatures.from_rows(
         plan.num_tokens[alone],
         step.start[alone],
         step.decodes[alone],
         padding=view.padding,
         hidden=None if step.hidden is None else step.hidden[alone],
-        projected_tokens=_widened(step, step.rows[alone]),
+        projected_tokens=_projected(step, step.rows[alone]),
         sampling=not view.table.greedy[emitting].all(),
     )
     return max(0.0, took - float(view.step_time(batch)))
 
 
-def _widened(step: Step, rows: np.ndarray) -> int:
+def _projected(step: Step, rows: np.ndarray) -> int:
     """Cached tokens of these rows whose hidden vectors become K and V for the step."""
-    moves = (move for move in step.moves if isinstance(move, Widen))
+    moves = (move for move in step.moves if isinstance(move, ProjectSlots))
     return sum(int(move.cached[np.isin(move.rows, rows)].sum()) for move in moves)
 
 

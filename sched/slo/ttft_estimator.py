@@ -5,8 +5,8 @@ first token comes after as many steps as the prompt tokens before it and its own
 decodes as it takes until those that run have left rows and blocks to it and all before it,
 whichever are more. Both are priced by the cost model that the scheduler plans with. Where
 something cannot be known before, it errs to the short side, so that who refuses late requests
-refuses too few: policies that say nothing of their order (`Policy.standing`) are taken to serve the
-newcomer first, caches do not grow, and nobody is preempted for their growth.
+refuses too few: policies that say nothing of their order (`Policy.queue_priority`) are taken to
+serve the newcomer first, caches do not grow, and nobody is preempted for their growth.
 
 A router has a coarser one of the same view (`routing/estimate.py`), for all replicas at once and
 from sums, since a snapshot has no requests in it: it knows tiers where this knows places in the
@@ -78,7 +78,7 @@ class _Came:
         return self._work[: self._count][before].sum(axis=0)
 
 
-class FirstToken:
+class TtftEstimator:
     """Predicts from one backlog. What takes long is done once, when it is first asked for; then
     each question takes two bisections. Any thread may ask, one at a time."""
 
@@ -115,9 +115,9 @@ class FirstToken:
 
     def _place(self, request: Request, now: float) -> float | None:
         backlog = self._backlog
-        alone = Alone.of(request, backlog.step_time, backlog.prefill_tokens)
-        known = Known.of(request, alone, now, self._count, backlog.known.seed)
-        found = backlog.standing(known, now)
+        alone = Alone.from_request(request, backlog.step_time, backlog.prefill_tokens)
+        known = Known.from_request(request, alone, now, self._count, backlog.known.seed)
+        found = backlog.queue_priority(known, now)
         return None if found is None else float(found[0])
 
     def _own(self, request: Request) -> _Work:
@@ -206,14 +206,14 @@ class FirstToken:
 
     @cached_property
     def _standing(self) -> np.ndarray | None:
-        return self._backlog.standing(self._backlog.known, self._backlog.time)
+        return self._backlog.queue_priority(self._backlog.known, self._backlog.time)
 
     def _given_up(self, place: float | None) -> tuple[int, int]:
         """Rows and blocks that those that run would lose to it."""
         backlog = self._backlog
         if place is None:  # it is taken to be served first, so all make room for it
             return self._holders, int(backlog.blocks.sum())
-        if not backlog.policy.takes_room:
+        if not backlog.policy.waiting_can_preempt:
             return 0, 0
         standing, blocks = self._losers
         at = int(np.searchsorted(standing, place, side="right"))

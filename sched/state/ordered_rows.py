@@ -9,7 +9,7 @@ import numpy as np
 Keys = Callable[[np.ndarray], np.ndarray]
 
 
-class Listing:
+class OrderedRows:
     """Rows in `state`, by keys that no two of them share and that stay as they are while the row is
     in that state. stale: whether any has come or gone since it was asked.
 

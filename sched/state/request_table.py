@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.sched.cost.reachability import NOTHING, Alone, targets_that_count
 from jaxserve.sched.request import Request
-from jaxserve.sched.state.ordered_rows import Listing
+from jaxserve.sched.state.ordered_rows import OrderedRows
 from jaxserve.sched.state.output_lengths import OutputLengths
 
 
@@ -71,8 +71,8 @@ class RequestTable:
         self._next_seq = 0
         self.num_sampling = 0  # requests that are not greedy
         self.num_timed = 0  # requests that have a TTFT or a TBT
-        self._waiting, self._running = Listing(WAITING), Listing(RUNNING)
-        self._requeued = Listing(WAITING)
+        self._waiting, self._running = OrderedRows(WAITING), OrderedRows(RUNNING)
+        self._requeued = OrderedRows(WAITING)
         self._listings = (self._waiting, self._requeued, self._running)
 
     @property

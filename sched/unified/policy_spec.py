@@ -39,7 +39,7 @@ class Lapse:
 
 
 @dataclass(frozen=True)
-class Form:
+class CompiledSpec:
     """What a unified policy does beside what its fields say, for a simulation that has the
     algorithm compiled.
 

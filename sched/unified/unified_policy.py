@@ -21,7 +21,7 @@ from jaxserve.sched.registry import register_variant
 from jaxserve.sched.state.request_table import RequestTable
 from jaxserve.sched.unified.batch_budget import BatchBudget, Candidates, Expected
 from jaxserve.sched.unified.batch_filling import Filling
-from jaxserve.sched.unified.policy_spec import Columns, Form, Key, Lapse, current
+from jaxserve.sched.unified.policy_spec import Columns, CompiledSpec, Key, Lapse, current
 from jaxserve.sched.unified.ranking import Ranking, rank
 
 
@@ -138,19 +138,19 @@ class UnifiedPolicy(Policy):
         return rank(view, keys, self.requeue)
 
     @property
-    def takes_room(self) -> bool:
+    def waiting_can_preempt(self) -> bool:
         """Where those that wait preempt."""
         return any(group.preempts and Phase.WAITING in group.phases for group in self.groups)
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """The key as it is now, or the order of arrival."""
         return requests.seq if self.key is None else current(self.key, self.lapse, requests, now)
 
-    def form(self) -> Form | None:
+    def compiled_spec(self) -> CompiledSpec | None:
         """For simulations that have it compiled; None if that cannot be. A class that overrides any
         other method of this one overrides it, too, or there is no form."""
         phases = [phase for group in self.groups for phase in group.phases]
-        return Form(self.key, lapse=self.lapse) if len(phases) == len(set(phases)) else None
+        return CompiledSpec(self.key, lapse=self.lapse) if len(phases) == len(set(phases)) else None
 
     def expected(self, view: View) -> Expected | None:
         """What requests will take, if the policy has an idea."""

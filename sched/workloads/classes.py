@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.workloads.workload import WorkloadError
 
 NO_SLO = SLO()
@@ -70,8 +70,8 @@ def parse_classes(text: str) -> tuple[SloClass, ...]:
     return classes
 
 
-def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator) -> Terms:
-    """Terms of `count` requests, each of a class drawn with its share."""
+def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator) -> SloColumns:
+    """SloColumns of `count` requests, each of a class drawn with its share."""
     shares = np.array([one.share for one in classes])
     which = rng.choice(len(classes), size=count, p=shares / shares.sum())
     targets = {
@@ -81,10 +81,12 @@ def draw_terms(classes: Sequence[SloClass], count: int, rng: np.random.Generator
     tier = np.array([one.tier for one in classes], np.int8)[which]
     greedy = np.array([one.greedy for one in classes])[which]
     names = tuple(one.name for one in classes)
-    return Terms(tier, **targets, slo_class=which.astype(np.int64), greedy=greedy, classes=names)
+    return SloColumns(
+        tier, **targets, slo_class=which.astype(np.int64), greedy=greedy, classes=names
+    )
 
 
-def with_targets(terms: Terms, slo: SLO) -> Terms:
+def with_targets(terms: SloColumns, slo: SLO) -> SloColumns:
     """The terms with `slo` for the requests that have no target of their own."""
     without = np.isinf([getattr(terms, name) for name in TARGETS]).all(axis=0)
     filled: dict[str, Any] = {

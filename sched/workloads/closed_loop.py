@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxserve.sched.request import Tier
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import Uniform
 from jaxserve.sched.workloads.memory import check_memory
 from jaxserve.sched.workloads.workload import (
@@ -58,10 +58,10 @@ class ClosedLoop:
 
     def _of(self, lengths: Lengths, time: float) -> Workload:
         count = len(lengths)
-        terms = Terms.none(count)
+        terms = SloColumns.none(count)
         terms = replace(terms, tier=np.full(count, int(Tier.BEST_EFFORT), np.int8))
         limit = np.full(count, self.output.high)
-        return Workload.of(np.full(count, time), lengths, limit=limit, terms=terms)
+        return Workload.create(np.full(count, time), lengths, limit=limit, terms=terms)
 
 
 def parse_closed_loop(text: str) -> ClosedLoop:

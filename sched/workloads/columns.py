@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, Tier
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.workloads.classes import class_name, tier_named, truth_of
 from jaxserve.sched.workloads.workload import MAX_LENGTH, WorkloadError
 
@@ -87,11 +87,11 @@ def extras_of(where: str, cells: Mapping[str, str], output_len: int) -> Extras:
     return extras
 
 
-def terms_of(rows: Sequence[Extras]) -> Terms:
+def terms_of(rows: Sequence[Extras]) -> SloColumns:
     """The rows as columns; classes are in the order in which they first come up."""
     classes = tuple(dict.fromkeys(row.slo_class for row in rows))
     index = {name: i for i, name in enumerate(classes)}
-    return Terms(
+    return SloColumns(
         np.array([row.tier for row in rows], np.int8),
         **{name: np.array([getattr(row, name) for row in rows]) for name in TARGETS},
         slo_class=np.array([index[row.slo_class] for row in rows], np.int64),

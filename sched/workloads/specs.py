@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxserve.sched.request import NO_CLASS, SLO
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import NO_SLO, SloClass, draw_terms, with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop
@@ -134,10 +134,10 @@ class WorkloadSpec:
         if kind == "replay" and found.arrival is None:
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
         if found.arrival is not None and kind in (None, "replay"):
-            made = Workload.of(found.arrival, found.lengths, limit=limit, terms=terms)
+            made = Workload.create(found.arrival, found.lengths, limit=limit, terms=terms)
             return made if self.rate is None else made.at_rate(self.rate)
         arrival = self._arrivals(len(found.lengths), rng)
-        return Workload.of(arrival, found.lengths, limit=limit, terms=terms)
+        return Workload.create(arrival, found.lengths, limit=limit, terms=terms)
 
     def _find(self, rng: np.random.Generator) -> Trace:
         if self.lengths.startswith("fixed:"):
@@ -160,7 +160,7 @@ class WorkloadSpec:
             )
         return read_trace(self.lengths)
 
-    def _terms(self, own: Terms, rng: np.random.Generator) -> Terms:
+    def _terms(self, own: SloColumns, rng: np.random.Generator) -> SloColumns:
         if self.classes:
             targets = any(np.isfinite(getattr(own, name)).any() for name in TARGETS)
             if targets or own.tier.any() or own.classes != (NO_CLASS,) or not own.greedy.all():
@@ -198,4 +198,4 @@ def _is_sampled(name: str) -> bool:
 
 
 def _without_terms(found: Lengths) -> Trace:
-    return Trace(None, found, np.full(len(found), NO_LIMIT), Terms.none(len(found)))
+    return Trace(None, found, np.full(len(found), NO_LIMIT), SloColumns.none(len(found)))

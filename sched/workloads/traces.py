@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.columns import (
     OPTIONAL_COLUMNS,
     Extras,
@@ -34,7 +34,7 @@ class Trace:
     arrival: np.ndarray | None
     lengths: Lengths
     limit: np.ndarray
-    terms: Terms
+    terms: SloColumns
 
     def first(self, count: int) -> Trace:
         """The first `count` requests. WorkloadError if there are fewer."""

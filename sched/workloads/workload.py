@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 
 MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
 
@@ -58,7 +58,7 @@ class Workload:
 
     arrival: float64 [n], seconds from the start. prompt_len, output_len: int64 [n], tokens; nobody
     knows a request's output_len until it has ended. limit: int64 [n], the max_tokens asked for, at
-    least output_len: that is known. The rest is as in `Terms`.
+    least output_len: that is known. The rest is as in `SloColumns`.
     """
 
     arrival: np.ndarray
@@ -92,19 +92,19 @@ class Workload:
             )
 
     @classmethod
-    def of(
+    def create(
         cls,
         arrival: np.ndarray,
         lengths: Lengths,
         *,
         limit: np.ndarray | None = None,
-        terms: Terms | None = None,
+        terms: SloColumns | None = None,
     ) -> Workload:
         """Puts the parts together. limit: int64 [n], by default `open_limit`. terms: by default
         none."""
         if limit is None:
             limit = open_limit(lengths)
-        terms = terms or Terms.none(len(lengths))
+        terms = terms or SloColumns.none(len(lengths))
         columns = {field.name: getattr(terms, field.name) for field in dataclasses.fields(terms)}
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
@@ -116,7 +116,7 @@ class Workload:
         columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
         order = np.argsort(columns[0], kind="stable")
         arrival, prompt, output, limit = (column[order] for column in columns)
-        terms = Terms.joined([part.terms for part in parts]).take(order)
+        terms = SloColumns.joined([part.terms for part in parts]).take(order)
         return cls.of(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
 
     def __len__(self) -> int:
@@ -128,14 +128,14 @@ class Workload:
         return Lengths(self.prompt_len, self.output_len)
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> SloColumns:
         """What its requests ask for beside the work."""
-        columns = (getattr(self, field.name) for field in dataclasses.fields(Terms))
-        return Terms(*columns)
+        columns = (getattr(self, field.name) for field in dataclasses.fields(SloColumns))
+        return SloColumns(*columns)
 
     def take(self, which: np.ndarray) -> Workload:
         """Some of the requests: ascending indices, or a mask. Their limits stay as they are."""
-        return Workload.of(
+        return Workload.create(
             self.arrival[which],
             Lengths(self.prompt_len[which], self.output_len[which]),
             limit=self.limit[which],

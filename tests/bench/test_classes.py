@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import SloClass, draw_terms, parse_classes, with_targets
 from jaxserve.sched.workloads.specs import WorkloadSpec
 from jaxserve.sched.workloads.traces import read_trace
@@ -96,7 +96,7 @@ def test_classes_are_drawn_with_their_shares() -> None:
 
 
 def test_targets_are_for_those_that_have_none() -> None:
-    own = Terms(
+    own = SloColumns(
         np.zeros(3, np.int8),
         np.array([0.2, INF, INF]),
         np.full(3, INF),

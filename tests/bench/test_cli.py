@@ -18,7 +18,7 @@ from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.sched.request import SLO, Request, Tier
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes, with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 from jaxserve.server.server import Server
@@ -174,7 +174,9 @@ def test_requests_carry_their_own_tier_slo_and_limit() -> None:
     terms = draw_terms(classes, 20, np.random.default_rng(0))
     engine, limit = Willing(), lengths.output_len + np.arange(20) % 2
     runs.load(
-        EngineTarget(engine), Workload.of(all_at_once(20), lengths, limit=limit, terms=terms), 0
+        EngineTarget(engine),
+        Workload.create(all_at_once(20), lengths, limit=limit, terms=terms),
+        0,
     )
     wanted = [(SLO(ttft=1.0, tbt=0.05), Tier.REALTIME), (SLO(jct=9.0), Tier.BEST_EFFORT)]
     assert [(r.slo, r.tier) for r in engine.requests] == [wanted[i] for i in terms.slo_class]
@@ -217,8 +219,8 @@ class FullEngine:
 
 def test_refused_requests_count_and_miss_their_slo() -> None:
     target = EngineTarget(FullEngine())
-    terms = with_targets(Terms.none(4), SLO(tbt=1.5))
-    workload = Workload.of(all_at_once(4), fixed_lengths(3, 2, 4), terms=terms)
+    terms = with_targets(SloColumns.none(4), SLO(tbt=1.5))
+    workload = Workload.create(all_at_once(4), fixed_lengths(3, 2, 4), terms=terms)
     found = runs.load(target, workload, seed=0)
     assert found["requests"] == {"finished": 2, "rejected": 2, "failed": 0}
     assert found["first_error"] == "full"
@@ -244,7 +246,7 @@ def test_the_sender_does_not_wait_for_answers() -> None:
             if len(waiting) == 5:
                 released.set()
 
-    workload = Workload.of(np.linspace(0, 0.01, 5), fixed_lengths(3, 1, 5))
+    workload = Workload.create(np.linspace(0, 0.01, 5), fixed_lengths(3, 1, 5))
     found = runs.load(EngineTarget(SlowEngine()), workload, seed=0)
     assert found["requests"]["finished"] == 5
 

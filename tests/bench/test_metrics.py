@@ -22,22 +22,22 @@ from jaxserve.sched.slo.metrics import (
     summarise,
     tokens_in_time,
 )
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import parse_classes, with_targets
 from tests.server.fake_engine import step_stats
 
 
 def load(*requests: tuple[float, list[float]], refused: tuple[int, ...] = ()) -> Times:
     """From due times and token times."""
-    return Times.of(
+    return Times.from_tokens(
         [due for due, _ in requests],
         [times for _, times in requests],
         [i not in refused for i in range(len(requests))],
     )
 
 
-def wanting(count: int, slo: SLO) -> Terms:
-    return with_targets(Terms.none(count), slo)
+def wanting(count: int, slo: SLO) -> SloColumns:
+    return with_targets(SloColumns.none(count), slo)
 
 
 def test_one_request() -> None:
@@ -69,7 +69,7 @@ LOAD = load(
 
 
 def test_a_load() -> None:
-    found = load_metrics(LOAD, Terms.none(4))
+    found = load_metrics(LOAD, SloColumns.none(4))
     assert found["duration_s"] == pytest.approx(4.0)
     assert found["output_tokens"] == 7
     assert found["output_tokens_per_s"] == pytest.approx(7 / 4)
@@ -123,7 +123,7 @@ def test_a_class_is_judged_by_its_own_targets() -> None:
     """Two requests that got the same, in classes that want different things of it."""
     times = load((0.0, [1.0, 2.0]), (0.0, [1.0, 2.0]), (0.0, [1.0, 2.0]))
     hasty, patient = parse_classes("hasty:0.5:ttft=500ms,patient:0.5:tier=best_effort:jct=1.5s")
-    terms = Terms(
+    terms = SloColumns(
         np.array([0, 1, 0], np.int8),
         np.array([hasty.slo.ttft, np.inf, np.inf]),
         np.full(3, np.inf),
@@ -145,10 +145,10 @@ def test_a_class_is_judged_by_its_own_targets() -> None:
     assert found["tiers"]["best_effort"]["slo"]["attainment"] == 0
 
 
-def drawn(seed: int, count: int) -> tuple[Times, Terms]:
+def drawn(seed: int, count: int) -> tuple[Times, SloColumns]:
     """Requests of three classes with all kinds of gaps, some at a target exactly."""
     rng = np.random.default_rng(seed)
-    terms = Terms(
+    terms = SloColumns(
         rng.integers(0, 2, count).astype(np.int8),
         rng.choice([0.5, 1.0, np.inf], count),
         rng.choice([0.25, 0.5, np.inf], count),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import draw_terms, parse_classes
 from jaxserve.sched.workloads.workload import (
     Lengths,
@@ -47,13 +47,13 @@ def test_arrivals_ascend_and_repeat_with_the_seed(
     rate: float, cv: float, count: int, seed: int
 ) -> None:
     arrival = gamma_arrivals(rate, cv, count, rng(seed))
-    workload = Workload.of(arrival, fixed_lengths(3, 4, count))
+    workload = Workload.create(arrival, fixed_lengths(3, 4, count))
     assert len(workload) == count
     assert (arrival == gamma_arrivals(rate, cv, count, rng(seed))).all()
 
 
 def test_all_at_once_and_fixed_lengths() -> None:
-    workload = Workload.of(all_at_once(3), fixed_lengths(5, 7, 3))
+    workload = Workload.create(all_at_once(3), fixed_lengths(5, 7, 3))
     assert workload.arrival.tolist() == [0.0, 0.0, 0.0]
     assert workload.prompt_len.tolist() == [5, 5, 5]
     assert workload.output_len.tolist() == [7, 7, 7]
@@ -72,9 +72,9 @@ def test_impossible_workloads_are_refused() -> None:
     with pytest.raises(WorkloadError, match="output_len must be at least 1, got 0"):
         fixed_lengths(3, 0, 2)
     with pytest.raises(WorkloadError, match="2 arrivals for 3 lengths"):
-        Workload.of(all_at_once(2), fixed_lengths(1, 1, 3))
+        Workload.create(all_at_once(2), fixed_lengths(1, 1, 3))
     with pytest.raises(WorkloadError, match="ascending"):
-        Workload.of(np.array([2.0, 1.0]), fixed_lengths(1, 1, 2))
+        Workload.create(np.array([2.0, 1.0]), fixed_lengths(1, 1, 2))
     with pytest.raises(WorkloadError, match="same length"):
         Lengths(np.ones(2, np.int64), np.ones(3, np.int64))
     with pytest.raises(WorkloadError, match="5 requests are asked for, of 2"):
@@ -83,18 +83,18 @@ def test_impossible_workloads_are_refused() -> None:
 
 def test_without_a_limit_a_request_may_write_what_the_longest_one_leaves() -> None:
     lengths = Lengths(np.array([5, 90, 7]), np.array([7, 20, 1]))
-    made = Workload.of(all_at_once(3), lengths)
+    made = Workload.create(all_at_once(3), lengths)
     assert made.limit.tolist() == [105, 20, 103]
     assert made.first(1).limit.tolist() == [105]  # cut out, not worked out again
-    assert Workload.of(all_at_once(3), lengths, limit=lengths.output_len).limit.tolist() == [
+    assert Workload.create(all_at_once(3), lengths, limit=lengths.output_len).limit.tolist() == [
         7, 20, 1
     ]  # fmt: skip
     with pytest.raises(WorkloadError, match=r"request 2 has an output of 20 tokens, more .* 19"):
-        Workload.of(all_at_once(3), lengths, limit=np.array([7, 19, 1]))
+        Workload.create(all_at_once(3), lengths, limit=np.array([7, 19, 1]))
 
 
 def test_impossible_terms_are_refused() -> None:
-    plain = Terms.none(2)
+    plain = SloColumns.none(2)
     for change, problem in (
         ({"ttft": np.array([1.0, 0.0])}, "ttft must be a positive time, got 0.0"),
         ({"jct": np.array([np.nan, 1.0])}, "jct must be a positive time"),
@@ -105,12 +105,12 @@ def test_impossible_terms_are_refused() -> None:
         with pytest.raises(ValueError, match=problem):
             dataclasses.replace(plain, **change)
     with pytest.raises(WorkloadError, match="2 terms for 3 requests"):
-        Workload.of(all_at_once(3), fixed_lengths(1, 1, 3), terms=plain)
+        Workload.create(all_at_once(3), fixed_lengths(1, 1, 3), terms=plain)
 
 
 def test_parts_of_a_workload_keep_what_they_ask_for() -> None:
     classes = parse_classes("a:0.5:ttft=1s,b:0.5:tier=best_effort:jct=9s")
-    made = Workload.of(
+    made = Workload.create(
         np.arange(200.0), fixed_lengths(9, 4, 200), terms=draw_terms(classes, 200, rng())
     )
     odd = made.take(np.arange(200) % 2 == 1)

@@ -25,4 +25,4 @@ class Engine(FakeEngine):
             capacity=4,
             cost_model=FLAT,
         )
-        return Backlog.of(scheduler, time.monotonic(), 0.0)
+        return Backlog.from_scheduler(scheduler, time.monotonic(), 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.sched import registry
 from jaxserve.sched.cache.cache_kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, ToKV
+from jaxserve.sched.plan import BatchPlan, ProjectToKV
 from jaxserve.sched.policies.sarathi import DECODE_FIRST
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
 from jaxserve.sched.policy import Policy, View
@@ -44,8 +44,8 @@ class MixedCaches(UnifiedPolicy):
         table = view.table
         waiting = table.state[rows] != RUNNING
         start = (table.seq[rows] + table.preemptions[rows]) % 2
-        widen = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
-        stay = np.where(widen, KV, view.pool.kind[rows])
+        project_to_kv = (table.seq[rows] % 4 == 1) & (table.computed[rows] >= ENOUGH)
+        stay = np.where(project_to_kv, KV, view.pool.kind[rows])
         kinds = np.where(waiting, start, stay).astype(np.int64)
         return dataclasses.replace(super().candidates(view, rows), kinds=kinds)
 
@@ -57,7 +57,7 @@ class MixedCaches(UnifiedPolicy):
         self.seen.hidden += int(hidden.sum())
         self.seen.projected += int(widens.sum())
         self.seen.mixed += int(hidden.any() and not hidden.all())
-        to_kv = (ToKV(plan.rows[widens]),) if widens.any() else ()
+        to_kv = (ProjectToKV(plan.rows[widens]),) if widens.any() else ()
         return dataclasses.replace(plan, operations=plan.operations + to_kv)
 
 

@@ -15,9 +15,9 @@ from tests.engine.harness import engine, send, write_shape
 
 def test_every_block_shows_its_owner_and_fill() -> None:
     pool = BlockPool(num_blocks=8, block_size=4, max_owners=3, width=4)
-    pool.open(0, CacheKind.KV)
+    pool.open_cache(0, CacheKind.KV)
     pool.grow(0, 6)  # two K and two V blocks
-    pool.open(2, CacheKind.HIDDEN)
+    pool.open_cache(2, CacheKind.HIDDEN)
     pool.grow(2, 3)  # one block
     view = view_of(pool, np.array([6, 0, 3]), {0: "a", 1: "waiting", 2: "b"})
     assert view.requests == ("a", "b")
@@ -32,9 +32,9 @@ def test_every_block_shows_its_owner_and_fill() -> None:
 
 def test_a_shared_block_shows_the_larger_owner() -> None:
     pool = BlockPool(num_blocks=2, block_size=4, max_owners=2, width=2)
-    pool.open(0, CacheKind.HIDDEN)
+    pool.open_cache(0, CacheKind.HIDDEN)
     pool.grow(0, 1)
-    pool.open(1, CacheKind.HIDDEN, Direction.RIGHT)
+    pool.open_cache(1, CacheKind.HIDDEN, Direction.RIGHT)
     pool.join(1, np.array([[pool.tables[0, 0, 0]]]))
     view = view_of(pool, np.array([1, 3]), {0: "a", 1: "b"})
     block = pool.tables[0, 0, 0]

@@ -101,7 +101,7 @@ class Drive:
         self.preempted += plan.preempted.tolist()
         cuts = (op.keep for op in plan.operations if isinstance(op, Preempt))
         self.cuts += sum(int(np.count_nonzero(keep)) for keep in cuts)
-        self.projected += plan.to_kv.tolist()
+        self.projected += plan.projected.tolist()
         self.hidden |= set(plan.rows[plan.kinds == CacheKind.HIDDEN].tolist())
         self.ended += done.tolist()
         self.live -= len(done)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ToKV
+from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ProjectToKV
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler, request_bytes
@@ -36,7 +36,7 @@ def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
     if "preempt" in arrays:
         operations.append(Preempt.whole(arrays.pop("preempt")))
     if "project" in arrays:
-        operations.append(ToKV(arrays.pop("project")))
+        operations.append(ProjectToKV(arrays.pop("project")))
     lists = np.array(rows, np.int64), np.array(tokens, np.int64)
     return BatchPlan(*lists, **arrays, operations=tuple(operations))
 
@@ -191,7 +191,7 @@ def test_a_hidden_cache_becomes_kv_in_place() -> None:
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        ({"kinds": [KV], "project": []}, "planned as KV without ToKV"),
+        ({"kinds": [KV], "project": []}, "planned as KV without ProjectToKV"),
         ({"kinds": [HIDDEN], "project": [0]}, "not planned as KV becomes KV"),
         ({"kinds": [KV], "project": [0, 0]}, "becomes KV twice"),
     ],

@@ -15,7 +15,7 @@ from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer, RequestStats, StepRecorder, StepStats
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times, attained
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.slo_classes import ServiceLevel
@@ -134,8 +134,8 @@ def test_what_is_told_is_what_a_load_test_counts(real: Engine) -> None:
             assert last.timings is not None and last.verdict is not None
             tokens = [time for output in mine for time in output.token_times]
             arrival = tokens[-1] - last.timings.total
-            times = Times.of([arrival], [tokens], [True])
-            counted = attained(times, with_targets(Terms.none(1), request.slo))
+            times = Times.from_tokens([arrival], [tokens], [True])
+            counted = attained(times, with_targets(SloColumns.none(1), request.slo))
             assert last.verdict.met == counted.slo[0]
             assert (last.verdict.ttft, last.verdict.jct) == (counted.ttft[0], counted.jct[0])
             assert last.verdict.tbt == counted.tbt[0]

@@ -133,7 +133,7 @@ def test_the_schedule_view_draws_every_box() -> None:
     from jaxserve.sched.simulation.systems.systems import system
     from jaxserve.sched.workloads.workload import Workload, all_at_once, fixed_lengths
 
-    workload = Workload.of(all_at_once(4), fixed_lengths(16, 4, 4))
+    workload = Workload.create(all_at_once(4), fixed_lengths(16, 4, 4))
     place = system("llama-2-7b@a100")
     options: dict[str, Any] = {"kv_tokens": 32, "rules": "infermax_paper"}
     result = simulate("vllm", workload, place, record_rows=True, **options)

@@ -54,7 +54,7 @@ def tables(folder: Path, kind: str) -> None:
         shape = {"n_embd": model.d_model, "n_expanded_embd": model.d_ff, "n_head": model.heads}
         shape |= {"n_kv_head": model.kv_heads, "vocab_size": model.vocab}
         for devices in fit.COUNTS:
-            work = LayerWork.of(model, devices)
+            work = LayerWork.from_model(model, devices)
             for n in SIZES:
                 seconds = TRUE["kernels"] + work.weights / (TRUE["read"] * device.bandwidth)
                 seconds += n * work.flops / (TRUE["matmul"] * device.flops)

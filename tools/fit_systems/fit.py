@@ -75,7 +75,7 @@ class Table:
     def features(self) -> np.ndarray:
         """[n, coefficients]: what `Figures` has shares and latencies of, at the data sheet's
         rates, in seconds."""
-        work, one = LayerWork.of(self.model, self.devices), np.ones(len(self.tokens))
+        work, one = LayerWork.from_model(self.model, self.devices), np.ones(len(self.tokens))
         device, n = self.device, self.tokens
         latencies = [2.0 * (self.devices == count) * one for count in COUNTS[1:]]
         return np.stack(
@@ -93,7 +93,7 @@ class Table:
     def assumed(self) -> np.ndarray:
         """What stood here before there were figures: weights at 94% of bandwidth, FLOPs at 68% of
         peak, nothing else. Seconds, [n]."""
-        work = LayerWork.of(self.model, self.devices)
+        work = LayerWork.from_model(self.model, self.devices)
         token = work.flops / (0.68 * self.device.flops)
         return np.asarray(work.weights / (0.94 * self.device.bandwidth) + token * self.tokens)
 

@@ -10,7 +10,7 @@ from jaxserve.engine.device.batch_layout import Layout, PackedBatch, Rows
 from jaxserve.engine.device.buckets import Buckets, hidden_decodes
 from jaxserve.engine.device.executor import Executor
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.step import CopySlots, Discard, Load, Move, Save, Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 
 def build_batch(
@@ -66,9 +66,9 @@ def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
 def carry_out(executor: Executor, move: Move) -> None:
     """Does what the step wants done before it."""
     match move:
-        case Widen():
-            for layout, packed in widening(executor.buckets, move):
-                executor.widen(layout, packed)
+        case ProjectSlots():
+            for layout, packed in projection_batches(executor.buckets, move):
+                executor.project_to_kv(layout, packed)
         case CopySlots(places):
             executor.copy_slots(places)
         case Save(keys, counts, slots):
@@ -79,9 +79,9 @@ def carry_out(executor: Executor, move: Move) -> None:
             executor.discard(keys)
 
 
-def widening(buckets: Buckets, move: Widen) -> Iterator[tuple[Layout, np.ndarray]]:
-    """The layouts and packed buffers of `Executor.widen` that make K and V of hidden caches."""
-    layout = buckets.widening()
+def projection_batches(buckets: Buckets, move: ProjectSlots) -> Iterator[tuple[Layout, np.ndarray]]:
+    """The layouts and packed buffers with which `Executor.project_to_kv` makes K and V."""
+    layout = buckets.projection_layout()
     pieces = [
         (number, first, min(first + layout.tokens, length))
         for number, length in enumerate(move.cached.tolist())

@@ -85,7 +85,7 @@ class Buckets:
             return self.decode(total, hidden=hidden)
         return self.mixed(total, hidden=hidden)
 
-    def widening(self) -> Layout:
+    def projection_layout(self) -> Layout:
         """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
         return self.mixed(min(WIDEN_TOKENS, self.tokens[-1]))
 

@@ -21,7 +21,7 @@ from jaxserve.engine.device.batch_layout import Layout, expand
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.cache_moves import Mover
 from jaxserve.engine.device.device_arrays import put_replicated
-from jaxserve.engine.device.hidden_cache import make_widen
+from jaxserve.engine.device.hidden_cache import make_project_to_kv
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
 from jaxserve.engine.device.sampling import (
@@ -94,9 +94,9 @@ class Executor(Protocol):
         """Gives a device slot its request's sampling parameters, before the first step in it."""
         ...
 
-    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+    def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         """Makes K and V of the cached hidden vectors of the batch's tokens, those of K where the
-        vectors were; packed: as for `submit`, see `batching.widening`."""
+        vectors were; packed: as for `submit`, see `batching.projection_batches`."""
         ...
 
     def copy_slots(self, places: np.ndarray) -> None:
@@ -193,7 +193,7 @@ class JaxExecutor:
             static_argnames="layout",
             out_shardings=None if model.mesh is None else self._place,
         )
-        self._widen = make_widen(model, pool_format)
+        self._project_to_kv = make_project_to_kv(model, pool_format)
         self._masked_sampling = masked_sampling
         self._mover = Mover(model, pool_format, self._place) if moves_cache else None
 
@@ -273,11 +273,11 @@ class JaxExecutor:
             leaf.copy_to_host_async()
         return StepHandle(result, prompt)
 
-    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+    def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
         with self._mesh or contextlib.nullcontext():
             batch = self._put(layout, packed)
-            self.pool = self._widen(self.params, self.pool, batch, layout=layout)
+            self.pool = self._project_to_kv(self.params, self.pool, batch, layout=layout)
 
     def copy_slots(self, places: np.ndarray) -> None:
         """See `Executor`."""
@@ -355,8 +355,8 @@ class JaxExecutor:
         finally:
             threads.shutdown(cancel_futures=True)
         if self.buckets.hidden:
-            layout = self.buckets.widening()
-            self.widen(layout, layout.empty())
+            layout = self.buckets.projection_layout()
+            self.project_to_kv(layout, layout.empty())
         if self._mover is not None:
             with self._mesh or contextlib.nullcontext():
                 self.pool = self._mover.warm_up(self.pool)

@@ -172,7 +172,7 @@ def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
 
 
 @lru_cache(maxsize=8)
-def make_widen(model: StepModel, pool_format: Format) -> Any:
+def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
     """(params, pool, packed batch, *, layout) -> pool, jitted, the pool donated: the cached hidden
     vectors of the batch's tokens become K and V, those of K where the vectors were. pool_format:
     the pool's own, see `row_major`."""

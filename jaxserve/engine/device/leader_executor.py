@@ -26,7 +26,7 @@ class Calls:
     """What each call of an `Executor` is as a message; `jaxserve.engine.startup.follower_executor`
     makes it there. The names are those of the methods."""
 
-    ADMIT, WIDEN, COPY_SLOTS = "admit", "widen", "copy_slots"
+    ADMIT, WIDEN, COPY_SLOTS = "admit", "project_to_kv", "copy_slots"
     SAVE, LOAD, DISCARD = "save", "load", "discard"
     SUBMIT, COMPUTE, SAMPLE = "submit", "compute", "sample"
 
@@ -96,10 +96,10 @@ class LeaderExecutor:
         with self._telling(Calls.ADMIT, params.packed, params.counts, slot=slot):
             self._local.admit(slot, params)
 
-    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+    def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
         with self._telling(Calls.WIDEN, packed, layout=_plain(layout)):
-            self._local.widen(layout, packed)
+            self._local.project_to_kv(layout, packed)
 
     def copy_slots(self, places: np.ndarray) -> None:
         """See `Executor`."""

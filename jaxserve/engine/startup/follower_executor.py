@@ -113,7 +113,7 @@ def _make(message: Message, executor: Executor, pending: dict[int, PendingSample
         case Calls.ADMIT:
             executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
         case Calls.WIDEN:
-            executor.widen(Layout(**fields["layout"]), arrays[0])
+            executor.project_to_kv(Layout(**fields["layout"]), arrays[0])
         case Calls.COPY_SLOTS:
             executor.copy_slots(arrays[0])
         case Calls.SAVE:

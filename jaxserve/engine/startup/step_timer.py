@@ -14,7 +14,7 @@ from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.step import Widen
+from jaxserve.sched.step import ProjectSlots
 
 if TYPE_CHECKING:  # jax takes seconds to import; shapes alone do without
     from jaxserve.engine.device.batch_layout import Layout
@@ -61,7 +61,7 @@ class Shape:
     def features(self, padding: Padding) -> BatchFeatures:
         """What a cost model knows of the step. padding: the buckets that it is rounded up to."""
         rows = np.arange(len(self.counts))
-        return BatchFeatures.of(
+        return BatchFeatures.from_rows(
             self.counts,
             self.contexts,
             rows < len(self.decodes),
@@ -87,15 +87,15 @@ class StepTimer:
         """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
         the device hides it."""
         layout, packed = self._pack(shape)
-        widening = self._widening(shape.widened)
+        projection_batches = self._widening(shape.widened)
         slots = self._swapped(shape.swapped)
         if shape.sampling:
             self._admit(len(shape.counts))
         submit = self._executor.submit
         begin = time.perf_counter()
         for _ in range(chain):
-            for widened in widening:
-                self._executor.widen(*widened)
+            for widened in projection_batches:
+                self._executor.project_to_kv(*widened)
             if len(slots):
                 self._swap(slots)
             last = submit(layout, packed, full=shape.sampling)
@@ -125,14 +125,14 @@ class StepTimer:
         return blocks.reshape(size)
 
     def _widening(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
-        """What `Executor.widen` takes to make K and V of so many hidden vectors of one request."""
-        from jaxserve.engine.device.batching import widening
+        """What `Executor.project_to_kv` takes for so many hidden vectors of one request."""
+        from jaxserve.engine.device.batching import projection_batches
 
         if not tokens:
             return []
         one = np.zeros(1, np.int64)
-        move = Widen(one, one + tokens, self._tables(1), one.astype(np.int8))
-        return list(widening(self._executor.buckets, move))
+        move = ProjectSlots(one, one + tokens, self._tables(1), one.astype(np.int8))
+        return list(projection_batches(self._executor.buckets, move))
 
     def _swapped(self, count: int) -> np.ndarray:
         """So many slots, int32 [count, 2], all of them different where the pool is large enough."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.experiments.accelgen.places import Place
 from jaxserve.sched.cost.cost_model import BatchFeatures
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import LONGEST_OUTPUT, mixed_prompt_sets, mixed_prompts
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
 
@@ -57,10 +57,10 @@ def with_slos(
     if how.get("choices"):
         share = rng.choice(TBT_CHOICES, count)
     terms = dataclasses.replace(
-        Terms.none(count), ttft=mean * scale * how.get("ease", 1.0), tbt=READING * share
+        SloColumns.none(count), ttft=mean * scale * how.get("ease", 1.0), tbt=READING * share
     )
     limit = np.full(count, LONGEST_OUTPUT, np.int64)
-    return Workload.of(arrival, lengths, limit=limit, terms=terms)
+    return Workload.create(arrival, lengths, limit=limit, terms=terms)
 
 
 def drawn_arrivals(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:

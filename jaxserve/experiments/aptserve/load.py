@@ -25,7 +25,7 @@ from jaxserve.experiments.common.figures import Panel
 from jaxserve.experiments.common.page import table
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.request import SLO
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
@@ -66,9 +66,9 @@ def workload(rate: float, repeat: int, count: int) -> Workload:
     prompt = np.clip((drawn.prompt_len * SCALE).astype(np.int64), 4, half)
     output = np.clip((drawn.output_len * SCALE).astype(np.int64), 4, half)
     rng = np.random.default_rng((repeat, 1))
-    terms = with_targets(Terms.none(count), SLO_ASKED)
+    terms = with_targets(SloColumns.none(count), SLO_ASKED)
     arrival = poisson_arrivals(rate, count, rng)
-    return Workload.of(arrival, Lengths(prompt, output), limit=output, terms=terms)
+    return Workload.create(arrival, Lengths(prompt, output), limit=output, terms=terms)
 
 
 def config_of(policy: str, config: Config) -> Config:

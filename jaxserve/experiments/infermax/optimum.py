@@ -57,7 +57,7 @@ def solve_all(
         place = PRESETS["llama-2-7b@a100"]
         assert place.paper is not None
         problem = Problem(
-            Workload.of(all_at_once(count), fixed_lengths(prompt, count, count)),
+            Workload.create(all_at_once(count), fixed_lengths(prompt, count, count)),
             place.paper,
             kv_tokens=memory,
             # P = C for all of them: a prompt is never cut, the batches hold M tokens at most.

@@ -57,7 +57,7 @@ def cut_down(workload: str) -> Problem:
     place = system(PLACE)
     kv_tokens = int(max(cut.total.sum() // 2, cut.total.max()))
     return Problem(
-        Workload.of(all_at_once(REQUESTS), cut, limit=cut.output_len),
+        Workload.create(all_at_once(REQUESTS), cut, limit=cut.output_len),
         place.cost_model,
         kv_tokens=kv_tokens,
         max_batch_tokens=max(LONGEST[PLACE], kv_tokens),

@@ -16,7 +16,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import seconds_or_inf
 from jaxserve.sched.workloads.lengths import MIXES, sampler
 from jaxserve.sched.workloads.traces import read_trace
@@ -144,7 +144,9 @@ def make(name: str, place: str, rate: float, count: int, seed: int, trace: str =
     )
     # Nobody asks for a max_tokens: a server gives what the model has left.
     limit = LONGEST[place] - lengths.prompt_len
-    made = Workload.of(arrival, lengths, limit=limit, terms=Terms.joined(terms).take(order))
+    made = Workload.create(
+        arrival, lengths, limit=limit, terms=SloColumns.joined(terms).take(order)
+    )
     return made.at_rate(rate)
 
 
@@ -184,8 +186,8 @@ def _stretch(path: str, count: int, seed: int) -> tuple[np.ndarray, Lengths]:
     return arrival[which] - arrival[begin], part
 
 
-def _terms(part: Part, lengths: Lengths, place: str, rng: np.random.Generator) -> Terms:
-    terms = replace(Terms.none(len(lengths)), tier=np.full(len(lengths), part.tier, np.int8))
+def _terms(part: Part, lengths: Lengths, place: str, rng: np.random.Generator) -> SloColumns:
+    terms = replace(SloColumns.none(len(lengths)), tier=np.full(len(lengths), part.tier, np.int8))
     if part.targets is None:
         ttft = rng.uniform(*TTFT_SCALES, len(lengths)) * SLACK * _alone(lengths, system(place))
         tbt = rng.uniform(*TBT_SCALES, len(lengths)) * READING

@@ -179,7 +179,7 @@ def _measured(case: Decision) -> Cost:
     """Of a fleet with things to do, in Python, as a server's router runs."""
     place, rng = system(SYSTEM), np.random.default_rng(case.replicas)
     size = (place.kv_tokens // 16 * 2, 16)
-    known = fixed(Prices.of(place.cost_model), make_policy(POLICY), LIMITS, *size)
+    known = fixed(Prices.from_cost_model(place.cost_model), make_policy(POLICY), LIMITS, *size)
     fleet = Fleet(case.replicas)
     for replica in range(case.replicas):
         running = int(rng.integers(1, 80))

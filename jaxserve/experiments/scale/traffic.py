@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.traces import read_trace
 from jaxserve.sched.workloads.workload import (
@@ -116,7 +116,7 @@ def _workload(
     output = np.minimum(output, MOST_OUTPUT)
     prompt = np.minimum(prompt, LONGEST - MOST_OUTPUT)
     never = np.full(len(times), np.inf)
-    terms = Terms(
+    terms = SloColumns(
         tier=np.zeros(len(times), np.int8),
         ttft=np.array([each.ttft for each in KINDS])[kind],
         tbt=np.full(len(times), TBT),
@@ -127,4 +127,4 @@ def _workload(
     )
     limit = np.full(len(times), LONGEST) - prompt
     lengths = Lengths(prompt, output)
-    return Workload.of(times - times[0], lengths, limit=limit, terms=terms)
+    return Workload.create(times - times[0], lengths, limit=limit, terms=terms)

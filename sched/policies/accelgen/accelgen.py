@@ -117,7 +117,7 @@ class AccelGen(Policy):
             filling.force(prompts[~room.is_out(prompts.rows)])
         return self._booked(view, batch, room, clock)
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """By the first token's deadline, those that are late behind the others where `late_last`
         says so; then those without one. Without the ordering, by arrival."""
         if self.ordering is Ordering.FIFO:

@@ -24,7 +24,7 @@ class Pivot:
     most: int
 
     @classmethod
-    def of(cls, view: View, size: int | None = None) -> Pivot:
+    def find(cls, view: View, size: int | None = None) -> Pivot:
         """The least number of tokens, of one prompt, with nearly the throughput that any number up
         to max_batch_tokens has (`saturation.flat_from`). size: given instead."""
         most = view.limits.max_batch_tokens
@@ -59,6 +59,6 @@ class Gauge:
     def read(self, view: View) -> Pivot:
         """Asked once a plan."""
         if self._pivot is None or self._plans % EVERY == 0:
-            self._pivot = Pivot.of(view, self._size)
+            self._pivot = Pivot.find(view, self._size)
         self._plans += 1
         return self._pivot

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ToKV
+from jaxserve.sched.plan import BatchPlan, Operation, Preempt, ProjectToKV
 from jaxserve.sched.policies.apt.adaptive import go_on, redecide, to_kv
 from jaxserve.sched.policies.apt.admission import StartBudget, Starts, start, start_in_turn
 from jaxserve.sched.policies.apt.value import Moment, Penalty, Weighed, known
@@ -223,5 +223,5 @@ def _plan(
     if len(preempt):
         operations.append(Preempt.whole(preempt))
     if len(project):
-        operations.append(ToKV(project))
+        operations.append(ProjectToKV(project))
     return BatchPlan(batch.rows, batch.tokens, reserve, batch.kinds, tuple(operations))

@@ -148,7 +148,7 @@ def decode_time(view: View, running: np.ndarray) -> float:
     so no value is less."""
     contexts = view.table.computed[running] if len(running) else np.zeros(1, np.int64)
     ones = np.ones_like(contexts)
-    batch = BatchFeatures.of(ones, contexts, ones > 0, padding=view.padding)
+    batch = BatchFeatures.from_rows(ones, contexts, ones > 0, padding=view.padding)
     return float(view.step_time(batch))
 
 
@@ -163,7 +163,7 @@ def in_flight(view: View, running: np.ndarray) -> float:
         return 0.0
     counts = table.computed[flying]
     nothing = np.zeros_like(counts)
-    features = BatchFeatures.of(counts, nothing, nothing > 0)
+    features = BatchFeatures.from_rows(counts, nothing, nothing > 0)
     return float(view.step_time(features))
 
 

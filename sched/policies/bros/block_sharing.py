@@ -19,7 +19,7 @@ from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.cache_restore import Mending
 from jaxserve.sched.policies.bros.packing import Batch, Work
 from jaxserve.sched.policy import View
-from jaxserve.sched.restore_plan import left_filled, spilled
+from jaxserve.sched.restore_plan import left_filled, overwritten_ranges
 
 _PLANES = int(PLANES[KV])
 
@@ -109,7 +109,7 @@ class SharedBlocksBudget(BrosBudget):
         while True:
             loan = self._borrow(work)
             lent = loan.blocks.ravel()
-            ranges = spilled(
+            ranges = overwritten_ranges(
                 self.view,
                 np.concatenate([ids, lent]),
                 np.concatenate([filled, np.repeat(loan.filled, _PLANES)]),

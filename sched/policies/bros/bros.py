@@ -108,7 +108,7 @@ class Bros(Policy):
     _memory: _Memory = field(init=False, repr=False, compare=False)
     moves_cache: bool = field(default=True, init=False)
     counts_blocks: bool = field(default=False, init=False)
-    takes_room = True
+    waiting_can_preempt = True
     full_prefill = True
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class Bros(Policy):
             sides.astype(np.int64) if self.sharing else None,
         )
 
-    def standing(self, requests: Any, now: float) -> Any:
+    def queue_priority(self, requests: Any, now: float) -> Any:
         """By deadline, those that are late behind the others where `late_last` says so; then
         best-effort requests. Real-time ones that run keep what they have."""
         ttft = np.where(np.isinf(requests.ttft), self.ttft, requests.ttft)

@@ -8,7 +8,7 @@ from jaxserve.sched.cache.block_sizes import PLANES, slots_for
 from jaxserve.sched.cache.cache_kinds import KV
 from jaxserve.sched.policies.bros.packing import Work
 from jaxserve.sched.policy import View
-from jaxserve.sched.restore_plan import comeback
+from jaxserve.sched.restore_plan import plan_restore
 from jaxserve.sched.state.request_table import RUNNING
 
 LOOK = 16  # requests with tokens missing that a plan looks at: each takes a while
@@ -40,7 +40,7 @@ class Mending:
         start = table.computed[rows] + np.where(runs, 0, view.host.tokens[rows])
         loaded = slots_for(view.host.tokens[rows])
         for i, row in zip(np.flatnonzero(missing).tolist(), rows[missing].tolist(), strict=True):
-            back = comeback(view, row, left)
+            back = plan_restore(view, row, left)
             start[i], loaded[i] = back.computed, back.loaded
             self._first[row] = back.first
             self._leave(row, back.copy)

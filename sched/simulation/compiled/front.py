@@ -32,7 +32,7 @@ ROUND_ROBIN, LEAST_LOADED, TWO_CHOICES, SLO = map(
 for _called in (estimate.first_token, estimate._miss):
     register_jitable(**OPTIONS)(_called)
 _a_plane = kernel(blocks_a_plane)
-_take, _add = kernel(snapshot.take), kernel(snapshot.add)
+_take, _add = kernel(snapshot.reset_known), kernel(snapshot.add_request)
 _violation = kernel(estimate.violation)
 _drawn, _below = kernel(random_draws.drawn), kernel(random_draws.below)
 lately = kernel(take_snapshot.lately)

@@ -17,7 +17,7 @@ from jaxserve.sched.simulation.compiled.blocks import new_blocks, whole_reserve
 from jaxserve.sched.simulation.compiled.jit import kernel
 from jaxserve.sched.simulation.compiled.state import Machine
 
-# Of a `Form`: its key, and of its lapse the lead and the later key.
+# Of a `CompiledSpec`: its key, and of its lapse the lead and the later key.
 DUE, LEAD, LATER = range(3)
 Keys = Callable[[Any, int], float]
 

@@ -17,7 +17,7 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.progress import futile
 from jaxserve.sched.routing.random_draws import seeded
 from jaxserve.sched.routing.routers import ROUTERS
-from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, take
+from jaxserve.sched.routing.snapshot import KNOWN, SNAPSHOT, reset_known
 from jaxserve.sched.routing.take_snapshot import idle
 from jaxserve.sched.simulation.compiled.cost import Costs, Linear, Paper, Prices
 from jaxserve.sched.simulation.compiled.events import FAULT, KINDS, PUBLISH, first_heap
@@ -41,7 +41,7 @@ from jaxserve.sched.simulation.settings import BATCH, Outcome, Setting
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.state.output_lengths import BINS, bin_of, bins_above
 from jaxserve.sched.state.request_table import WAITING
-from jaxserve.sched.unified.policy_spec import Form
+from jaxserve.sched.unified.policy_spec import CompiledSpec
 from jaxserve.sched.unified.unified_policy import Phase, Reserve, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Workload
 
@@ -54,7 +54,7 @@ class NotCompilable(ValueError):
     """numba does not compile a key."""
 
 
-def key_of(form: Form) -> Any:
+def key_of(form: CompiledSpec) -> Any:
     """The form's key, compiled. NotCompilable if that cannot be."""
     try:
         return compiled_key(form.key or _no_key, form.lapse)
@@ -65,7 +65,7 @@ def key_of(form: Form) -> Any:
 
 def run(
     policy: UnifiedPolicy,
-    form: Form,
+    form: CompiledSpec,
     key: Any,
     workload: Workload,
     setting: Setting,
@@ -107,7 +107,7 @@ def _no_key(request: Any) -> float:
     return 0.0
 
 
-def _rules(policy: UnifiedPolicy, form: Form, setting: Setting) -> Rules:
+def _rules(policy: UnifiedPolicy, form: CompiledSpec, setting: Setting) -> Rules:
     limits = setting.limits
     s = np.zeros(1, SETTINGS)
     s["max_batch_tokens"] = limits.max_batch_tokens
@@ -171,7 +171,7 @@ def _scatter(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 def _world(
     workload: Workload, setting: Setting, given: np.ndarray | None, chunk: int, *, knows: bool
 ) -> World:
-    """chunk: as `Alone.of_all` has it."""
+    """chunk: as `Alone.from_lengths` has it."""
     count, replicas = len(workload), setting.replicas
     requests = _requests(workload, setting, knows=knows)
     _set_targets(requests, workload, setting, chunk)
@@ -220,7 +220,7 @@ def _front(setting: Setting) -> dict[str, np.ndarray]:
         said = idle(setting.fixed)
         published[:] = tuple(said.as_dict().values())
         for one in known.view(np.recarray):
-            take(one, said)
+            reset_known(one, said)
         if setting.routing.interval:
             times[PUBLISH] = setting.routing.first_times(count)
     faults = np.array([(math.inf, 1.0, 0.0)] * count, FAULTS)
@@ -261,7 +261,7 @@ def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chu
     def step_time(batch: BatchFeatures) -> Any:
         return cost.batch_time(batch if padding is None else batch.padded(padding))
 
-    alone = Alone.of_all(workload.prompt_len, workload.limit, step_time, chunk)
+    alone = Alone.from_lengths(workload.prompt_len, workload.limit, step_time, chunk)
     some = np.zeros(len(workload), bool)
     for name, asked in zip(TARGETS, ASKED, strict=True):
         target = getattr(workload, name)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 
@@ -108,7 +108,7 @@ ROUTER = np.dtype([(name, np.int64) for name in ("turn", "state")])
 CURSOR = np.dtype([(name, np.int64) for name in ("arrived", "chosen")])
 # Of a replica, as `setting.Fault`; time: inf for none.
 FAULTS = np.dtype([(name, np.float64) for name in ("time", "slowdown", "notice")])
-HOST = np.dtype([(field.name, np.float64) for field in fields(HostTerms)])
+HOST = np.dtype([(field.name, np.float64) for field in fields(HostOverhead)])
 GROUP = np.dtype([(name, np.bool_) for name in ("decode", "prefill", "waiting", "preempts")])
 
 ANYBODY, NOBODY = -1, -2  # as a barrier

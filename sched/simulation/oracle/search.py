@@ -144,7 +144,7 @@ class _Runner:
         self.runs += 1
         made, options = self.workload, self.options
         served = run([policy], made, setting, options, self.compiled, None, self.compiling)
-        found = RequestRecords.of(served.workload, served.outcome, options.until)
+        found = RequestRecords.from_outcome(served.workload, served.outcome, options.until)
         met = np.zeros(len(made), bool)
         goodput = 0.0
         if len(found):

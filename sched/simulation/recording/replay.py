@@ -34,7 +34,7 @@ from jaxserve.sched.simulation.recording.recording import (
 from jaxserve.sched.simulation.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import System
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 _NUMBERS = Step._fields[: Step._fields.index("features")]  # of a step
@@ -304,10 +304,10 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
     names = [one.slo_class for one in there]
     classes = tuple(dict.fromkeys(names))
     slo_class = np.array([classes.index(name) for name in names], np.int64)
-    terms = Terms(tier, ttft, tbt, jct, slo_class, greedy, classes)
+    terms = SloColumns(tier, ttft, tbt, jct, slo_class, greedy, classes)
     prompt = np.array([one.prompt_len for one in there], np.int64) + written
     limit = np.array([one.limit for one in there], np.int64) - written
-    return Workload.of(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)
+    return Workload.create(time - time.min(), Lengths(prompt, output_len), limit=limit, terms=terms)
 
 
 def _begin(recording: Recording, arrival: Arrival) -> float:

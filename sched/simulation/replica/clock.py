@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 
 
 @dataclass
@@ -12,7 +12,7 @@ class Clock:
     """now: of the host's thread, seconds. device_free: when the device has done all it was told.
     pace: times as long as `host` says that the host takes."""
 
-    host: HostTerms
+    host: HostOverhead
     pace: float = field(default=1.0, kw_only=True)
     now: float = 0.0
     device_free: float = 0.0

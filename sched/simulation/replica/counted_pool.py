@@ -45,7 +45,7 @@ class CountedPool(BlockPool):
             self._nowhere = np.full((2 * count, 2), NOBODY, np.int32)
         return self._nowhere[:count]
 
-    def widen(self, rows: np.ndarray) -> None:
+    def project_to_kv(self, rows: np.ndarray) -> None:
         """See `BlockPool`."""
         for row in rows[self.kind[rows] != HIDDEN].tolist():
             raise ValueError(f"row {row} has no hidden cache")

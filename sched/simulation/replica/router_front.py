@@ -118,7 +118,7 @@ class Front:
         self._changed[replica] = False
         machine = self._machines[replica]
         with machine.scheduler.view.unwatched():
-            backlog = Backlog.of(machine.scheduler, now, machine.device_free)
+            backlog = Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
         known = self._setting.fixed
         return observe(backlog, machine.live, known, machine.lately, draining=False)
 

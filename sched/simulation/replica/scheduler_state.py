@@ -50,7 +50,7 @@ class SimulatedScheduler(Scheduler):
 
     def __init__(self, policy: Policy, limits: Limits, **options: Any) -> None:
         super().__init__(policy, limits, capacity=FIRST_ROWS, **options)
-        self.view: SeedWatch = SeedWatch.of(self.view)
+        self.view: SeedWatch = SeedWatch.from_view(self.view)
 
     def _make_table(self, capacity: int) -> RequestTable:
         return GrowingTable(capacity)

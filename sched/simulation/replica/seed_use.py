@@ -31,6 +31,6 @@ class SeedWatch(View):
         vars(self)["seed_read"] = before
 
     @classmethod
-    def of(cls, view: View) -> SeedWatch:
+    def from_view(cls, view: View) -> SeedWatch:
         """The same view, watched."""
         return cls(**vars(view))

@@ -11,7 +11,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.replica import Replica
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.slo_admission import is_late
-from jaxserve.sched.slo.ttft_estimator import FirstToken
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 
 
 class Lateness:
@@ -26,9 +26,9 @@ class Lateness:
         """Whether the request, which comes to that replica now, is taken."""
         if self._share is None:
             return True
-        wait = FirstToken(Backlog.of(machine.scheduler, now, machine.device_free)).wait(
-            request, now
-        )
+        wait = TtftEstimator(
+            Backlog.from_scheduler(machine.scheduler, now, machine.device_free)
+        ).wait(request, now)
         self._expected[number] = wait.seconds
         return not is_late(wait, request, self._share)
 

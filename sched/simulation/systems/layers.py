@@ -35,7 +35,7 @@ class LayerWork:
     exchanged: float
 
     @classmethod
-    def of(cls, model: Model, devices: int) -> LayerWork:
+    def from_model(cls, model: Model, devices: int) -> LayerWork:
         """The model's, over so many devices. Every device has the norms and the residual whole."""
         share = model.layer_params / devices
         whole = 7 * model.d_model  # two norms and a sum, read and written

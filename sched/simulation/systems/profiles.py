@@ -16,7 +16,7 @@ from jaxserve.sched.cost.cost_model import (
     InferMaxCostModel,
     LinearCostModel,
 )
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
 
@@ -55,7 +55,7 @@ class System:
     block_size: int | None = None
     paper: InferMaxCostModel | None = None
     padding: Padding | None = None
-    host: HostTerms = field(default_factory=HostTerms)
+    host: HostOverhead = field(default_factory=HostOverhead)
     about: dict[str, Any] = field(default_factory=dict)
     rho: float | None = None
     projects: bool = False
@@ -157,7 +157,7 @@ def _system(content: Mapping[str, Any]) -> System:
         content["max_rows"],
         content["block_size"],
         padding=None if content["padding"] is None else _padding(content["padding"]),
-        host=_numbers(HostTerms, "host_s", content["host_s"]),
+        host=_numbers(HostOverhead, "host_s", content["host_s"]),
         about=dict(_object("about", content["about"])),
         rho=content.get("rho"),
         projects=_truth("projects", content.get("projects", False)),
@@ -176,7 +176,7 @@ def _padding(value: Any) -> Padding:
     return Padding(**sizes, decode_group=group, decode_chunk=chunk)
 
 
-_Terms = TypeVar("_Terms", Coefficients, HostTerms)
+_Terms = TypeVar("_Terms", Coefficients, HostOverhead)
 
 
 def _numbers(kind: type[_Terms], name: str, value: Any) -> _Terms:

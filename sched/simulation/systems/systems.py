@@ -57,7 +57,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
             f"{_MEMORY_FOR_USE:.0%} of {device.memory * n / 1e9:.0f} GB"
         )
     base, figures = LLAMA_2_7B.coefficients, figures_of(device.kind)
-    step, token = figures.seconds(LayerWork.of(model, n), device)
+    step, token = figures.seconds(LayerWork.from_model(model, n), device)
     # The output matrix, FLOPs a token and bytes alike; it is no layer's.
     output = 2 * model.vocab * model.d_model / n / model.layers
     each = output / (figures.matmul * device.flops)

@@ -56,7 +56,7 @@ def test_a_batch_with_hidden_rows_is_padded_as_its_cost_is_predicted(
         layout = buckets.fitting(counts, np.where(hidden, CacheKind.HIDDEN, CacheKind.KV))
         assert layout in buckets.all() and bool(layout.hidden) == hidden.any()
         contexts = np.where(hidden | (counts == 1), 3, 0)
-        features = BatchFeatures.of(
+        features = BatchFeatures.from_rows(
             counts, contexts, counts == 1, padding=buckets.padding, hidden=hidden
         )
         assert layout.tokens == features.padded_tokens

@@ -130,7 +130,7 @@ def test_the_follower_makes_the_same_calls(pair: Pair) -> None:
     other = leader.compute(LAYOUT, PACKED)
     leader.sample(other, MASKS)
     leader.sample(one, MASKS + 1)
-    leader.widen(LAYOUT, PACKED)
+    leader.project_to_kv(LAYOUT, PACKED)
     leader.copy_slots(np.array([[1, 2, 3, 4]], np.int32))
     leader.save((-1, np.int64(4)), (1, 2), slots)
     leader.load((4,), (2,), slots[:2])

@@ -117,8 +117,10 @@ def test_long_caches_are_widened_in_pieces(
     with hybrid(folders["llama"], WHOLE, **fields) as running:
         assert running.info().hidden_read == "projected"
         executor, pieces = running.executor, []
-        widen = executor.widen
-        monkeypatch.setattr(executor, "widen", lambda *to: (pieces.append(to), widen(*to)))
+        project_to_kv = executor.project_to_kv
+        monkeypatch.setattr(
+            executor, "project_to_kv", lambda *to: (pieces.append(to), project_to_kv(*to))
+        )
         assert generate(running, prompts(), **SAMPLING) == expected
         assert seen(running).mixed
         # No two caches of ENOUGH tokens fit into one piece.

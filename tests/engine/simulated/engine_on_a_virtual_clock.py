@@ -109,7 +109,7 @@ class Device:
     def admit(self, slot: int, params: Any) -> None:
         assert 0 <= slot < self.buckets.slots
 
-    def widen(self, layout: Layout, packed: np.ndarray) -> None:
+    def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         pass  # what moves cost is among the step's features
 
     def copy_slots(self, places: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.engine.simulated.engine_on_a_virtual_clock import LAYERS, MODEL, Served, configured
@@ -58,7 +58,9 @@ def scaled(model: LinearCostModel, factor: Callable[[], float]) -> LinearCostMod
 _RNG = np.random.default_rng(4)
 TRUE = scaled(_OF_ALL, lambda: 1.0)
 PRIOR = scaled(_OF_ALL, lambda: float(_RNG.uniform(0.3, 3.0)))
-PROBE = BatchFeatures.of(np.array([1, 1, 30]), np.array([40, 90, 0]), np.array([True, True, False]))
+PROBE = BatchFeatures.from_rows(
+    np.array([1, 1, 30]), np.array([40, 90, 0]), np.array([True, True, False])
+)
 SMALL, LARGE = 80, 800  # blocks
 
 
@@ -74,7 +76,7 @@ def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool =
         limit = limit + rng.integers(1, 30, count) * (np.arange(count) % 3 > 0)
     some = np.arange(count) % 2 == 0
     lies = liars & (np.arange(count) % 6 == 0)
-    terms = Terms(
+    terms = SloColumns(
         tier=np.where(np.arange(count) % 4 == 3, Tier.BEST_EFFORT, Tier.REALTIME).astype(np.int8),
         ttft=np.where(some, rng.uniform(0.05, 0.5, count), np.inf) * np.where(lies, 1e-6, 1),
         tbt=np.where(some, rng.uniform(0.02, 0.1, count), np.inf),
@@ -82,7 +84,7 @@ def trace(seed: int, rate: float, early: bool, count: int = 24, *, liars: bool =
         slo_class=np.zeros(count, np.int64),
         greedy=np.arange(count) % 5 > 0,
     )
-    return Workload.of(arrival, lengths, limit=limit, terms=terms)
+    return Workload.create(arrival, lengths, limit=limit, terms=terms)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.request import SLO, Request, SamplingParams
 from jaxserve.sched.slo.slo_admission import is_late
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import Wait
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, poisson_arrivals
@@ -65,9 +65,9 @@ def load(rate: float, count: int = 150) -> Workload:
     rng = np.random.default_rng(3)
     lengths = Lengths(rng.integers(4, 60, count), rng.integers(5, 80, count))
     limit = np.full(count, 120)
-    terms = with_targets(Terms.none(count), SLO(ttft=TTFT))
+    terms = with_targets(SloColumns.none(count), SLO(ttft=TTFT))
     arrival = poisson_arrivals(rate, count, rng)
-    return Workload.of(arrival, lengths, limit=limit, terms=terms)
+    return Workload.create(arrival, lengths, limit=limit, terms=terms)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

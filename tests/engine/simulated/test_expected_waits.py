@@ -14,7 +14,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import REFUSED
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.lengths import sampler
 from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
@@ -29,8 +29,8 @@ def load(rate: float, count: int = 500, slo: SLO | None = None) -> Workload:
     """ShareGPT's lengths; this place serves about ten a second."""
     rng = np.random.default_rng(1)
     arrival, lengths = poisson_arrivals(rate, count, rng), sampler("sharegpt")(count, rng)
-    terms = with_targets(Terms.none(count), slo or SLO(ttft=TTFT))
-    return Workload.of(arrival, lengths, terms=terms)
+    terms = with_targets(SloColumns.none(count), slo or SLO(ttft=TTFT))
+    return Workload.create(arrival, lengths, terms=terms)
 
 
 def served(

@@ -171,7 +171,7 @@ def test_an_engine_times_steps_once(
     assert models[0] == models[1]
     assert texts[0] == texts[1]
     assert min(k.token_bias, k.per_token + k.per_decode + k.decode_bias) >= 0
-    one = BatchFeatures.of(np.array([1]), np.array([9]), np.array([True]))
+    one = BatchFeatures.from_rows(np.array([1]), np.array([9]), np.array([True]))
     assert 1e-6 < float(models[0].batch_time(one)) < 10.0
 
 

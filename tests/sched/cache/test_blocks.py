@@ -34,7 +34,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def admit(self, row: int, kind: CacheKind, direction: Direction, tokens: int) -> None:
         if self.empty(row):
-            self.pool.open(row, kind, direction)
+            self.pool.open_cache(row, kind, direction)
             self.grow(row, tokens)
 
     @rule(row=rows, tokens=st.integers(1, 40))
@@ -53,24 +53,24 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.held[row] * self.pool.block_size >= tokens
 
     @rule(row=rows)
-    def widen(self, row: int) -> None:
+    def project_to_kv(self, row: int) -> None:
         """A hidden cache becomes a KV cache: its blocks stay, as many are added."""
         pool, before, one = self.pool, self.pool.num_free, np.array([row])
         held = int(pool.held[row])
         ids = pool.tables[row, 0, :held].copy()
         if pool.kind[row] != CacheKind.HIDDEN:
             with pytest.raises(ValueError, match="no hidden cache"):
-                pool.widen(one)
+                pool.project_to_kv(one)
         elif (pool.refs[ids] != 1).any():
             with pytest.raises(ValueError, match="shares blocks"):
-                pool.widen(one)
+                pool.project_to_kv(one)
         elif held > before:
             with pytest.raises(OutOfBlocks):
-                pool.widen(one)
+                pool.project_to_kv(one)
         else:
             tokens = np.array([held * pool.block_size])
             assert pool.needed(one, tokens, np.array([CacheKind.KV])).tolist() == [held]
-            pool.widen(one)
+            pool.project_to_kv(one)
             assert pool.num_free == before - held and pool.kind[row] == CacheKind.KV
             assert pool.tables[row, 0, :held].tolist() == ids.tolist()
             return
@@ -132,9 +132,9 @@ TestPool = PoolMachine.TestCase
 
 def test_hidden_takes_half_the_blocks() -> None:
     pool = BlockPool(8, 4, 2, 4)
-    pool.open(0, CacheKind.KV)
+    pool.open_cache(0, CacheKind.KV)
     pool.grow(0, 9)
-    pool.open(1, CacheKind.HIDDEN)
+    pool.open_cache(1, CacheKind.HIDDEN)
     assert pool.num_free == 8 - 6
     pool.release(0)
     pool.grow(1, 9)
@@ -144,7 +144,7 @@ def test_hidden_takes_half_the_blocks() -> None:
 def test_join_refuses_blocks_without_a_free_end() -> None:
     pool = BlockPool(4, 4, 3, 4)
     for row in (0, 1):
-        pool.open(row, CacheKind.HIDDEN, Direction.LEFT)
+        pool.open_cache(row, CacheKind.HIDDEN, Direction.LEFT)
     pool.grow(0, 4)
     mine = int(pool.tables[0, 0, 0])
     with pytest.raises(ValueError, match="no free end"):
@@ -153,7 +153,7 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
         pool.join(1, np.array([[3 - mine]]))  # nobody has the other end either
     with pytest.raises(ValueError, match="blocks at a time"):
         pool.join(1, np.zeros((0, 2), np.int64))
-    pool.open(2, CacheKind.HIDDEN, Direction.RIGHT)
+    pool.open_cache(2, CacheKind.HIDDEN, Direction.RIGHT)
     pool.join(2, np.array([[mine]]))
     with pytest.raises(ValueError, match="no free end"):
         pool.join(1, np.array([[mine]]))  # both ends are taken
@@ -163,7 +163,7 @@ def test_join_refuses_blocks_without_a_free_end() -> None:
 def test_nobody_grows_past_the_block_table() -> None:
     pool = BlockPool(99, 4, 2, 3)
     for kind in CacheKind:
-        pool.open(0, kind)
+        pool.open_cache(0, kind)
         pool.grow(0, 12)
         with pytest.raises(ValueError, match="13 tokens need 4 blocks, limit 3"):
             pool.grow(0, 13)
@@ -173,7 +173,7 @@ def test_nobody_grows_past_the_block_table() -> None:
 
 def test_check_sees_a_leak() -> None:
     pool = BlockPool(4, 4, 2, 4)
-    pool.open(0, CacheKind.KV)
+    pool.open_cache(0, CacheKind.KV)
     pool.grow(0, 4)
     pool.held[0] = 0
     with pytest.raises(AssertionError):

@@ -15,8 +15,8 @@ from jaxserve.sched.plan import (
     Join,
     Operation,
     Preempt,
+    ProjectToKV,
     Restore,
-    ToKV,
 )
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING
@@ -77,7 +77,12 @@ def test_a_hidden_cache_whose_blocks_were_just_joined_does_not_become_kv() -> No
     run(made, {0: 9}, kinds={0: HIDDEN}, directions={0: RIGHT})
     join = Join(1, last_pair(made, 0))
     refused(
-        made, {0: 1, 1: 1}, join, ToKV(array(0)), kinds={0: KV, 1: HIDDEN}, match="shares blocks"
+        made,
+        {0: 1, 1: 1},
+        join,
+        ProjectToKV(array(0)),
+        kinds={0: KV, 1: HIDDEN},
+        match="shares blocks",
     )
 
 
@@ -85,7 +90,7 @@ def test_a_copy_of_what_has_just_become_kv_takes_two_blocks() -> None:
     made = scheduler(blocks=4)
     run(made, {0: 4}, kinds={0: HIDDEN})
     run(made, {1: 4}, kinds={1: HIDDEN})
-    operations = ToKV(array(0)), Copy(array(0), array(0))
+    operations = ProjectToKV(array(0)), Copy(array(0), array(0))
     refused(made, {0: 1}, *operations, kinds={0: KV}, match="more blocks than are free")
     made = scheduler(blocks=6)
     run(made, {0: 4}, kinds={0: HIDDEN})

@@ -18,13 +18,13 @@ from jaxserve.sched.plan import (
     Join,
     Operation,
     Preempt,
+    ProjectToKV,
     Restore,
-    ToKV,
 )
 from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.restore_plan import comeback, left_filled, spilled
+from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore
 from jaxserve.sched.state.request_table import RUNNING, WAITING
-from jaxserve.sched.step import CopySlots, Discard, Load, Save, Step, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save, Step
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 ROWS = 4
@@ -70,8 +70,8 @@ class Operations(RuleBasedStateMachine):
             elif isinstance(move, Discard):
                 for key in move.keys:
                     del self.host[key]
-            elif isinstance(move, Widen):
-                self.widen(move)
+            elif isinstance(move, ProjectSlots):
+                self.project_to_kv(move)
             elif isinstance(move, CopySlots):
                 for block, slot, to, there in move.places.tolist():
                     self.device[to, there] = self.device[block, slot]
@@ -97,7 +97,7 @@ class Operations(RuleBasedStateMachine):
         """Whatever it shares, and wherever its tokens are."""
         self.end(row)
 
-    def widen(self, move: Widen) -> None:
+    def project_to_kv(self, move: ProjectSlots) -> None:
         for row, cached, table, side in zip(
             move.rows.tolist(), move.cached.tolist(), move.tables, move.directions, strict=True
         ):
@@ -177,7 +177,7 @@ class Operations(RuleBasedStateMachine):
         operations: list[Operation] = [Join(row, ends)]
         if save and side == LEFT:
             filled = np.full(ends.size, tokens)
-            operations.append(Checkpoint(*spilled(self.made.view, ends.ravel(), filled)))
+            operations.append(Checkpoint(*overwritten_ranges(self.made.view, ends.ravel(), filled)))
         self.book({row: tokens}, *operations, kinds={row: kind}, directions={row: side})
 
     @rule(row=rows, tokens=st.integers(1, 4))
@@ -190,19 +190,19 @@ class Operations(RuleBasedStateMachine):
         index = np.arange(min(-(-end // BLOCK), int(pool.held[row])))
         ids = pool.blocks_of(row)[:, index]
         filled = np.broadcast_to(np.clip(end - index * BLOCK, 0, BLOCK), ids.shape)
-        lost = spilled(self.made.view, ids.ravel(), filled.ravel())
+        lost = overwritten_ranges(self.made.view, ids.ravel(), filled.ravel())
         self.book({row: tokens}, *([Checkpoint(*lost)] if len(lost[0]) else []))
 
     @rule(row=rows, tokens=st.integers(1, 3))
     def come_back(self, row: int, tokens: int) -> None:
-        """All that makes a row's cache whole again, as `comeback` says: never refused, but for lack
-        of blocks or of a place among the rows."""
+        """All that makes a row's cache whole again, as `plan_restore` says: never refused, but
+        for lack of blocks or of a place among the rows."""
         made = self.made
         if not made.host.tokens[row] or made.table.state[row] not in (WAITING, RUNNING):
             return
         if made.table.state[row] == RUNNING and made.pool.direction[row] != RIGHT:
             return
-        back = comeback(made.view, row, left_filled(made.view))
+        back = plan_restore(made.view, row, left_filled(made.view))
         readers = made.table.seq[row] in self.readers
         if back.blocks > made.pool.num_free or not len(back.first) or readers:
             return
@@ -226,7 +226,7 @@ class Operations(RuleBasedStateMachine):
     @rule(row=rows)
     def to_kv(self, row: int) -> None:
         if self.made.table.state[row] == RUNNING:
-            self.book({row: 1}, ToKV(array(row)), kinds={row: KV})
+            self.book({row: 1}, ProjectToKV(array(row)), kinds={row: KV})
 
     @rule(source=rows, row=rows, blocks=st.integers(1, 2))
     def share(self, source: int, row: int, blocks: int) -> None:
@@ -251,7 +251,7 @@ class Operations(RuleBasedStateMachine):
         kinds = {row: int(self.made.pool.kind[row]) for row in range(ROWS)}
         tokens = data.draw(st.dictionaries(rows, st.integers(1, 3), max_size=2))
         for op in operations:
-            if isinstance(op, ToKV):
+            if isinstance(op, ProjectToKV):
                 kinds[int(op.rows[0])] = KV
                 tokens[int(op.rows[0])] = 1
             elif isinstance(op, Join):
@@ -270,11 +270,11 @@ class Operations(RuleBasedStateMachine):
         which = [Preempt, Copy, Checkpoint] if running else [Preempt]
         which += [Restore] * 2 * bool(kept) + [Join] * 2 * bool(running and waiting)
         hidden = [row for row in running if pool.kind[row] == HIDDEN]
-        what = draw(st.sampled_from(which + [ToKV] * bool(hidden)))
+        what = draw(st.sampled_from(which + [ProjectToKV] * bool(hidden)))
         row = draw(st.sampled_from(running or [0]))
         cached, held = int(table.computed[row]), int(pool.held[row])
-        if what is ToKV:
-            return ToKV(array(draw(st.sampled_from(hidden))))
+        if what is ProjectToKV:
+            return ProjectToKV(array(draw(st.sampled_from(hidden))))
         if what is Preempt:
             keep = draw(st.integers(0, max(cached - 1, 0)))
             return Preempt(array(row), array(keep * draw(st.integers(0, 1))))

@@ -14,13 +14,13 @@ from jaxserve.sched.plan import (
     Join,
     Operation,
     Preempt,
+    ProjectToKV,
     Restore,
-    ToKV,
 )
-from jaxserve.sched.restore_plan import comeback, left_filled
+from jaxserve.sched.restore_plan import left_filled, plan_restore
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import RUNNING, WAITING
-from jaxserve.sched.step import CopySlots, Discard, Load, Save, Widen
+from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
 
 
@@ -157,12 +157,12 @@ def test_what_another_owner_keeps_comes_back_elsewhere(kind: CacheKind) -> None:
     checkpoint = Checkpoint(array(0), array(5), array(8))
     run(made, {1: 3}, Join(1, ends), checkpoint, kinds={1: kind})
     free, one = made.pool.num_free, made.pool.slots_of(0, 4, 5)
-    back = comeback(made.view, 0, left_filled(made.view))
+    back = plan_restore(made.view, 0, left_filled(made.view))
     assert (back.copy.tolist(), back.first.tolist(), back.computed) == ([1], [5], 10)
     assert (back.blocks, back.copied, back.loaded) == (planes, planes, 3 * planes)
     nearly = np.minimum(left_filled(made.view), 1)  # one slot is still in the other's way
-    assert comeback(made.view, 0, nearly).copy.tolist() == [1]
-    assert comeback(made.view, 0, nearly * 0).copy.tolist() == []
+    assert plan_restore(made.view, 0, nearly).copy.tolist() == [1]
+    assert plan_restore(made.view, 0, nearly * 0).copy.tolist() == []
     step = run(made, {0: 1}, Copy(array(0), array(1)), Restore(array(0), array(5)))
     copy, load, _ = step.moves
     assert isinstance(copy, CopySlots) and isinstance(load, Load)
@@ -212,7 +212,7 @@ def test_what_goes_on_inside_a_block_comes_back_elsewhere_if_another_fills_it(
     run(made, {1: 2})  # where token 5 was
     with pytest.raises(InvalidPlan, match="restored over what the other owner"):
         run(made, {}, Restore(array(0), array(5)))
-    back = comeback(made.view, 0, left_filled(made.view))
+    back = plan_restore(made.view, 0, left_filled(made.view))
     assert (back.copy.tolist(), back.first.tolist(), back.computed) == ([1], [5], 6)
     assert (back.blocks, back.copied, back.loaded) == (ends.size, ends.size, ends.size)
     run(made, {0: 1}, Copy(array(0), back.copy), Restore(array(0), back.first))
@@ -277,10 +277,10 @@ def test_a_start_may_take_the_other_end_of_blocks() -> None:
 def test_to_kv_says_what_lies_where() -> None:
     made = scheduler()
     run(made, {0: 10}, kinds={0: HIDDEN})
-    (widen,) = run(made, {0: 1}, ToKV(array(0)), kinds={0: KV}).moves
-    assert isinstance(widen, Widen)
-    assert widen.rows.tolist() == [0] and widen.cached.tolist() == [10]
-    assert widen.tables[0, :, :3].tolist() == made.pool.blocks_of(0).tolist()
+    (project_to_kv,) = run(made, {0: 1}, ProjectToKV(array(0)), kinds={0: KV}).moves
+    assert isinstance(project_to_kv, ProjectSlots)
+    assert project_to_kv.rows.tolist() == [0] and project_to_kv.cached.tolist() == [10]
+    assert project_to_kv.tables[0, :, :3].tolist() == made.pool.blocks_of(0).tolist()
 
 
 def prepared() -> Scheduler:
@@ -332,8 +332,8 @@ ENDS = Checkpoint(array(1, 1), array(3, 7), array(4, 8))  # the last slot of it,
         ({2: 2}, [Join(2, array(6, 7)[None]), ENDS], "has nowhere else"),
         ({2: 1, 3: 1}, [Join(2, array(6, 7)[None]), Join(3, array(7, 8)[None])], "no free end"),
         ({2: 1}, [Preempt.whole(array(1)), Join(2, array(6, 7)[None])], "no free end"),
-        ({}, [ToKV(array(1))], "not planned as KV"),
-        ({0: 1}, [ToKV(array(0))], "no hidden cache"),
+        ({}, [ProjectToKV(array(1))], "not planned as KV"),
+        ({0: 1}, [ProjectToKV(array(0))], "no hidden cache"),
     ],
 )
 def test_refuses(tokens: dict[int, int], operations: list[Operation], problem: str | None) -> None:

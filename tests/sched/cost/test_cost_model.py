@@ -37,7 +37,7 @@ UNIT = Coefficients(
 
 
 def features(counts: list[int], contexts: list[int], decoding: list[bool]) -> BatchFeatures:
-    return BatchFeatures.of(np.array(counts), np.array(contexts), np.array(decoding))
+    return BatchFeatures.from_rows(np.array(counts), np.array(contexts), np.array(decoding))
 
 
 def test_the_features_of_a_mixed_batch() -> None:
@@ -56,9 +56,9 @@ def test_the_features_of_decodes_and_of_prefills_alone() -> None:
 def test_hidden_caches_are_read_in_place_of_kv() -> None:
     counts, contexts = np.array([1, 1, 4, 2]), np.array([10, 20, 5, 6])
     decoding, hidden = np.array([True, True, False, False]), np.array([False, True, False, True])
-    found = BatchFeatures.of(counts, contexts, decoding, hidden=hidden, projected_tokens=3)
-    plain = BatchFeatures.of(counts, contexts, decoding, hidden=np.zeros(4, bool))
-    assert plain == BatchFeatures.of(counts, contexts, decoding)
+    found = BatchFeatures.from_rows(counts, contexts, decoding, hidden=hidden, projected_tokens=3)
+    plain = BatchFeatures.from_rows(counts, contexts, decoding, hidden=np.zeros(4, bool))
+    assert plain == BatchFeatures.from_rows(counts, contexts, decoding)
     assert (plain.decode_kv, plain.prefill_m, plain.hidden_tokens) == (11 + 21, 5 + 6, 0)
     assert (found.decode_kv, found.prefill_m) == (11, 5)
     assert (found.hidden_tokens, found.hidden_prefill) == (21, 6)
@@ -140,7 +140,7 @@ def test_padding_goes_to_the_next_bucket() -> None:
     assert padding.of(3, True) == 4
     assert padding.of(17, False) == 64
     assert padding.of(np.array([1, 5]), True).tolist() == [1, 8]
-    mixed = BatchFeatures.of(
+    mixed = BatchFeatures.from_rows(
         np.array([1, 5]), np.array([3, 0]), np.array([True, False]), padding=padding
     )
     assert (mixed.num_tokens, mixed.padded_tokens) == (6, 16)
@@ -167,7 +167,7 @@ def samples(noise: float, seed: int = 0) -> tuple[LinearCostModel, list[Sample]]
         counts = np.concatenate([np.ones(decodes, int), rng.integers(2, 300, chunks)])
         contexts = rng.integers(0, 2000, decodes + chunks)
         decoding = np.arange(decodes + chunks) < decodes
-        f = BatchFeatures.of(counts, contexts, decoding)
+        f = BatchFeatures.from_rows(counts, contexts, decoding)
         found.append(Sample(f, float(true.batch_time(f) * np.exp(noise * rng.normal()))))
     return true, found
 

@@ -32,7 +32,7 @@ def batch(rng: np.random.Generator, mixed: bool = True) -> BatchFeatures:
     chunks = int(rng.integers(0, 3)) if mixed else 0
     counts = np.concatenate([np.ones(decodes, int), rng.integers(2, 300, chunks)])
     contexts = rng.integers(0, 2000, decodes + chunks)
-    return BatchFeatures.of(
+    return BatchFeatures.from_rows(
         counts, contexts, np.arange(decodes + chunks) < decodes, padding=PADDING
     )
 
@@ -142,7 +142,7 @@ def test_a_view_predicts_batches_as_they_will_be_padded() -> None:
 
     view = dataclasses.replace(Drive("sarathi", cost_model=PRIOR).scheduler.view, padding=PADDING)
     counts, contexts = np.array([1, 5]), np.array([40, 0])
-    plain = BatchFeatures.of(counts, contexts, np.array([True, False]))
+    plain = BatchFeatures.from_rows(counts, contexts, np.array([True, False]))
     padded = dataclasses.replace(plain, padded_tokens=64)
     assert view.step_time(plain) == PRIOR.batch_time(padded) > PRIOR.batch_time(plain)
     decodes = BatchFeatures.of_decodes(np.array([1, 5, 64]), np.array([10, 10, 10]))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.cost.cost_model_fit import FitError
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.served_steps import (
     LEAST_STEP_S,
     MIN_STEPS,
@@ -24,7 +24,7 @@ TRUE = LinearCostModel(
     ),
     4,
 )
-HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4, 3e-5, 2e-5, 5e-4)
+HOST = HostOverhead(2e-4, 3e-6, 4e-4, 5e-6, 2e-5, 1e-4, 1e-4, 8e-6, 3e-4, 3e-5, 2e-5, 5e-4)
 
 
 def served(count: int = 400, noise: float = 0.0, seed: int = 0) -> ServedSteps:
@@ -161,8 +161,8 @@ def test_a_clock_that_stands_still_on_the_host_says_that_it_takes_no_time() -> N
     nothing = np.zeros(len(steps))
     still = dict.fromkeys(HOST_TIMES, nothing)
     steps = dataclasses.replace(steps, after_idle=nothing > 0, **still)
-    assert fit_host(steps, TRUE) == HostTerms()
-    assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostTerms()
+    assert fit_host(steps, TRUE) == HostOverhead()
+    assert fit_host(steps.take(np.zeros(0, np.int64)), TRUE) == HostOverhead()
 
 
 def test_a_step_of_a_token_takes_some_time_whatever_the_others_say() -> None:

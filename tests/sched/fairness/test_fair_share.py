@@ -13,7 +13,7 @@ from jaxserve.sched.fairness.fair_share import KEPT, FairShares, may_have
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Request, SamplingParams, Tier
 from jaxserve.sched.slo.backlog import Backlog
-from jaxserve.sched.slo.ttft_estimator import FirstToken
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.request_table import HELD, WAITING
 from tests.sched.driver import Drive
 
@@ -177,7 +177,7 @@ def test_everybody_is_served(seed: int, policy: str, tenants: int) -> None:
 
 def test_a_newcomer_is_told_of_its_own_share_alone() -> None:
     drive = flooded("sarathi", first=40, then=0)
-    first = FirstToken(Backlog.of(drive.scheduler, 3.0, 3.0))
+    first = TtftEstimator(Backlog.from_scheduler(drive.scheduler, 3.0, 3.0))
     ask = {"prompt": (0,) * PROMPT, "sampling": SamplingParams(OUTPUT)}
     own = first.wait(Request("a", tenant="heavy", **ask), 3.0).seconds
     other = first.wait(Request("b", tenant="light", **ask), 3.0).seconds
@@ -194,7 +194,7 @@ def test_a_burst_of_a_newcomer_is_not_all_before_who_comes_then() -> None:
     ask = {"prompt": (0,) * PROMPT, "sampling": SamplingParams(OUTPUT)}
     waits = []
     for tenant in ("heavy", "light", "idle"):
-        first = FirstToken(Backlog.of(drive.scheduler, 3.0, 3.0))
+        first = TtftEstimator(Backlog.from_scheduler(drive.scheduler, 3.0, 3.0))
         alone = first.wait(Request("b", tenant=tenant, **ask), 3.0).seconds
         for _ in range(100):
             first.arrived(Request("n", tenant="new", **ask), 3.0)

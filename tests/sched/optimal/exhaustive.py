@@ -65,7 +65,7 @@ def _batches(problem: Problem, state: State) -> Iterator[tuple[float, float, Sta
         if tokens[~decoding].sum() > problem.prefill_tokens:
             continue
         ran = tokens > 0
-        features = BatchFeatures.of(tokens[ran], before[ran], decoding[ran])
+        features = BatchFeatures.from_rows(tokens[ran], before[ran], decoding[ran])
         after = tuple(
             (written, 0 if written == out else cached)
             for (_, (written, cached)), out in zip(batch, workload.output_len, strict=True)

@@ -34,7 +34,7 @@ EQUAL = 1e-4  # more than the rounding of time, less than any difference between
 
 def workload(*requests: tuple[int, int], arrivals: tuple[float, ...] = ()) -> Workload:
     prompt, output = np.array(requests, np.int64).T
-    return Workload.of(
+    return Workload.create(
         np.array(arrivals or (0.0,) * len(requests)), Lengths(prompt.copy(), output.copy())
     )
 
@@ -160,7 +160,7 @@ def test_fewer_batches_than_needed_are_said() -> None:
 def test_time_is_counted_finely_enough() -> None:
     for cost in (LLAMA.cost_model, LLAMA.paper, BIG.cost_model, BIG.paper):
         assert cost is not None
-        scaled = ScaledCost.of(cost)
+        scaled = ScaledCost.from_cost_model(cost)
         assert scaled.error < EQUAL
         assert optimal.EXACT * scaled.unit > 60  # a minute of schedule can still be counted
 

@@ -21,7 +21,7 @@ POLICIES = ("vllm", "vllm_hy", "sarathi", "sarathi_nohy", "sarathi+ef", "rank_i"
 
 def workload(requests: list[tuple[int, int]], arrivals: list[float] | None = None) -> Workload:
     prompt, output = np.array(requests, np.int64).T
-    return Workload.of(
+    return Workload.create(
         np.array(arrivals or [0.0] * len(requests)), Lengths(prompt.copy(), output.copy())
     )
 

@@ -40,7 +40,7 @@ def view_of(
 
 def rate(view: View, size: int) -> float:
     """Tokens a second of a prompt of so many."""
-    pivot = Pivot.of(view, size)
+    pivot = Pivot.find(view, size)
     return pivot.size / pivot.seconds
 
 
@@ -50,19 +50,19 @@ def test_the_pivot_is_where_throughput_flattens(quad: float) -> None:
     view = view_of(per_token=0.01, bias=1.0, prefill_quad=quad)
     rates = np.array([rate(view, n) for n in range(1, 1001)])
     exact = int(np.argmax(rates >= 0.95 * rates.max())) + 1
-    found = Pivot.of(view)
+    found = Pivot.find(view)
     assert exact == (634 if not quad else exact) and exact <= found.size <= 1.03 * exact
     assert found.seconds == pytest.approx(1.0 + 0.01 * found.size + quad * found.size**2)
 
 
 def test_the_pivot_fills_what_the_device_pads() -> None:
     view = view_of(per_token=0.01, bias=0.8, padding=Padding((1, 8), (256, 512, 1024)))
-    assert Pivot.of(view).size == 512, "257 to 512 take the same time"
+    assert Pivot.find(view).size == 512, "257 to 512 take the same time"
 
 
 @pytest.mark.parametrize(("bias", "per_token"), [(0.0, 0.01), (1.0, 0.0), (0.0, 0.0)])
 def test_models_that_never_flatten_have_a_pivot(bias: float, per_token: float) -> None:
-    pivot = Pivot.of(view_of(per_token=per_token, bias=bias))
+    pivot = Pivot.find(view_of(per_token=per_token, bias=bias))
     assert 1 <= pivot.size <= 1000 and pivot.budget(np.inf) == 1000
 
 
@@ -78,7 +78,7 @@ def test_the_pivot_is_looked_up_again_as_the_model_learns() -> None:
     gauge = Gauge(None)
     first = gauge.read(before)
     assert all(gauge.read(after) is first for _ in range(EVERY - 1))
-    assert gauge.read(after) == Pivot.of(after) != first
+    assert gauge.read(after) == Pivot.find(after) != first
 
 
 def test_time_left_and_chunks() -> None:

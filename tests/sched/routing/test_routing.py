@@ -20,7 +20,7 @@ from jaxserve.sched.routing.estimate import first_token
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import MODULUS, below, drawn, seeded
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
-from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add, take
+from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add_request, reset_known
 from jaxserve.sched.routing.take_snapshot import (
     Lately,
     fixed,
@@ -30,12 +30,14 @@ from jaxserve.sched.routing.take_snapshot import (
     serves_by_tier,
 )
 from jaxserve.sched.slo.backlog import Backlog
-from jaxserve.sched.slo.ttft_estimator import FirstToken
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 
 MODEL = LinearCostModel(Coefficients(1e-5, 1e-3, 1e-9, 1e-5, 1e-6, 1e-10, 1e-5, 1e-6, 1e-9), 2)
-FIXED = fixed(Prices.of(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16)
+FIXED = fixed(
+    Prices.from_cost_model(MODEL), make_policy("sarathi"), Limits(4096, 512, 64), 1000, 16
+)
 
 
 def busy(time: float = 0.0, **numbers: Any) -> Snapshot:
@@ -182,7 +184,7 @@ def test_the_first_token_comes_later_behind_more_and_sooner_with_time(
 ) -> None:
     def seconds(behind: int, now: float) -> float:
         (s,) = np.zeros(1, KNOWN).view(np.recarray)
-        take(s, busy(realtime_tokens=behind))
+        reset_known(s, busy(realtime_tokens=behind))
         return float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(500), now))
 
     assert seconds(tokens, 0.0) < seconds(tokens + more, 0.0)
@@ -223,9 +225,9 @@ def test_the_steps_that_the_device_has_are_waited_for() -> None:
 
 def test_what_is_sent_adds_up() -> None:
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
-    take(s, busy(by_tier=True))
+    reset_known(s, busy(by_tier=True))
     before = s.copy()
-    add(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0.0)
+    add_request(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0.0)
     assert s.realtime_work == before.realtime_work and s.best_effort_work > 0
     assert s.best_effort_short - before.best_effort_short == 2 * 10
     assert (s.tbt, s.unfinished) == (0.1, 1)
@@ -243,7 +245,7 @@ def test_the_sequences_of_a_call_add_up_as_calls_of_one_each() -> None:
 def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
     fleet = fleet_of(busy(running=60, mean_output=50.0))  # of 64 rows
     (s,) = np.zeros(1, KNOWN).view(np.recarray)
-    take(s, busy(running=60, mean_output=50.0))
+    reset_known(s, busy(running=60, mean_output=50.0))
     assert fleet.columns.rows_short[0] == -4
     few, many = (
         float(first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(50, sequences=k), 0))
@@ -253,9 +255,9 @@ def test_a_call_is_as_late_as_the_last_of_its_sequences() -> None:
 
 
 def test_prices_are_those_of_the_model() -> None:
-    prices = Prices.of(MODEL)
-    assert prices == Prices.of(OnlineCostModel(MODEL))
-    assert prices == Prices.of(InferMaxCostModel(MODEL, (0.0, 0.0, 0.0)))
+    prices = Prices.from_cost_model(MODEL)
+    assert prices == Prices.from_cost_model(OnlineCostModel(MODEL))
+    assert prices == Prices.from_cost_model(InferMaxCostModel(MODEL, (0.0, 0.0, 0.0)))
     assert prices.read == 2e-9 and prices.step == pytest.approx(2 * 1.01e-3)
 
     class Own:
@@ -263,7 +265,7 @@ def test_prices_are_those_of_the_model() -> None:
             return 1.0
 
     with pytest.raises(ValueError, match="Own has no linear prices"):
-        Prices.of(Own())
+        Prices.from_cost_model(Own())
 
 
 def test_a_snapshot_is_plain_numbers() -> None:
@@ -311,12 +313,12 @@ def test_routers_and_doors_predict_the_same_but_for_a_step(
     drive = Drive("sarathi", c=budget, p=budget, rows=64, blocks=1024)
     for prompt in prompts:
         drive.add(prompt=prompt, output=4)
-    backlog = Backlog.of(drive.scheduler, 0.0, 0.0)
-    door = FirstToken(backlog).wait(Request("new", (0,) * own), 0.0).seconds
-    known = fixed(Prices.of(FLAT), drive.policy, drive.limits, 1024, 4)
+    backlog = Backlog.from_scheduler(drive.scheduler, 0.0, 0.0)
+    door = TtftEstimator(backlog).wait(Request("new", (0,) * own), 0.0).seconds
+    known = fixed(Prices.from_cost_model(FLAT), drive.policy, drive.limits, 1024, 4)
     fleet = fleet_of(observe(backlog, len(prompts), known, Lately(), draining=False))
     s = fleet.columns
     (router,) = first_token(s, s.realtime_work, s.realtime_short, RoutingRequest(own), 0.0)
-    prices, steps = Prices.of(FLAT), -(-(sum(prompts) + own) // budget)
+    prices, steps = Prices.from_cost_model(FLAT), -(-(sum(prompts) + own) // budget)
     # Those of a door have whole tokens, as many in each.
     assert abs(router - door) <= prices.step + steps * prices.token + 1e-9

@@ -13,7 +13,7 @@ from jaxserve.sched.request import SLO
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads import lengths
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Workload, poisson_arrivals
@@ -24,8 +24,8 @@ TARGET = SLO(ttft=1.0, tbt=1.0)
 @cache
 def served(policy: str, read: str = "absorbed", **overrides: Any) -> SimulationResult:
     rng = np.random.default_rng(3)
-    arrival, terms = poisson_arrivals(6.0, 300, rng), with_targets(Terms.none(300), TARGET)
-    workload = Workload.of(arrival, lengths.sampler("sharegpt")(300, rng), terms=terms)
+    arrival, terms = poisson_arrivals(6.0, 300, rng), with_targets(SloColumns.none(300), TARGET)
+    workload = Workload.create(arrival, lengths.sampler("sharegpt")(300, rng), terms=terms)
     chosen = system("opt-13b@a100-40g", read)
     made = make_policy(policy, **overrides)
     return simulate(made, workload, chosen, block_size=16, checked=True)

@@ -21,7 +21,7 @@ from jaxserve.sched.simulation.settings import BATCH, REFUSED
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.profiles import System
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 from jaxserve.simulate import cli as command
@@ -31,8 +31,8 @@ SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every 
 
 def at(*arrival: float) -> Workload:
     """Requests of 4 tokens in and 3 out, with a target that all who are served attain."""
-    terms = with_targets(Terms.none(len(arrival)), SLO(jct=60.0))
-    return Workload.of(np.array(arrival), fixed_lengths(4, 3, len(arrival)), terms=terms)
+    terms = with_targets(SloColumns.none(len(arrival)), SLO(jct=60.0))
+    return Workload.create(np.array(arrival), fixed_lengths(4, 3, len(arrival)), terms=terms)
 
 
 def test_who_finds_rows_and_queue_full_is_refused() -> None:
@@ -68,7 +68,7 @@ def test_a_queue_of_none_holds_the_rows_alone() -> None:
 
 
 def test_each_replica_has_a_queue_of_its_own() -> None:
-    workload = Workload.of(all_at_once(4), Lengths(np.full(4, 4), np.array([50, 3, 3, 3])))
+    workload = Workload.create(all_at_once(4), Lengths(np.full(4, 4), np.array([50, 3, 3, 3])))
     limits = Limits(99, 99, 1)
     result = simulate(
         "sarathi", workload, SECOND, kv_tokens=99, limits=limits, max_queue=0, replicas=2
@@ -96,7 +96,7 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
 ) -> None:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, 30))
-    workload = Workload.of(arrival, Lengths(rng.integers(1, 300, 30), rng.integers(1, 40, 30)))
+    workload = Workload.create(arrival, Lengths(rng.integers(1, 300, 30), rng.integers(1, 40, 30)))
     place, limits = system("llama-2-7b@a100"), Limits(400, 128, rows)
     result = simulate(
         policy, workload, place, kv_tokens=900, limits=limits, max_queue=queue, checked=True
@@ -144,7 +144,7 @@ def test_means_of_nothing_are_none(
         nobody = np.full(len(workload), REFUSED)
         none = np.zeros_like(nobody)
         requests = RequestRecords(workload, none, nobody, np.zeros(0), none, none > 0)
-        nothing = BatchRecords.of([np.zeros(0, BATCH)])
+        nothing = BatchRecords.from_logs([np.zeros(0, BATCH)])
         return SimulationResult(requests, nothing, None, place.kv_tokens, False)
 
     monkeypatch.setattr(simulator, "simulate", refuse_all)
@@ -164,6 +164,6 @@ def test_means_of_nothing_are_none(
 
 
 def test_one_token_each_has_no_time_between_tokens() -> None:
-    workload = Workload.of(np.zeros(2), fixed_lengths(4, 1, 2))
+    workload = Workload.create(np.zeros(2), fixed_lengths(4, 1, 2))
     summary = simulate("vllm", workload, SECOND, kv_tokens=99).summary()
     assert (summary["mean_tpot_s"], summary["mean_ttft_s"]) == (None, 1.0)

@@ -13,7 +13,7 @@ from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.workload import Lengths, Workload
 
 COST = LinearCostModel(
@@ -30,8 +30,10 @@ def load(count: int, rate: float, seed: int) -> Workload:
     """Requests of up to 20 tokens in and 12 out, every second of them best-effort."""
     rng = np.random.default_rng(seed)
     lengths = Lengths(rng.integers(1, 21, count), rng.integers(1, 13, count))
-    terms = dataclasses.replace(Terms.none(count), tier=rng.integers(0, 2, count).astype(np.int8))
-    return Workload.of(np.cumsum(rng.exponential(1 / rate, count)), lengths, terms=terms)
+    terms = dataclasses.replace(
+        SloColumns.none(count), tier=rng.integers(0, 2, count).astype(np.int8)
+    )
+    return Workload.create(np.cumsum(rng.exponential(1 / rate, count)), lengths, terms=terms)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,10 +74,10 @@ def test_real_time_requests_are_served_beside_a_batch_job() -> None:
         np.concatenate([rng.integers(32, 129, best), rng.integers(20, 300, real)]),
     )
     terms = dataclasses.replace(
-        Terms.none(best + real), tier=np.repeat([1, 0], [best, real]).astype(np.int8)
+        SloColumns.none(best + real), tier=np.repeat([1, 0], [best, real]).astype(np.int8)
     )
     arrival = np.concatenate([np.zeros(best), np.cumsum(rng.exponential(0.2, real))])
-    work = Workload.of(arrival, lengths, terms=terms)
+    work = Workload.create(arrival, lengths, terms=terms)
     first = np.cumsum(work.output_len) - work.output_len
     in_time = {}
     for policy in ("bros", "round_robin", "vllm"):

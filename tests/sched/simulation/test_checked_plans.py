@@ -74,7 +74,7 @@ def contended(seed: int = 3, count: int = 24) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(0.01, count))
     lengths = Lengths(rng.integers(1, 200, count), rng.integers(1, 60, count))
-    return Workload.of(arrival, lengths)
+    return Workload.create(arrival, lengths)
 
 
 def run(policy: str | Policy, workload: Workload, **options: Any) -> SimulationResult:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from jaxserve.figures.chrome_trace import write_trace
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.metrics import attained
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.sched.workloads.lengths import Uniform
@@ -38,8 +38,10 @@ VARIED = ClosedLoop(6, Uniform(10, 200), Uniform(1, 30))
 
 
 def of(arrival: list[float], prompt: list[int], output: list[int], slo: SLO) -> Workload:
-    terms = with_targets(Terms.none(len(arrival)), slo)
-    return Workload.of(np.array(arrival), Lengths(np.array(prompt), np.array(output)), terms=terms)
+    terms = with_targets(SloColumns.none(len(arrival)), slo)
+    return Workload.create(
+        np.array(arrival), Lengths(np.array(prompt), np.array(output)), terms=terms
+    )
 
 
 def times(result: SimulationResult, request: int) -> list[float]:
@@ -160,8 +162,8 @@ def test_steps_together_or_one_by_one_until_the_end(
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(0.2, 15))
     arrival -= arrival[0]
-    workload = Workload.of(arrival, Lengths(rng.integers(1, 300, 15), rng.integers(1, 90, 15)))
-    place = dataclasses.replace(SEVEN, host=HostTerms(1e-4, 1e-6, 2e-4, 1e-6, 0.0, 0.0, 1e-4))
+    workload = Workload.create(arrival, Lengths(rng.integers(1, 300, 15), rng.integers(1, 90, 15)))
+    place = dataclasses.replace(SEVEN, host=HostOverhead(1e-4, 1e-6, 2e-4, 1e-6, 0.0, 0.0, 1e-4))
     options |= {"limits": Limits(512, 128, 12), "seed": seed, "record_rows": True, "until": until}
     for loop in (VARIED, None):
         one, other = (

@@ -57,7 +57,7 @@ class BothPools(RuleBasedStateMachine):
     def begin(
         self, rows: np.ndarray, kind: CacheKind, side: Direction, data: st.DataObject
     ) -> None:
-        self.both(lambda pool: pool.open_all(rows, kind, side))
+        self.both(lambda pool: pool.open_caches(rows, kind, side))
         self.grow(rows, data)
 
     @rule(rows=row_sets, data=st.data())
@@ -69,8 +69,8 @@ class BothPools(RuleBasedStateMachine):
         self.both(lambda pool: pool.grow_all(rows, tokens))
 
     @rule(rows=row_sets)
-    def widen(self, rows: np.ndarray) -> None:
-        self.both(lambda pool: pool.widen(rows))
+    def project_to_kv(self, rows: np.ndarray) -> None:
+        self.both(lambda pool: pool.project_to_kv(rows))
 
     @rule(rows=row_sets, tokens=st.integers(0, 40))
     def give_back(self, rows: np.ndarray, tokens: int) -> None:
@@ -102,7 +102,7 @@ TestBothPools.settings = settings(max_examples=40, deadline=None)
 
 def test_who_is_in_which_block_is_not_known() -> None:
     pool = CountedPool(8, 4, 2, 4)
-    pool.open(0, CacheKind.KV)
+    pool.open_cache(0, CacheKind.KV)
     pool.grow(0, 9)
     with pytest.raises(ValueError, match="blocks are only counted here"):
         pool.blocks_of(0)
@@ -118,7 +118,7 @@ class _Asks(UnifiedPolicy):
 
 
 def test_a_policy_that_asks_is_told_unless_it_says_it_counts() -> None:
-    workload = Workload.of(np.zeros(4), Lengths(np.full(4, 9), np.full(4, 5)))
+    workload = Workload.create(np.zeros(4), Lengths(np.full(4, 9), np.full(4, 5)))
     options: dict[str, Any] = {"kv_tokens": 640, "limits": Limits(400, 64, 12)}
     plain = sarathi()
     asks = _Asks(plain.groups, plain.mixed_batches, plain.chunked)

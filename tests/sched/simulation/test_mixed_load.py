@@ -31,7 +31,7 @@ CASE = MixedCase("priority", MODELS["OPT-13B"], "sharegpt", 4.0, duration=10.0, 
 
 
 def test_who_has_not_ended_counts_with_its_time_so_far() -> None:
-    workload = Workload.of(np.array([0.0, 2.0]), Lengths(np.array([4, 4]), np.array([2, 20])))
+    workload = Workload.create(np.array([0.0, 2.0]), Lengths(np.array([4, 4]), np.array([2, 20])))
     result = simulate("vllm", workload, SECOND, kv_tokens=99, overlap=False, until=7.0)
     everybody = np.ones(2, bool)
     assert latency_of(result, everybody, 7.0) == pytest.approx((2 / 2 + 5 / 20) / 2)
@@ -42,7 +42,7 @@ def test_time_per_output_token_is_a_mean_of_each_request() -> None:
     """0.2 s is the target: a mean of 0.2, one of 0.25, one token alone, and one that goes on."""
     due = np.zeros(4)
     tokens = [[1.0, 1.1, 1.4], [1.0, 1.25], [1.0], [2.0, 2.1]]
-    times = Times.of(due, tokens, [True, True, True, False])
+    times = Times.from_tokens(due, tokens, [True, True, True, False])
     assert within_tpot(times) == pytest.approx(2 / 3)
     going = np.array([False, False, False, True])
     for end, share in ((2.3, 2 / 3), (2.5, 1 / 3)):

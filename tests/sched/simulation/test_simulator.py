@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import policies
@@ -20,7 +20,7 @@ from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -31,7 +31,7 @@ SEVEN = system("llama-2-7b@a100")
 
 
 def of(arrival: list[float], prompt: list[int], output: list[int]) -> Workload:
-    return Workload.of(np.array(arrival), Lengths(np.array(prompt), np.array(output)))
+    return Workload.create(np.array(arrival), Lengths(np.array(prompt), np.array(output)))
 
 
 def times(result: SimulationResult, request: int) -> list[float]:
@@ -66,7 +66,7 @@ def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
 def test_a_host_that_slept_wakes_up_and_takes_in_who_has_come_by_then() -> None:
     # Asleep at 0 s, it goes on at 2 s, and takes in both at a second each; each later round of its
     # loop takes half a second, which the device hides.
-    host = HostTerms(receive=0.5, receive_row=1.0, wake=2.0)
+    host = HostOverhead(receive=0.5, receive_row=1.0, wake=2.0)
     place = dataclasses.replace(SEVEN, cost_model=SECOND, host=host, padding=None)
     found = simulate("sarathi", of([0.0, 1.5], [4, 4], [3, 3]), place, compiled=False)
     assert times(found, 0) == times(found, 1) == [5.5, 6.5, 7.5]
@@ -79,7 +79,7 @@ def test_a_host_that_slept_wakes_up_and_takes_in_who_has_come_by_then() -> None:
 
 
 def test_who_submits_several_in_a_row_has_as_long_before_the_host_wakes() -> None:
-    host = HostTerms(wake=0.001)
+    host = HostOverhead(wake=0.001)
     place = dataclasses.replace(SEVEN, cost_model=SECOND, host=host, padding=None)
     for gap, together in ((0.0008, 8), (0.002, 1)):
         arrival = [gap * i for i in range(12)]
@@ -133,7 +133,7 @@ def test_chunks_beside_decodes_under_the_papers_rules() -> None:
 
 def test_the_low_contention_run_of_the_issue() -> None:
     """32 requests of 1024 + 128 tokens with C = 4096: 8 batches of 4 prompts, then 127 decodes."""
-    workload = Workload.of(all_at_once(32), fixed_lengths(1024, 128, 32))
+    workload = Workload.create(all_at_once(32), fixed_lengths(1024, 128, 32))
     result = simulate("vllm", workload, SEVEN, kv_tokens=100_000, rules="infermax_paper")
     assert len(result.batches) == 8 + 127
     model = SEVEN.paper
@@ -182,7 +182,7 @@ def test_slo_attainment_counts_requests() -> None:
     workload = of([0.0, 0.0, 0.0], [4, 4, 40], [3, 3, 3])
 
     def share(slo: SLO) -> float:
-        asked = dataclasses.replace(workload, **vars(with_targets(Terms.none(3), slo)))
+        asked = dataclasses.replace(workload, **vars(with_targets(SloColumns.none(3), slo)))
         result = simulate("vllm", asked, PER_TOKEN, kv_tokens=512, limits=Limits(60, 60, 4))
         return float(result.summary()["slo_attainment"])
 
@@ -197,7 +197,9 @@ def test_slo_attainment_counts_requests() -> None:
 def random_workload(seed: int, count: int, rate: float) -> Workload:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, count))
-    return Workload.of(arrival, Lengths(rng.integers(1, 300, count), rng.integers(1, 40, count)))
+    return Workload.create(
+        arrival, Lengths(rng.integers(1, 300, count), rng.integers(1, 40, count))
+    )
 
 
 def compare(a: SimulationResult, b: SimulationResult) -> None:

@@ -19,8 +19,8 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
 from jaxserve.sched.slo.backlog import Backlog
-from jaxserve.sched.slo.slo_columns import Terms
-from jaxserve.sched.slo.ttft_estimator import FirstToken
+from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.workloads.workload import Lengths, Workload
 from tests.sched.driver import Drive
 
@@ -42,9 +42,9 @@ def crowd(lies: dict[str, float]) -> tuple[Workload, np.ndarray]:
         name: np.where(honest, TTFT if name == "ttft" else np.inf, lies.get(name, np.inf))
         for name in ("ttft", "tbt", "jct")
     }
-    terms = dataclasses.replace(Terms.none(count), **targets)
+    terms = dataclasses.replace(SloColumns.none(count), **targets)
     lengths = Lengths(np.full(count, 1500), np.full(count, 60))
-    return Workload.of(np.sort(rng.uniform(0, 2, count)), lengths, terms=terms), honest
+    return Workload.create(np.sort(rng.uniform(0, 2, count)), lengths, terms=terms), honest
 
 
 @pytest.mark.parametrize("refuse_late", [None, 0.75])
@@ -86,7 +86,7 @@ def test_a_target_that_can_be_met_counts_as_it_is() -> None:
     assert lies < (0.2, 0.01, 0.5)  # nor do they count as what can be met
     assert targets_that_count(SLO(), alone) == (math.inf,) * 3
     never = Request("r", (0,) * 9, SamplingParams(4))
-    assert Alone.of(never, PLACE.cost_model.batch_time, 4) is NOTHING
+    assert Alone.from_request(never, PLACE.cost_model.batch_time, 4) is NOTHING
 
 
 def test_what_the_table_has_is_what_counts() -> None:
@@ -116,9 +116,11 @@ def test_many_at_once_are_as_one_by_one(
         return model.batch_time(batch if padding is None else batch.padded(padding))
 
     prompts = np.array(lengths)
-    many = Alone.of_all(prompts, np.full(len(prompts), limit), step_time, chunk)
+    many = Alone.from_lengths(prompts, np.full(len(prompts), limit), step_time, chunk)
     sampling, slo = SamplingParams(limit), SLO(ttft=1.0)
-    each = [Alone.of(Request("r", (0,) * n, sampling, slo), step_time, chunk) for n in lengths]
+    each = [
+        Alone.from_request(Request("r", (0,) * n, sampling, slo), step_time, chunk) for n in lengths
+    ]
     for name in ("ttft", "tbt", "jct"):
         assert getattr(many, name).tolist() == [getattr(one, name) for one in each]
 
@@ -164,7 +166,7 @@ def test_liars_are_behind_from_the_moment_they_come(now: float) -> None:
     """Also on a host that has been up for months: its clock is that of the engine."""
     drive = Drive("edf", c=16, p=16)
     honest = Request("honest", (0,) * 16, SamplingParams(4), SLO(ttft=TTFT))
-    first = FirstToken(Backlog.of(drive.scheduler, now, now))
+    first = TtftEstimator(Backlog.from_scheduler(drive.scheduler, now, now))
     alone = first.wait(honest, now).seconds
     for length in range(20, 60):
         first.arrived(Request("liar", (0,) * length, SamplingParams(4), SLO(ttft=1e-6)), now)

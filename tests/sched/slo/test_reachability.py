@@ -97,7 +97,7 @@ def test_alone_on_an_idle_engine_the_limits_are_what_it_takes(
 ) -> None:
     """So that a target just below is out of reach, and one just above is not."""
     limits = dataclasses.replace(LIMITS, max_batch_tokens=256)
-    workload = Workload.of(np.zeros(1), Lengths(np.array([prompt]), np.array([output])))
+    workload = Workload.create(np.zeros(1), Lengths(np.array([prompt]), np.array([output])))
     result = simulate(policy, workload, SEVEN, limits=limits, kv_tokens=4096, compiled=False)
     times = result.requests.times
     gaps, _ = times.tbt

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, CacheKind, Direction
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.plan import BatchPlan, Checkpoint, Join, Preempt, ToKV
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Join, Preempt, ProjectToKV
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
@@ -109,8 +109,8 @@ def test_real_time_rows_widen_their_own_caches() -> None:
     for served, rows in ((both, [0, 1]), (alone, [0])):
         served.step(*rows, count=3, kind=CacheKind.HIDDEN)
         assert (served.scheduler.pool.kind[rows] == HIDDEN).all()
-    longer = both.step(0, 1, operations=(ToKV(np.array([0, 1])),))
-    shorter = alone.step(0, operations=(ToKV(np.array([0])),))
+    longer = both.step(0, 1, operations=(ProjectToKV(np.array([0, 1])),))
+    shorter = alone.step(0, operations=(ProjectToKV(np.array([0])),))
     assert both.cost(longer) == pytest.approx(took(longer) - took(shorter))
 
 

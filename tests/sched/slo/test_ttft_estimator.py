@@ -13,7 +13,7 @@ from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.slo_admission import is_late, retry_s
-from jaxserve.sched.slo.ttft_estimator import FirstToken, Wait
+from jaxserve.sched.slo.ttft_estimator import TtftEstimator, Wait
 from tests.sched.driver import Drive
 
 # A step takes 1 ms and 0.1 ms for each token, as `FLAT` has it.
@@ -24,8 +24,8 @@ def request(prompt: int, tier: Tier = Tier.REALTIME, ttft: float | None = None) 
     return Request("new", (0,) * prompt, SamplingParams(32), SLO(ttft=ttft), tier)
 
 
-def waits(drive: Drive, now: float = 0.0) -> FirstToken:
-    return FirstToken(Backlog.of(drive.scheduler, now, now))
+def waits(drive: Drive, now: float = 0.0) -> TtftEstimator:
+    return TtftEstimator(Backlog.from_scheduler(drive.scheduler, now, now))
 
 
 def seconds(drive: Drive, prompt: int, tier: Tier = Tier.REALTIME) -> float:
@@ -70,7 +70,7 @@ def test_a_burst_that_comes_to_an_idle_engine_waits_for_each_other() -> None:
 
 def test_the_step_on_the_device_is_waited_for() -> None:
     drive = Drive("sarathi")
-    first = FirstToken(Backlog.of(drive.scheduler, 10.0, 10.5))
+    first = TtftEstimator(Backlog.from_scheduler(drive.scheduler, 10.0, 10.5))
     assert first.wait(request(20), 10.2).seconds == pytest.approx(0.3 + BIAS + 20 * TOKEN)
     # What was predicted has gone by: it waits for its own prompt, whatever there was before it.
     assert first.wait(request(20), 11.0).seconds == pytest.approx(BIAS + 20 * TOKEN)
@@ -92,7 +92,7 @@ def test_a_policy_that_says_nothing_serves_the_newcomer_first() -> None:
     drive = Drive("fastserve")
     for _ in range(6):
         drive.add(prompt=30, output=8)
-    assert make_policy("fastserve").standing(None, 0.0) is None
+    assert make_policy("fastserve").queue_priority(None, 0.0) is None
     assert seconds(drive, 30) == pytest.approx(seconds(Drive("fastserve"), 30))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.request import NO_CLASS, SLO, Request, Tier
 from jaxserve.sched.slo.metrics import Times, attained, percentile_99
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.verdict import judge, tbt_that_counts
 from jaxserve.sched.workloads.classes import with_targets
 
@@ -98,7 +98,7 @@ def test_what_is_told_is_what_load_tests_and_simulations_count(
             going=np.array([not complete]),
             end=math.inf if complete else end,
         ),
-        with_targets(Terms.none(1), slo),
+        with_targets(SloColumns.none(1), slo),
     )
     if told is None:
         assert slo == SLO() and counted.slo.all()

@@ -42,7 +42,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     changed[rng.integers(COUNT)] = True
     other = np.where(changed, rng.integers(1, LIMIT + 1, COUNT), output)
     limit = np.full(COUNT, LIMIT)
-    made = [Workload.of(arrival, Lengths(prompt, o), limit=limit) for o in (output, other)]
+    made = [Workload.create(arrival, Lengths(prompt, o), limit=limit) for o in (output, other)]
     options = {
         "kv_tokens": draw(st.sampled_from([320, 640, 4000])),
         "limits": Limits(400, draw(st.sampled_from([64, 400])), draw(st.sampled_from([4, 20]))),
@@ -93,7 +93,7 @@ def long_outputs() -> Pair:
     arrival, prompt = np.linspace(0, 0.01, COUNT), np.full(COUNT, 20)
     outputs = 30 + np.arange(COUNT), 59 - np.arange(COUNT)
     limit = np.full(COUNT, LIMIT)
-    one, other = (Workload.of(arrival, Lengths(prompt, o), limit=limit) for o in outputs)
+    one, other = (Workload.create(arrival, Lengths(prompt, o), limit=limit) for o in outputs)
     return Pair(one, other, {"kv_tokens": 400, "limits": Limits(400, 64, 20)})
 
 

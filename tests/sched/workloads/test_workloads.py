@@ -294,7 +294,7 @@ def test_wrong_words_are_refused(fields: dict[str, object], problem: str) -> Non
 
 def test_lengths_are_cut_to_a_limit() -> None:
     lengths = Lengths(np.array([5, 90, 200, 1]), np.array([7, 20, 3, 500]))
-    made = Workload.of(all_at_once(4), lengths)
+    made = Workload.create(all_at_once(4), lengths)
     lengths = made.within(100).lengths
     np.testing.assert_array_equal(lengths.prompt_len, [5, 90, 99, 1])
     np.testing.assert_array_equal(lengths.output_len, [7, 10, 1, 99])

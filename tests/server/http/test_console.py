@@ -203,11 +203,11 @@ def test_why_no_more_were_in_the_batch(
 def test_a_map_of_the_pool() -> None:
     pool = BlockPool(16, 4, max_owners=4, width=4)
     tier = np.array([Tier.REALTIME, Tier.BEST_EFFORT, Tier.REALTIME, Tier.REALTIME])
-    pool.open(0, CacheKind.KV)
+    pool.open_cache(0, CacheKind.KV)
     pool.grow(0, 5)  # two blocks a plane
-    pool.open(1, CacheKind.KV, Direction.RIGHT)
+    pool.open_cache(1, CacheKind.KV, Direction.RIGHT)
     pool.grow(1, 4)
-    pool.open(2, CacheKind.HIDDEN)
+    pool.open_cache(2, CacheKind.HIDDEN)
     pool.grow(2, 4)
     uses = pool_map(pool, tier)
     keys, values = pool.blocks_of(0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policies.vllm import PREFILL_FIRST
@@ -26,7 +26,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import REFUSED
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -55,8 +55,8 @@ VARIED = [
     "vllm:probing=true",
     "sarathi_nocp:probing=true:watermark=0.1",
 ]
-HOST = HostTerms(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4, 3e-5, 2e-5, 1e-3)
-SLOW_HOST = HostTerms(plan=0.03, finish=0.02, launch_row=0.004, receive_row=0.01, wake=0.05)
+HOST = HostOverhead(2e-4, 3e-6, 4e-4, 5e-6, 1e-4, 1e-5, 3e-4, 7e-6, 6e-4, 3e-5, 2e-5, 1e-3)
+SLOW_HOST = HostOverhead(plan=0.03, finish=0.02, launch_row=0.004, receive_row=0.01, wake=0.05)
 ENGINE = Padding(rows=(1, 4, 16, 48), tokens=(16, 128, 512), decode_group=4, decode_chunk=24)
 
 
@@ -67,13 +67,13 @@ def drawn(seed: int, count: int, rate: float) -> Workload:
     output = rng.integers(1, 40, count)
     targets = {name: rng.choice([1e-6, 0.05, 0.4, 3.0, np.inf], count) for name in TARGETS}
     terms = dataclasses.replace(
-        Terms.none(count),
+        SloColumns.none(count),
         tier=rng.integers(0, 2, count),
         greedy=rng.random(count) < rng.choice([1, 0.8]),
         **targets,
     )
     limit = output + rng.choice([0, 0, 0, 1, 30], count)
-    return Workload.of(
+    return Workload.create(
         arrival, Lengths(rng.integers(1, 300, count), output), limit=limit, terms=terms
     )
 
@@ -98,7 +98,7 @@ def assert_same(a: SimulationResult, b: SimulationResult) -> None:
     rate=st.sampled_from([5.0, 50.0, 1e4]),
     rules=st.sampled_from(["jaxserve", "infermax_paper"]),
     overlap=st.booleans(),
-    host=st.sampled_from([HostTerms(), HOST, SLOW_HOST]),
+    host=st.sampled_from([HostOverhead(), HOST, SLOW_HOST]),
     padding=st.sampled_from([None, ENGINE]),
     overlapped=st.booleans(),
     replicas=st.sampled_from([1, 1, 2, 3]),
@@ -112,7 +112,7 @@ def test_compiled_or_in_stretches_or_step_by_step(
     prefill: int,
     rows: int,
     rate: float,
-    host: HostTerms,
+    host: HostOverhead,
     padding: Padding | None,
     overlapped: bool,
     **options: Any,
@@ -130,8 +130,8 @@ def test_compiled_or_in_stretches_or_step_by_step(
 def test_many_live_requests_and_many_batches(policy: str) -> None:
     rng = np.random.default_rng(3)
     lengths = Lengths(rng.integers(1, 60, 700), rng.integers(1, 12, 700))
-    several = Workload.of(np.zeros(700), lengths)
-    one_by_one = Workload.of(np.arange(700.0), lengths)
+    several = Workload.create(np.zeros(700), lengths)
+    one_by_one = Workload.create(np.arange(700.0), lengths)
     for workload, limits in ((several, Limits(512, 64, 500)), (one_by_one, Limits(512, 64, 9))):
         found = {
             compiled: simulate(
@@ -242,7 +242,7 @@ def first_who_waits() -> UnifiedPolicy:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_policy_that_preempts_for_ever(compiled: bool) -> None:
     """Prompts of four steps; the memory is for one of them."""
-    workload = Workload.of(all_at_once(3), fixed_lengths(64, 4, 3))
+    workload = Workload.create(all_at_once(3), fixed_lengths(64, 4, 3))
     options: dict[str, Any] = {"kv_tokens": 96, "limits": Limits(16, 16, 9), "compiled": compiled}
     problem = "^policy UnifiedPolicy: by step 201 it has preempted a request 100 times, while"
     with pytest.raises(InvalidPlan, match=problem):
@@ -252,7 +252,7 @@ def test_a_policy_that_preempts_for_ever(compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_preemptions_that_get_somewhere_are_as_many_as_they_like(compiled: bool) -> None:
     """The same in steps of a whole prompt: each refill ends with one more token."""
-    workload = Workload.of(all_at_once(2), fixed_lengths(200, 150, 2))
+    workload = Workload.create(all_at_once(2), fixed_lengths(200, 150, 2))
     options: dict[str, Any] = {"kv_tokens": 360, "limits": Limits(400, 400, 9)}
     result = simulate(first_who_waits(), workload, SEVEN, compiled=compiled, **options)
     assert result.requests.preemptions.min() > FUTILE
@@ -278,7 +278,7 @@ def test_progress_counts_the_arrivals(compiled: bool) -> None:
 def test_who_finds_the_queue_full_is_refused(compiled: bool) -> None:
     lengths = Lengths(np.full(4, 4), np.full(4, 3))
     result = simulate(
-        "vllm", Workload.of(np.zeros(4), lengths), SEVEN,
+        "vllm", Workload.create(np.zeros(4), lengths), SEVEN,
         limits=Limits(64, 64, 1), max_queue=1, compiled=compiled,
     )  # fmt: skip
     assert result.requests.replica.tolist() == [0, 0, REFUSED, REFUSED]

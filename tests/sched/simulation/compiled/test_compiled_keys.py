@@ -101,7 +101,7 @@ def test_chunks_of_several_prompts_in_a_small_pool(seed: int, blocks: int, probi
 def test_phases_that_come_twice_are_not_compiled() -> None:
     groups = (Group(Phase.WAITING), Group(Phase.DECODE, preempts=True), Group(Phase.ANY))
     for policy in (own(groups=groups), InferMax(groups=groups)):
-        assert policy.form() is None
+        assert policy.compiled_spec() is None
 
 
 def test_its_directory_knows_all_that_is_compiled() -> None:

@@ -19,7 +19,7 @@ from jaxserve.sched.simulation.results import SimulationResult
 from jaxserve.sched.simulation.settings import Fault, Routing
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.classes import with_targets
 from jaxserve.sched.workloads.workload import Lengths, Workload, fixed_lengths
 
@@ -34,8 +34,8 @@ def heavy_tailed(count: int, rate: float, seed: int = 0) -> Workload:
     long = rng.random(count) < 0.1
     prompt = np.where(long, rng.integers(3000, 6000, count), rng.integers(20, 300, count))
     lengths = Lengths(prompt, rng.integers(1, 60, count))
-    terms = with_targets(Terms.none(count), SLO(ttft=1.0, tbt=0.5))
-    return Workload.of(np.cumsum(rng.exponential(1 / rate, count)), lengths, terms=terms)
+    terms = with_targets(SloColumns.none(count), SLO(ttft=1.0, tbt=0.5))
+    return Workload.create(np.cumsum(rng.exponential(1 / rate, count)), lengths, terms=terms)
 
 
 def served(routing: Routing, workload: Workload, replicas: int, **options: Any) -> SimulationResult:
@@ -76,7 +76,7 @@ def test_nobody_is_lost_or_served_twice(
 
 
 def test_who_has_a_token_ends_with_its_replica_and_who_has_none_goes_elsewhere() -> None:
-    workload = Workload.of(np.array([0.0, 0.01, 0.02]), fixed_lengths(400, 300, 3))
+    workload = Workload.create(np.array([0.0, 0.01, 0.02]), fixed_lengths(400, 300, 3))
     alone = served(Routing(), workload, 1).requests
     at = float(alone.first_token[0]) + 1e-4
     late = dataclasses.replace(workload, arrival=np.array([0.0, 0.01, at - 1e-5]))

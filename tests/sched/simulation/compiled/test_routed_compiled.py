@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.simulation.settings import Fault, Routing
@@ -44,7 +44,7 @@ def faults(draw: st.DrawFn, replicas: int) -> tuple[Fault, ...]:
     kv_tokens=st.integers(400, 3000),
     rate=st.sampled_from([20.0, 200.0]),
     rules=st.sampled_from(["jaxserve", "infermax_paper"]),
-    host=st.sampled_from([HostTerms(), HOST]),
+    host=st.sampled_from([HostOverhead(), HOST]),
     replicas=st.integers(1, 6),
     routing=st.sampled_from(list(ROUTERS)),
     interval=st.sampled_from([0.0, 0.05, 0.3]),
@@ -58,7 +58,7 @@ def test_the_outcome_is_the_same(
     seed: int,
     policy: str,
     rate: float,
-    host: HostTerms,
+    host: HostOverhead,
     replicas: int,
     routing: str,
     interval: float,

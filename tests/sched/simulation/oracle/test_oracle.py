@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.oracle import Ordered, Portfolio
 from jaxserve.sched.policy import Limits
@@ -25,7 +25,7 @@ from jaxserve.sched.simulation.oracle.search import portfolio
 from jaxserve.sched.simulation.settings import Setting
 from jaxserve.sched.simulation.simulator import SimulationError, simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import TARGETS, Terms
+from jaxserve.sched.slo.slo_columns import TARGETS, SloColumns
 from jaxserve.sched.unified.unified_policy import Reserve
 from jaxserve.sched.workloads.closed_loop import parse_closed_loop
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -52,9 +52,9 @@ def with_targets(workload: Workload, **targets: float) -> Workload:
     """All of them have these."""
     count = len(workload)
     arrays = {name: np.full(count, targets.get(name, np.inf)) for name in TARGETS}
-    terms = dataclasses.replace(Terms.none(count), **arrays)
+    terms = dataclasses.replace(SloColumns.none(count), **arrays)
     lengths = workload.lengths
-    return Workload.of(workload.arrival, lengths, limit=workload.limit, terms=terms)
+    return Workload.create(workload.arrival, lengths, limit=workload.limit, terms=terms)
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
@@ -70,12 +70,12 @@ def scaled(workload: Workload, factor: float) -> Workload:
     seed=st.integers(0, 1 << 30),
     rate=st.sampled_from([3.0, 30.0, 1e4]),
     tight=st.sampled_from([0.1, 1.0, 5.0]),
-    timing=st.sampled_from([(HostTerms(), None), (HOST, ENGINE), (SLOW_HOST, None)]),
+    timing=st.sampled_from([(HostOverhead(), None), (HOST, ENGINE), (SLOW_HOST, None)]),
     options=st.sampled_from(
         [{}, {"overlap": False}, {"rules": "infermax_paper"}, {"until": 1.5}, {"max_queue": 3}]
     ),
 )
-@example("vllm", 0, 1e4, 1.0, (HostTerms(), Padding((1, 8), (16, 256))), {})
+@example("vllm", 0, 1e4, 1.0, (HostOverhead(), Padding((1, 8), (16, 256))), {})
 def test_no_policy_exceeds_the_bound(
     place: Any,
     policy: str,
@@ -122,7 +122,7 @@ def test_tiny_cases_are_solved(seed: int) -> None:
     """No order of five requests, in any of the shapes, has more."""
     rng = np.random.default_rng(seed)
     lengths = Lengths(rng.integers(50, 400, 5), rng.integers(1, 30, 5))
-    workload = with_targets(Workload.of(all_at_once(5), lengths), ttft=0.12, jct=0.6)
+    workload = with_targets(Workload.create(all_at_once(5), lengths), ttft=0.12, jct=0.6)
     options: dict[str, Any] = {"kv_tokens": 900, "limits": Limits(400, 400, 4)}
     best = 0.0
     for groups, mixed in SHAPES:
@@ -190,7 +190,7 @@ def test_a_given_order_is_the_same_compiled(shape: Any, probing: bool) -> None:
 
 def test_whoever_is_first_in_the_order_is_first() -> None:
     lengths = fixed_lengths(100, 2, 4)
-    workload = Workload.of(all_at_once(4), lengths)
+    workload = Workload.create(all_at_once(4), lengths)
     policy = Ordered(*SHAPES[0], chunked=True, given=np.array([2.0, 0.0, 3.0, 1.0]))
     result = simulate(policy, workload, SEVEN, limits=Limits(100, 100, 4))
     assert np.argsort(result.requests.first_token).tolist() == [1, 3, 0, 2]
@@ -254,7 +254,7 @@ def setting(**changes: Any) -> Setting:
 
 def test_a_request_alone_takes_what_the_bound_says() -> None:
     """The bound is tight there."""
-    workload = Workload.of(all_at_once(1), fixed_lengths(300, 20, 1))
+    workload = Workload.create(all_at_once(1), fixed_lengths(300, 20, 1))
     work = Work.of(workload, setting(), hidden=False)
     result = simulate("sarathi_pc", workload, SEVEN, limits=setting().limits, overlap=False)
     assert work.ttft[0] == pytest.approx(result.requests.ttft[0], rel=0.2)
@@ -265,7 +265,7 @@ def test_a_request_alone_takes_what_the_bound_says() -> None:
 
 def test_who_cannot_be_in_time_alone_is_not_counted() -> None:
     arrival = np.array([0.0, 1.0])
-    plain = Workload.of(arrival, fixed_lengths(300, 20, 2))
+    plain = Workload.create(arrival, fixed_lengths(300, 20, 2))
     work = Work.of(plain, setting(), hidden=False)
     for name, least in (("ttft", work.ttft[0]), ("jct", work.jct[0])):
         for factor, met in ((0.99, False), (1.01, True)):
@@ -277,7 +277,7 @@ def test_who_cannot_be_in_time_alone_is_not_counted() -> None:
 
 def test_a_window_holds_so_many_at_most() -> None:
     """Twenty come at once, and there is time for a few until their target."""
-    plain = Workload.of(all_at_once(20), fixed_lengths(2000, 2, 20))
+    plain = Workload.create(all_at_once(20), fixed_lengths(2000, 2, 20))
     alone = float(Work.of(plain, setting(), False).jct[0])
     workload = with_targets(plain, jct=3.5 * alone)
     bound = goodput_bound(workload, setting(), False, math.inf)
@@ -311,7 +311,7 @@ def in_time_together(workload: Workload, first: np.ndarray, rest: np.ndarray) ->
 def test_windows_exclude_no_more_than_has_to_be(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = 6
-    workload = Workload.of(rng.integers(0, 9, count).cumsum() / 2.0, fixed_lengths(5, 3, count))
+    workload = Workload.create(rng.integers(0, 9, count).cumsum() / 2.0, fixed_lengths(5, 3, count))
     ttft = rng.integers(1, 8, count).astype(float)
     workload = dataclasses.replace(workload, ttft=ttft, jct=ttft + rng.integers(0, 6, count))
     first, rest = (rng.integers(0, 9, count) / 2.0 for _ in range(2))
@@ -322,7 +322,7 @@ def test_windows_exclude_no_more_than_has_to_be(seed: int) -> None:
 def test_windows_exclude_what_has_to_be() -> None:
     """Two bursts of three requests of a second each, with time for two of each."""
     arrival = np.array([0.0, 0.0, 0.0, 5.0, 5.0, 5.0])
-    workload = with_targets(Workload.of(arrival, fixed_lengths(5, 3, 6)), jct=2.5)
+    workload = with_targets(Workload.create(arrival, fixed_lengths(5, 3, 6)), jct=2.5)
     half, everybody = np.full(6, 0.5), np.ones(6, bool)
     assert most_met(workload, everybody, half, half, math.inf) == 4
     assert most_met(workload, everybody, half, half, 6.0) == 3
@@ -340,7 +340,7 @@ def test_windows_exclude_what_has_to_be() -> None:
     ],
 )
 def test_the_targets_say_when_a_request_has_ended(output: int, seconds: float) -> None:
-    plain = Workload.of(all_at_once(1), fixed_lengths(5, output, 1))
+    plain = Workload.create(all_at_once(1), fixed_lengths(5, output, 1))
     assert latest(with_targets(plain, ttft=2.0, tbt=0.5))[0] == pytest.approx(seconds)
     assert latest(with_targets(plain, ttft=2.0, tbt=0.5, jct=2.2))[0] == min(seconds, 2.2)
 
@@ -350,7 +350,7 @@ def test_a_cost_model_of_somebody_elses_says_nothing() -> None:
         def batch_time(self, features: Any) -> Any:
             return 1e-3 + 0 * features.num_tokens
 
-    workload = Workload.of(all_at_once(4), fixed_lengths(10, 3, 4))
+    workload = Workload.create(all_at_once(4), fixed_lengths(10, 3, 4))
     found = simulate(f"{QUICK}:runs=2", workload, Own(), kv_tokens=400)
     assert found.goodput_bound == math.inf
     assert found.summary()["goodput_bound_per_s"] is None

@@ -118,7 +118,7 @@ def test_a_server_that_is_mostly_idle_says_what_prompts_take(tmp_path: Path) -> 
 def test_a_part_is_what_happened_in_it(tmp_path: Path) -> None:
     first, second = trace(3, 20.0, True), trace(4, 20.0, False)
     pause = 100.0 - second.arrival[0]
-    both = Workload.of(
+    both = Workload.create(
         np.concatenate([first.arrival, second.arrival + pause]),
         Lengths(*(np.concatenate([getattr(w, n) for w in (first, second)]) for n in LENGTHS)),
         limit=np.concatenate([first.limit, second.limit]),

@@ -18,7 +18,7 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.simulation.replica.requests import Requests
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.systems import system
-from jaxserve.sched.slo.slo_columns import Terms
+from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
 
 # A step takes a second, and a hundredth more for each row where anybody samples.
@@ -28,8 +28,8 @@ COST = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0, sampled_row=0.0
 def workload(*greedy: bool, output: tuple[int, ...] = ()) -> Workload:
     count = len(greedy)
     lengths = Lengths(np.full(count, 4), np.array(output or (3,) * count))
-    terms = replace(Terms.none(count), greedy=np.array(greedy))
-    return Workload.of(all_at_once(count), lengths, limit=lengths.output_len, terms=terms)
+    terms = replace(SloColumns.none(count), greedy=np.array(greedy))
+    return Workload.create(all_at_once(count), lengths, limit=lengths.output_len, terms=terms)
 
 
 def run(asked: Workload, **options: Any) -> np.ndarray:
@@ -87,7 +87,7 @@ def test_a_load_test_samples_as_the_workload_says() -> None:
 
 
 def test_optimal_schedules_are_of_greedy_requests() -> None:
-    greedy = Workload.of(all_at_once(1), fixed_lengths(4, 3, 1))
+    greedy = Workload.create(all_at_once(1), fixed_lengths(4, 3, 1))
     Problem(greedy, COST, kv_tokens=99, max_batch_tokens=9)
     with pytest.raises(OptimalError, match="all greedy"):
         Problem(workload(False), COST, kv_tokens=99, max_batch_tokens=9)

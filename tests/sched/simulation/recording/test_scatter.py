@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.served_steps import ServedSteps
 from jaxserve.sched.cost.step_residuals import LOTS, RUN, Draws, Scatter, first_lot, fit_scatter
 from jaxserve.sched.simulation.simulator import simulate
@@ -57,7 +57,7 @@ def steps(prompts: np.ndarray, factors: np.ndarray) -> ServedSteps:
 
 
 def fitted(prompts: np.ndarray, factors: np.ndarray) -> Scatter:
-    found = fit_scatter(steps(prompts, factors), SEVEN, HostTerms())
+    found = fit_scatter(steps(prompts, factors), SEVEN, HostOverhead())
     assert found is not None
     return found
 
@@ -97,7 +97,7 @@ def test_a_kind_that_hardly_came_varies_as_all_do() -> None:
     found = fitted(prompts, noise())
     want = np.percentile(noise(), (50, 90, 99))
     assert np.percentile(found.factors[-1], (50, 90, 99)) == pytest.approx(want, rel=0.05)
-    assert fit_scatter(steps(prompts[:9], noise()[:9]), SEVEN, HostTerms()) is None
+    assert fit_scatter(steps(prompts[:9], noise()[:9]), SEVEN, HostOverhead()) is None
 
 
 def test_the_seed_says_what_is_drawn_and_replicas_are_apart() -> None:
@@ -119,7 +119,7 @@ def run(policy: str, workload: Workload, scatter: Scatter | None, **how: Any) ->
 def test_all_ways_to_simulate_draw_the_same(policy: str, replicas: int) -> None:
     rng = np.random.default_rng(1)
     lengths = Lengths(rng.integers(1, 200, 60), rng.integers(2, 40, 60))
-    workload = Workload.of(poisson_arrivals(3.0, 60, rng), lengths)
+    workload = Workload.create(poisson_arrivals(3.0, 60, rng), lengths)
     scatter = fitted(np.arange(STEPS) % 4 == 0, noise())
     how = {"replicas": replicas, "seed": 3}
     ways = [
@@ -138,7 +138,7 @@ def test_all_ways_to_simulate_draw_the_same(policy: str, replicas: int) -> None:
 def test_tails_are_predicted() -> None:
     """Of one request, whose steps take what the model says, times what is drawn."""
     lengths = Lengths(np.array([4]), np.array([3000]))
-    workload, factors = Workload.of(all_at_once(1), lengths), noise()
+    workload, factors = Workload.create(all_at_once(1), lengths), noise()
     found = run("sarathi", workload, fitted(np.zeros(STEPS, bool), factors))
     plain = run("sarathi", workload, None)
     ratio = found.batches.duration / plain.batches.duration

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.simulation.simulator import simulate
 from jaxserve.sched.simulation.systems.profiles import MOST, System, UnknownSystem, load
@@ -27,7 +27,7 @@ GOOD = System(
     8,
     16,
     padding=Padding((1, 8), (16, 64), decode_group=8, decode_chunk=64),
-    host=HostTerms(plan=1e-4),
+    host=HostOverhead(plan=1e-4),
     about={"device": "cpu"},
     rho=-1e-9,
 )
@@ -133,7 +133,7 @@ junk = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=4,
 )
-WORKLOAD = Workload.of(all_at_once(4), Lengths(*(fixed_lengths(5, 3, 4).prompt_len,) * 2))
+WORKLOAD = Workload.create(all_at_once(4), Lengths(*(fixed_lengths(5, 3, 4).prompt_len,) * 2))
 
 
 @settings(

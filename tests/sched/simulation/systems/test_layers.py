@@ -21,21 +21,21 @@ EXACT = Figures(1e-5, 0.5, 0.5, 0.25, 0.5, {2: 1e-6, 4: 3e-6, 8: 5e-6})
 
 def test_the_work_of_a_layer() -> None:
     """Llama-2-7B: 4,096 wide, 11,008 in the feed-forward, 32 heads of 128."""
-    alone = LayerWork.of(MODELS["llama-2-7b"], 1)
+    alone = LayerWork.from_model(MODELS["llama-2-7b"], 1)
     matrices = 4 * 4096**2 + 3 * 4096 * 11008
     assert (alone.weights, alone.flops) == (2 * matrices, 2 * matrices)
     assert alone.elementwise == 2 * (7 * 4096 + 2 * 64 * 128 + 3 * 11008)
     assert alone.exchanged == 0
-    half = LayerWork.of(MODELS["llama-2-7b"], 2)
+    half = LayerWork.from_model(MODELS["llama-2-7b"], 2)
     assert half.weights == matrices
     assert half.elementwise == 2 * 7 * 4096 + (2 * 64 * 128 + 3 * 11008)
     # Two all-reduces of a hidden vector; in a ring of two, each device sends all of it once.
     assert half.exchanged == 2 * 2 * 4096
-    assert LayerWork.of(MODELS["llama-2-7b"], 8).exchanged == 2 * 2 * 4096 * 7 / 4
+    assert LayerWork.from_model(MODELS["llama-2-7b"], 8).exchanged == 2 * 2 * 4096 * 7 / 4
 
 
 def test_opt_rotates_nothing_and_has_no_gate() -> None:
-    work = LayerWork.of(MODELS["opt-13b"], 1)
+    work = LayerWork.from_model(MODELS["opt-13b"], 1)
     assert work.elementwise == 2 * (7 * 5120 + 2 * 20480)
 
 
@@ -96,8 +96,8 @@ def test_the_figures_say_where_they_come_from() -> None:
 def test_more_devices_never_take_longer_for_many_tokens(name: str, kind: str, count: int) -> None:
     """For a few, the exchange may cost more than the share saves."""
     model, device = MODELS[name], DEVICES[kind]
-    one, _ = figures_of(device.kind).seconds(LayerWork.of(model, 1), device)
+    one, _ = figures_of(device.kind).seconds(LayerWork.from_model(model, 1), device)
     many = replace(device, count=count)
-    step, token = figures_of(device.kind).seconds(LayerWork.of(model, count), many)
+    step, token = figures_of(device.kind).seconds(LayerWork.from_model(model, count), many)
     assert step > 0 and token > 0
     assert step <= one + 2 * figures_of(device.kind).latency(count)

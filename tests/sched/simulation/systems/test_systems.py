@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
-from jaxserve.sched.cost.host_overhead import HostTerms
+from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.simulation.systems.hardware import DEVICES, MODELS, hidden_read_of
 from jaxserve.sched.simulation.systems.layers import figures_of
@@ -133,7 +133,7 @@ def test_unknown_systems_are_refused_with_the_known_ones(name: str) -> None:
 def measured() -> System:
     model = LinearCostModel(Coefficients(1e-6, 2e-5, 3e-9, 0, 0, 1e-10, 0, 0, 0), 4)
     padding = Padding((1, 8), (16, 64), decode_group=8, decode_chunk=32)
-    host = HostTerms(plan=1e-4, finish_row=2e-6)
+    host = HostOverhead(plan=1e-4, finish_row=2e-6)
     about = {"device": "cpu"}
     return System("tiny@cpu", model, 4096, 64, 32, 8, 16, padding=padding, host=host, about=about)
 
