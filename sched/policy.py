@@ -144,9 +144,16 @@ class Policy(abc.ABC):
         return False
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """A number for each request: of those that wait, who has a smaller one is served first, as
-        far as can be said before; None where nothing can. requests: one or some, with attributes as
-        `policy_spec.Columns` has them. For predictions, asked from any thread: it changes nothing."""
+        """A number for each request: of those that wait, the smallest is served first, as far as
+        can be said before. It is for predictions, and asked from any thread: it changes nothing.
+
+        Args:
+            requests: One or some, with the attributes of `policy_spec.Columns`.
+            now: Seconds.
+
+        Returns:
+            A number or an array; None where nothing can be said.
+        """
         return None
 
     def prefill_limit(self, limits: Limits) -> int:
