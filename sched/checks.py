@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
-from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, CacheKind, Direction
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, CacheKind, Direction
 from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.plan import (
     BatchPlan,

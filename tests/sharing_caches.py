@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
-from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore

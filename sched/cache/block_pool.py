@@ -13,30 +13,67 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY, BlockEnds
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
-from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, RIGHT, CacheKind, Direction
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT, CacheKind, Direction
+from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.row_columns import grow_columns
 
+_FIRST_BLOCKS = 1024
 
-class BlockPool(BlockEnds):
-    """Blocks of `max_owners` rows. tables: int32 [max_owners, 2, width]; [row, 0] are the row's K
-    (or hidden) blocks in order, [row, 1] its V blocks; entries past `held[row]` are stale.
 
-    kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows without
-    cache. held: int64 [max_owners], blocks a plane. cap: int16 [max_owners, width], how many of the
-    tokens of each of a row's blocks are there at most: block_size, or fewer where the last ones
-    are on the host (BROS section 5.2)."""
+class BlockPool:
+    """The blocks of `max_owners` rows.
+
+    Attributes:
+        tables: int32 [max_owners, 2, width]; [row, 0] are the row's K (or hidden) blocks in order,
+            [row, 1] its V blocks. Entries past `held[row]` are stale.
+        held: int64 [max_owners], blocks a plane.
+        kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows
+            without cache.
+        cap: int16 [max_owners, width], how many of the tokens of each of a row's blocks are there
+            at most: block_size, or fewer where the last ones are on the host (BROS section 5.2).
+        owners: int32 [blocks, 2], of blocks that have been out: [:, Direction] is the row that
+            fills the block from there, or NOBODY.
+        at: int32 [blocks, 2], which of that row's blocks it is; stale without an owner.
+        refs: int32 [blocks], rows that hold it.
+        num_shared: Blocks that several rows hold.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
-        super().__init__(num_blocks)
-        self.block_size, self.width = block_size, width
+        self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
         self.tables = np.zeros((max_owners, 2, width), np.int32)
         self.cap = np.full((max_owners, width), block_size, np.int16)
         self.held = np.zeros(max_owners, np.int64)
         self.kind = np.zeros(max_owners, np.int8)
         self.direction = np.zeros(max_owners, np.int8)
+        self.owners = np.zeros((0, 2), np.int32)
+        self.at = np.zeros((0, 2), np.int32)
+        self.refs = np.zeros(0, np.int32)
+        self.num_shared = 0
+        self._free = FreeBlocks(num_blocks)
         self._hidden = False  # whether anybody has ever had a hidden cache
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation may take. Blocks that are cached for nobody in particular, and
+        evicted when they are wanted, would count here, too."""
+        return self._free.count
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds; one with two holders counts once."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def shares(self) -> bool:
+        """Whether any block has two holders."""
+        return self.num_shared > 0
+
+    def both_ends(self) -> np.ndarray:
+        """Blocks that two rows fill: ids [n]."""
+        if not self.num_shared:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero((self.owners != NOBODY).all(axis=1))
 
     @property
     def pool_tokens(self) -> int:
@@ -323,6 +360,42 @@ class BlockPool(BlockEnds):
         """Each of the rows, one after the other, gives back all that it holds."""
         for row in rows.tolist():
             self.release(row)
+
+    def _hold(self, ids: np.ndarray, row: int, side: int, at: np.ndarray) -> None:
+        """The row fills these blocks, which somebody else holds, from that side, too."""
+        self.owners[ids, side] = row
+        self.at[ids, side] = at
+        self._share(ids)
+
+    def _share(self, ids: np.ndarray) -> None:
+        """One row more holds these blocks, which somebody holds already."""
+        self.num_shared += int(np.count_nonzero(self.refs[ids] == 1))
+        self.refs[ids] += 1
+
+    def _let_go(self, ids: np.ndarray, row: int, side: int) -> None:
+        """The row, which fills from that side, no longer holds these blocks."""
+        if not self.num_shared:
+            self.refs[ids], self.owners[ids, side] = 0, NOBODY
+            self._free.push(ids)
+            return
+        refs = self.refs[ids] - 1
+        self.refs[ids] = refs
+        self.num_shared -= int(np.count_nonzero(refs == 1))
+        self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
+        self._free.push(ids[refs == 0])
+
+    def _take(self, rows: np.ndarray, sides: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """A free block for each of these rows, as often as it is named, now its own: number at[i]
+        of its blocks, which it fills from sides[i]. OutOfBlocks."""
+        ids = self._free.pop(len(rows))
+        more = self._free.fresh - len(self.refs)
+        if more > 0:
+            more = max(more, len(self.refs), _FIRST_BLOCKS)
+            grow_columns(self, len(self.refs) + more, owners=NOBODY, at=0, refs=0)
+        self.owners[ids, sides] = rows
+        self.at[ids, sides] = at
+        self.refs[ids] = 1
+        return ids
 
     def check(self) -> None:
         """AssertionError if a slot is owned twice, a block leaked, or a count is wrong."""

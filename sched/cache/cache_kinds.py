@@ -58,3 +58,6 @@ def default_hidden_read(*, rotary: bool) -> str:
     """How hidden caches are read unless told otherwise. Keys that are rotated by position cannot
     have Wk folded into the query."""
     return PROJECTED if rotary else ABSORBED
+
+
+NOBODY = -1  # where a row might be: no request

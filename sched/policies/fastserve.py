@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import slots_for
+from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
 from jaxserve.sched.policy import View

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
+from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.policy import View
 from jaxserve.sched.row_columns import grow_columns
 

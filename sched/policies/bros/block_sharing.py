@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_sizes import PLANES, slots_for
-from jaxserve.sched.cache.cache_kinds import KV, LEFT, RIGHT
+from jaxserve.sched.cache.cache_kinds import KV, LEFT, NOBODY, RIGHT
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policies.bros.blocks import BrosBudget
 from jaxserve.sched.policies.bros.cache_restore import Mending

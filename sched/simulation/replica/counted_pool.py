@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane
-from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT
+from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY
 from jaxserve.sched.cache.free_blocks import OutOfBlocks
 
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+from jaxserve.sched.cache.cache_kinds import NOBODY, CacheKind, Direction
 from jaxserve.sched.cache.free_blocks import OutOfBlocks
 
 ROWS, WIDTH = 6, 8

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
-from jaxserve.sched.cache.cache_kinds import CacheKind, Direction
+from jaxserve.sched.cache.cache_kinds import NOBODY, CacheKind, Direction
 from jaxserve.sched.plan import (
     Checkpoint,
     Copy,

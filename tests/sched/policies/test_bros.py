@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
-from jaxserve.sched.cache.cache_kinds import Direction
+from jaxserve.sched.cache.cache_kinds import NOBODY, Direction
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policies.bros.bros import Bros
 from jaxserve.sched.policies.bros.urgency import Targets

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.sched.cache.bidirectional_blocks import NOBODY
-from jaxserve.sched.cache.cache_kinds import LEFT, RIGHT
+from jaxserve.sched.cache.cache_kinds import LEFT, NOBODY, RIGHT
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import Checkpoint, Copy, Join, Operation, Preempt, Restore
 from jaxserve.sched.policy import View
