@@ -117,7 +117,7 @@ class Workload:
         order = np.argsort(columns[0], kind="stable")
         arrival, prompt, output, limit = (column[order] for column in columns)
         terms = SloColumns.joined([part.terms for part in parts]).take(order)
-        return cls.of(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
+        return cls.create(arrival, Lengths(prompt, output), limit=limit, terms=terms), order
 
     def __len__(self) -> int:
         return len(self.arrival)
