@@ -88,9 +88,9 @@ def shapes(
                 found.append(Shape((quarter,) * rows, ((count, 0),)))
                 found.append(Shape((half,) * rows, ((count, min(quarter, max_len - count)),)))
     if hidden:
-        reading = [s for s in found if s.contexts.any() and not (s.sampling or s.widened)]
+        reading = [s for s in found if s.contexts.any() and not (s.sampling or s.projected)]
         found += [dataclasses.replace(shape, hidden=True) for shape in reading]
-        found += [Shape((quarter,), widened=length) for length in lengths]
+        found += [Shape((quarter,), projected=length) for length in lengths]
     return list(dict.fromkeys(found))
 
 

@@ -114,7 +114,7 @@ def _prompt_step(case: Case) -> jax.stages.Lowered:
     return lowered
 
 
-def _widen(case: Case) -> jax.stages.Lowered:
+def _project_to_kv(case: Case) -> jax.stages.Lowered:
     pool, layout = _pool(case), case.buckets.projection_layout()
     packed = _array(case, (layout.size,), jnp.int32)
     model = _model(case, hidden=True)
@@ -262,7 +262,7 @@ PROGRAMS = (
     Program("hidden decode step", functools.partial(_decode_step, hidden=True), True, True),
     Program("hidden mixed step", functools.partial(_mixed_step, hidden=True), True, True),
     Program("prompt log-probabilities", _prompt_step, whole=True),
-    Program("hidden to KV", _widen, hidden=True, whole=True),
+    Program("hidden to KV", _project_to_kv, hidden=True, whole=True),
     Program("write", functools.partial(_write, hidden=False)),
     Program("decode attention", functools.partial(_attention, decode=True)),
     Program("prefill attention", functools.partial(_attention, decode=False)),

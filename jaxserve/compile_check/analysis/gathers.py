@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jaxserve.compile_check.analysis import hlo
 from jaxserve.compile_check.case import Case
-from jaxserve.engine.device.buckets import WIDEN_TOKENS
+from jaxserve.engine.device.buckets import PROJECTED_TOKENS
 
 
 def too_large(case: Case, module: hlo.Module) -> Iterator[str]:
@@ -15,8 +15,8 @@ def too_large(case: Case, module: hlo.Module) -> Iterator[str]:
     the largest batch, its logits. What is gathered for all requests together is far more."""
     config, sizes = case.config, case.sizes
     tokens = max(config.max_position * case.dtype.itemsize, sizes.max_batch_tokens * 4)
-    widened = WIDEN_TOKENS * config.num_layers * case.dtype.itemsize
-    most = max(config.d_model * max(tokens, widened), sizes.max_rows * config.vocab_size * 4)
+    projected = PROJECTED_TOKENS * config.num_layers * case.dtype.itemsize
+    most = max(config.d_model * max(tokens, projected), sizes.max_rows * config.vocab_size * 4)
     for operations in module.computations.values():
         for op in operations:
             if op.opcode not in ("all-gather", "all-gather-start"):

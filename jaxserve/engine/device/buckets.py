@@ -25,7 +25,7 @@ _LINEAR_FROM = 256
 FEW_HIDDEN = 8
 """Steps with hidden rows are there for as much as this part of their rows, and for all."""
 
-WIDEN_TOKENS = 128
+PROJECTED_TOKENS = 128
 """Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
 
 
@@ -86,8 +86,8 @@ class Buckets:
         return self.mixed(total, hidden=hidden)
 
     def projection_layout(self) -> Layout:
-        """The batch in which hidden caches become KV: WIDEN_TOKENS tokens at most."""
-        return self.mixed(min(WIDEN_TOKENS, self.tokens[-1]))
+        """The batch in which hidden caches become KV: PROJECTED_TOKENS tokens at most."""
+        return self.mixed(min(PROJECTED_TOKENS, self.tokens[-1]))
 
     def all(self) -> list[Layout]:
         """Every step there is, decode steps first."""

@@ -177,7 +177,7 @@ def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
     vectors of the batch's tokens become K and V, those of K where the vectors were. pool_format:
     the pool's own, see `row_major`."""
     return jax.jit(
-        partial(_widen, model),
+        partial(_project_to_kv, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
         out_shardings=pool_format,
@@ -185,7 +185,7 @@ def make_project_to_kv(model: StepModel, pool_format: Format) -> Any:
     )
 
 
-def _widen(
+def _project_to_kv(
     model: StepModel, params: Params, pool: jax.Array, packed: jax.Array, *, layout: Layout
 ) -> jax.Array:
     fields = layout.unpack(packed)

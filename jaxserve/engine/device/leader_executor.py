@@ -26,7 +26,7 @@ class Calls:
     """What each call of an `Executor` is as a message; `jaxserve.engine.startup.follower_executor`
     makes it there. The names are those of the methods."""
 
-    ADMIT, WIDEN, COPY_SLOTS = "admit", "project_to_kv", "copy_slots"
+    ADMIT, PROJECT_TO_KV, COPY_SLOTS = "admit", "project_to_kv", "copy_slots"
     SAVE, LOAD, DISCARD = "save", "load", "discard"
     SUBMIT, COMPUTE, SAMPLE = "submit", "compute", "sample"
 
@@ -98,7 +98,7 @@ class LeaderExecutor:
 
     def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
         """See `Executor`."""
-        with self._telling(Calls.WIDEN, packed, layout=_plain(layout)):
+        with self._telling(Calls.PROJECT_TO_KV, packed, layout=_plain(layout)):
             self._local.project_to_kv(layout, packed)
 
     def copy_slots(self, places: np.ndarray) -> None:

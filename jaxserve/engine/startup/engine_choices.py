@@ -280,5 +280,5 @@ def _hidden_work(
         return 0
     # Chunks of prompts project, however decodes are read: over a mesh one request after another.
     gathered = demand.max_model_len if shards > 1 else 0
-    widened = buckets.projection_layout().tokens
-    return hidden_workspace(model, dtype, widened_tokens=widened, gathered_tokens=gathered)
+    projected = buckets.projection_layout().tokens
+    return hidden_workspace(model, dtype, projected_tokens=projected, gathered_tokens=gathered)

@@ -112,7 +112,7 @@ def _make(message: Message, executor: Executor, pending: dict[int, PendingSample
             return executor.sample(pending.pop(fields["number"]), arrays[0])
         case Calls.ADMIT:
             executor.admit(fields["slot"], SlotParams(arrays[0], _second(message)))
-        case Calls.WIDEN:
+        case Calls.PROJECT_TO_KV:
             executor.project_to_kv(Layout(**fields["layout"]), arrays[0])
         case Calls.COPY_SLOTS:
             executor.copy_slots(arrays[0])

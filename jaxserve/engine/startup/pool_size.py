@@ -138,13 +138,13 @@ def array_blocks(demand: Demand, room: Room) -> int:
 
 
 def hidden_workspace(
-    config: ModelConfig, dtype: DTypeLike, *, widened_tokens: int, gathered_tokens: int
+    config: ModelConfig, dtype: DTypeLike, *, projected_tokens: int, gathered_tokens: int
 ) -> int:
-    """Bytes on each device, at most. widened_tokens: whose vectors of all layers are read at once
+    """Bytes on each device, at most. projected_tokens: whose vectors of all layers are read at once
     when hidden caches become KV; gathered_tokens: whose vectors of one layer every shard needs
     whole to project them, twice while they are put together."""
     vector = config.d_model * jnp.dtype(dtype).itemsize
-    return (widened_tokens * config.num_layers + 2 * gathered_tokens) * vector
+    return (projected_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
 def moving_workspace(policy: Policy, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:

@@ -58,7 +58,7 @@ def shapes(
     if hidden:
         reading = [s for s in found if s.contexts.any() and not s.sampling]
         found += [dataclasses.replace(shape, hidden=True) for shape in reading]
-        found += [Shape((short,), widened=length) for length in (half, most)]
+        found += [Shape((short,), projected=length) for length in (half, most)]
     if swaps:
         found += [Shape((short,), swapped=SWAPPED), Shape((short,), swapped=2 * SWAPPED)]
     return sorted(dict.fromkeys(found), key=_size)
@@ -70,7 +70,7 @@ def _spread(sizes: Sequence[int]) -> list[int]:
 
 
 def _size(shape: Shape) -> int:
-    return shape.tokens + int(shape.contexts.sum()) + shape.widened + shape.swapped
+    return shape.tokens + int(shape.contexts.sum()) + shape.projected + shape.swapped
 
 
 def timed_model(

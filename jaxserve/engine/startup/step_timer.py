@@ -33,14 +33,14 @@ class Shape:
     """A batch to measure. decodes: cached tokens of each row that decodes, the one being fed not
     counted; chunks: (tokens, cached tokens before) of each prefill; hidden: whether all rows have
     hidden caches, or all KV; sampling: whether all sample as `SAMPLING` says, or greedily. Before
-    it, widened: tokens of one request's hidden cache become KV; swapped: slots go to the host and
+    it, projected: tokens of one request's hidden cache become KV; swapped: slots go to the host and
     come back."""
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     hidden: bool = False
     sampling: bool = False
-    widened: int = 0
+    projected: int = 0
     swapped: int = 0
 
     @property
@@ -67,7 +67,7 @@ class Shape:
             rows < len(self.decodes),
             padding=padding,
             hidden=np.full(len(rows), self.hidden),
-            projected_tokens=self.widened,
+            projected_tokens=self.projected,
             saved_slots=self.swapped,
             loaded_slots=self.swapped,
             sampling=self.sampling,
@@ -87,15 +87,15 @@ class StepTimer:
         """Seconds of one step among `chain` in a row, so that the host's part is hidden as far as
         the device hides it."""
         layout, packed = self._pack(shape)
-        projection_batches = self._widening(shape.widened)
+        projection_batches = self._projection_batches(shape.projected)
         slots = self._swapped(shape.swapped)
         if shape.sampling:
             self._admit(len(shape.counts))
         submit = self._executor.submit
         begin = time.perf_counter()
         for _ in range(chain):
-            for widened in projection_batches:
-                self._executor.project_to_kv(*widened)
+            for projected in projection_batches:
+                self._executor.project_to_kv(*projected)
             if len(slots):
                 self._swap(slots)
             last = submit(layout, packed, full=shape.sampling)
@@ -124,7 +124,7 @@ class StepTimer:
         blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
         return blocks.reshape(size)
 
-    def _widening(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
+    def _projection_batches(self, tokens: int) -> list[tuple[Layout, np.ndarray]]:
         """What `Executor.project_to_kv` takes for so many hidden vectors of one request."""
         from jaxserve.engine.device.batching import projection_batches
 

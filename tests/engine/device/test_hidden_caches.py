@@ -106,7 +106,7 @@ def test_long_caches_are_widened_in_pieces(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More cached tokens than become K and V at once; rotated keys, blocks of 16, no overlap."""
-    monkeypatch.setattr(buckets, "WIDEN_TOKENS", 16)
+    monkeypatch.setattr(buckets, "PROJECTED_TOKENS", 16)
     fields = {
         "cache__block_size": 16,
         "scheduler__max_rows": 8,

@@ -56,12 +56,12 @@ def test_what_is_timed() -> None:
     assert {s.contexts.any() for s in WANTED if s.chunks and not s.decodes} == {True, False}
     assert any(s.chunks and s.decodes for s in WANTED)
     assert any(s.sampling for s in WANTED)
-    assert not any(s.hidden or s.widened or s.swapped for s in WANTED)
+    assert not any(s.hidden or s.projected or s.swapped for s in WANTED)
     more = shapes(PADDING, max_rows=10, max_prefill=128, max_len=1000, hidden=True, swaps=True)
     assert set(WANTED) < set(more)
     hidden = [s for s in more if s.hidden]
     assert any(s.chunks for s in hidden) and any(not s.chunks for s in hidden)
-    assert any(s.widened for s in more) and any(s.swapped for s in more)
+    assert any(s.projected for s in more) and any(s.swapped for s in more)
     assert len(more) == len(set(more)) < 50
 
 
@@ -75,7 +75,7 @@ def test_no_shape_is_beyond_the_limits(max_rows: int, max_len: int, hidden: bool
     for shape in found:
         assert 1 <= len(shape.counts) <= max_rows
         assert (shape.counts + shape.contexts <= max_len).all()
-        assert shape.widened <= max_len
+        assert shape.projected <= max_len
         assert not shape.chunks or shape.tokens <= 20
         assert all(count > 1 for count, _ in shape.chunks)
 

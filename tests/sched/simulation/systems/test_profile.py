@@ -46,7 +46,7 @@ def test_the_shapes_are_ones_that_the_engine_can_run(max_len: int) -> None:
         assert shape.tokens <= 64
         assert all(1 <= before < max(max_len, 2) for before in shape.decodes)
         assert all(count >= 1 and count + before <= max_len for count, before in shape.chunks)
-        assert shape.widened <= max_len
+        assert shape.projected <= max_len
     assert any(not s.chunks for s in found) and any(not s.decodes for s in found)
     assert set(step_profile.shapes(padding, **limits, hidden=True, swaps=True)) <= set(found)
 
